@@ -1,0 +1,72 @@
+"""What the layer is compared with: the same computation from PyTorch's own parts, and the dense GEMMs inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_layers import MoEFeedForward
+
+from .shapes import Shape
+
+
+class TorchGroupedMM(nn.Module):
+    """The layer from `torch.nn.functional.grouped_mm` and PyTorch's sorting and gathering, for `torch.compile`.
+
+    Shares its parameters with an `MoEFeedForward`, so both compute the same function.
+    """
+
+    def __init__(self, layer: MoEFeedForward):
+        super().__init__()
+        self.w_router = layer.router.weight
+        self.w_up = layer.experts.w_up
+        self.w_down = layer.experts.w_down
+        self.top_k = layer.router.top_k
+
+    def forward(
+        self,
+        tokens: Tensor,  # [T, D]
+    ) -> Tensor:  # [T, D]
+        num_tokens = tokens.shape[0]
+        logits = functional.linear(tokens, self.w_router).float()
+        chosen_logits, experts = logits.topk(self.top_k)
+        weights = chosen_logits.softmax(-1)
+        sorted_experts, row_to_slot = experts.flatten().sort(stable=True)
+        boundaries = torch.arange(len(self.w_up), device=tokens.device, dtype=sorted_experts.dtype)
+        offsets = torch.searchsorted(sorted_experts, boundaries, right=True).int()
+        slot_to_row = torch.empty_like(row_to_slot)
+        slot_to_row[row_to_slot] = torch.arange(len(row_to_slot), device=tokens.device)
+        rows = tokens[row_to_slot // self.top_k]
+        gate, up = functional.grouped_mm(rows, self.w_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
+        rows = functional.grouped_mm(functional.silu(gate) * up, self.w_down.transpose(1, 2), offs=offsets)
+        chosen = rows[slot_to_row].view(num_tokens, self.top_k, -1)
+        return (chosen * weights[..., None]).sum(1).to(tokens.dtype)
+
+
+def dense_gemms(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """The layer's GEMMs with all rows in one matrix and one expert's weights: a bound to approach, not a layer."""
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, dtype=dtype)
+
+    rows, hidden, activated = (
+        normal(shape.num_rows, shape.d_model),
+        normal(shape.num_rows, 2 * shape.d_ff),
+        normal(shape.num_rows, shape.d_ff),
+    )
+    w_up, w_down = normal(2 * shape.d_ff, shape.d_model), normal(shape.d_model, shape.d_ff)
+    return {
+        "up": partial(torch.mm, rows, w_up.t()),
+        "down": partial(torch.mm, activated, w_down.t()),
+        "down_dgrad": partial(torch.mm, rows, w_down),
+        "up_dgrad": partial(torch.mm, hidden, w_up),
+        "up_wgrad": partial(torch.mm, hidden.t(), rows),
+        "down_wgrad": partial(torch.mm, rows.t(), activated),
+    }
+
+
+FORWARD_GEMMS = ("up", "down")

@@ -1,0 +1,251 @@
+"""The whole layer, forward and backward, against PyTorch's grouped_mm and against the dense bound.
+
+    python -m benchmarks.layer --commit $(git rev-parse --short HEAD) --output benchmarks/results/layer.json
+    python -m benchmarks.layer --plot benchmarks/results/layer.json
+
+Every shape is checked before it is timed. Timings take turns in rounds. The dense bound of a pass is the sum of the
+cuBLAS medians of its GEMMs with all T * K rows in one matrix, from the same run. Saved memory is what is allocated
+after a forward less before it, output included, input excluded; peak memory is the highest during forward and backward
+less before them, gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels import fused_experts, reference
+from moe_kernels.testing import assert_accurate, make_logits
+from moe_layers import MoEFeedForward
+
+from .baselines import FORWARD_GEMMS, TorchGroupedMM, dense_gemms
+from .shapes import SHAPES, TINY, Shape
+from .timing import Timing, time_interleaved
+
+MIB = 2**20
+
+
+def make_layer(shape: Shape, device: str, dtype: torch.dtype) -> MoEFeedForward:
+    torch.manual_seed(0)
+    return MoEFeedForward(
+        shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, device=device, dtype=dtype, implementation=None
+    )
+
+
+def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.dtype) -> Tensor:  # [T, D]
+    """Random tokens, moved along the router's rows so that its logits make the choice follow `routing`."""
+    w_router = layer.router.weight.detach().float()
+    generator = torch.Generator(w_router.device).manual_seed(0)
+    tokens = torch.randn(shape.num_tokens, shape.d_model, device=w_router.device, generator=generator)
+    wanted = 8 * make_logits(shape.num_tokens, shape.num_experts, routing, w_router.device, generator)
+    tokens += torch.linalg.lstsq(w_router, (wanted - tokens @ w_router.t()).t()).solution.t()
+    return tokens.to(dtype)
+
+
+def check_layer(layer: MoEFeedForward, tokens: Tensor) -> None:
+    """The tests' error budget on the expert op, output and gradients, with one choice of experts for all precisions."""
+    with torch.no_grad():
+        routed = layer.router(tokens)
+    operands = (tokens, routed.topk_weights, layer.experts.w_up, layer.experts.w_down)
+
+    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype if t.dtype == tokens.dtype else t.dtype).requires_grad_() for t in operands]
+        permutation = reference.sort_by_expert(routed.topk_experts, len(leaves[2]))
+        out = op(leaves[0], leaves[1], permutation, *leaves[2:])
+        generator = torch.Generator(tokens.device).manual_seed(1)
+        dout = torch.randn(out.shape, device=out.device, generator=generator).to(tokens.dtype).to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    # float32 without TF32 is exact beside 16-bit results.
+    exact = run(reference.fused_experts, torch.float32)
+    baseline = run(reference.fused_experts, tokens.dtype)
+    actual = run(fused_experts, tokens.dtype)
+    for name, a, b, e in zip(("out", "dtokens", "dweights", "dw_up", "dw_down"), actual, baseline, exact, strict=True):
+        assert_accurate(a, b, e, name)
+
+
+def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:
+    """One call of each pass."""
+    leaf = tokens.detach().requires_grad_()
+    dout = torch.randn_like(tokens)
+    parameters = list(layer.parameters())
+
+    def forward() -> Tensor:
+        return layer(leaf)
+
+    def forward_backward() -> None:
+        for tensor in (leaf, *parameters):
+            tensor.grad = None
+        forward().backward(dout)
+
+    return {"forward": forward, "forward+backward": forward_backward}
+
+
+def measure_memory(run: dict[str, Callable[[], object]], layer: torch.nn.Module) -> tuple[float, float]:
+    """(saved, peak) MiB."""
+    layer.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = run["forward"]()
+    saved = torch.cuda.memory_allocated() - before
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    run["forward+backward"]()
+    return saved / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def bench_layer(
+    shape: Shape, routing: str, device: str, dtype: torch.dtype, rounds: int, round_ms: float
+) -> list[dict]:
+    """Rows of results for one shape and routing."""
+    layer = make_layer(shape, device, dtype)
+    tokens = make_tokens(layer, shape, routing, dtype)
+    check_layer(layer, tokens)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    modules = {"triton": layer, "torch_grouped_mm": torch.compile(TorchGroupedMM(layer), disable=device == "cpu")}
+    runs = {name: passes(module, tokens) for name, module in modules.items()}
+    memory = {
+        name: measure_memory(run, modules[name]) if device == "cuda" else (None, None)
+        for name, run in _warmed_up(runs).items()
+    }
+    functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
+    functions |= {f"dense/{name}": gemm for name, gemm in dense_gemms(shape, device, dtype).items()}
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    bounds = {
+        "forward": sum(timings[f"dense/{name}"].ms for name in FORWARD_GEMMS),
+        "forward+backward": sum(t.ms for name, t in timings.items() if name.startswith("dense/")),
+    }
+    return [
+        _row(shape, routing, which, name, timings[f"{name}/{which}"], bounds[which], memory[name])
+        for which in bounds
+        for name in modules
+    ]
+
+
+def _warmed_up(runs: dict[str, dict[str, Callable[[], object]]]) -> dict[str, dict[str, Callable[[], object]]]:
+    for run in runs.values():
+        for function in run.values():
+            function()
+    return runs
+
+
+def _row(
+    shape: Shape,
+    routing: str,
+    which: str,
+    implementation: str,
+    timing: Timing,
+    bound_ms: float,
+    memory: tuple[float | None, float | None],
+) -> dict:
+    return {
+        "shape": shape.name,
+        "T": shape.num_tokens,
+        "D": shape.d_model,
+        "F": shape.d_ff,
+        "E": shape.num_experts,
+        "K": shape.top_k,
+        "routing": routing,
+        "pass": which,
+        "implementation": implementation,
+        **timing._asdict(),
+        "tokens_per_s": 1e3 * shape.num_tokens / timing.ms,
+        "dense_bound_ms": bound_ms,
+        "share_of_dense_bound": bound_ms / timing.ms,
+        "saved_mib": memory[0],
+        "peak_mib": memory[1],
+    }
+
+
+def print_table(rows: list[dict]) -> None:
+    columns = ("shape", "routing", "pass", "implementation", "ms", "tokens_per_s", "dense_bound_ms")
+    columns += ("share_of_dense_bound", "saved_mib", "peak_mib")
+    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 1000 else f"{value:.3f}"
+    return str(value)
+
+
+def plot(path: Path) -> Path:
+    """A bar chart of the shares of the dense bound under even routing, beside the results file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in json.loads(path.read_text()) if row["routing"] == "even"]
+    which = ("forward", "forward+backward")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
+    for axis, name in zip(axes, which, strict=True):
+        for i, implementation in enumerate(("triton", "torch_grouped_mm")):
+            bars = [r for r in rows if r["pass"] == name and r["implementation"] == implementation]
+            positions = [x + 0.4 * i - 0.2 for x in range(len(bars))]
+            axis.bar(positions, [r["share_of_dense_bound"] for r in bars], 0.4, label=implementation)
+        axis.set_xticks(range(len(bars)), [r["shape"] for r in bars], rotation=30, ha="right")
+        axis.set_title(name)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+    axes[0].set_ylabel("share of the dense cuBLAS bound")
+    axes[1].legend()
+    figure.suptitle(f"{rows[0]['gpu']}, bfloat16, even routing ({path.name})")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    return path.with_suffix(".png")
+
+
+def environment(device: str, commit: str) -> dict[str, str | None]:
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__ if triton else None,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=list(SHAPES))
+    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
+    options = parser.parse_args()
+    if options.plot:
+        print(plot(options.plot))
+        return
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    rows = []
+    for name in options.shapes:
+        shape = TINY if name == TINY.name else SHAPES[name]
+        for routing in options.routing:
+            measured = bench_layer(shape, routing, options.device, dtype, options.rounds, options.round_ms)
+            rows += [{**row, **environment(options.device, options.commit)} for row in measured]
+            print_table(measured)
+            if options.output:  # after every shape, so that a stopped run keeps what it measured
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Timing of several functions side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+class Timing(NamedTuple):
+    """Milliseconds per call: median, 20th and 80th percentile over all calls of all rounds."""
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+
+
+def time_interleaved(
+    functions: dict[str, Callable[[], object]], device: str, *, rounds: int = 3, round_ms: float = 200.0
+) -> dict[str, Timing]:
+    """Time every function for at least `round_ms` per round, taking turns, so that drifting clocks meet all alike."""
+    calls = {name: _calls_for(function, device, round_ms) for name, function in functions.items()}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            samples[name] += _time_calls(function, device, calls[name])
+    return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
+
+
+def _calls_for(function: Callable[[], object], device: str, round_ms: float) -> int:
+    for _ in range(3):  # compile and warm up
+        function()
+    return max(3, int(round_ms / max(statistics.median(_time_calls(function, device, 3)), 1e-3)) + 1)
+
+
+def _time_calls(function: Callable[[], object], device: str, num_calls: int) -> list[float]:
+    """Milliseconds of each call."""
+    if device == "cpu":
+        times = [time.perf_counter()]
+        for _ in range(num_calls):
+            function()
+            times.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in pairwise(times)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def _percentiles(values: list[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]

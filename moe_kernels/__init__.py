@@ -1,0 +1,32 @@
+"""Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
+
+from ._dispatch import IMPLEMENTATIONS
+from .activation import ACTIVATIONS, gated_activation
+from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
+from .experts import fused_experts
+from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from .permutation import combine, permute
+from .reference import Permutation, Routing, TileTable
+from .routing import linear_routing, topk_routing
+from .sorting import sort_by_expert
+
+__all__ = [
+    "ACTIVATIONS",
+    "IMPLEMENTATIONS",
+    "GroupedGemmArguments",
+    "Permutation",
+    "Routing",
+    "Status",
+    "TileTable",
+    "WgradArguments",
+    "combine",
+    "fused_experts",
+    "gated_activation",
+    "get_kernels",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "linear_routing",
+    "permute",
+    "sort_by_expert",
+    "topk_routing",
+]

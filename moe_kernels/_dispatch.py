@@ -1,0 +1,69 @@
+"""Which implementation of an op runs. One rule for every op; nothing falls back silently."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._triton import HAS_TRITON, INTERPRET
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+# The dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
+_KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
+
+
+def kernel_obstacle(tensor: Tensor) -> str | None:
+    """Why the Triton kernels cannot take this tensor, or None if they can."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if not (tensor.is_cuda or INTERPRET):
+        return f"Triton kernels run on CUDA tensors, got a tensor on {tensor.device.type}"
+    if tensor.is_floating_point() and tensor.dtype not in _KERNEL_DTYPES:
+        return f"the Triton kernels {'in the interpreter ' if INTERPRET else ''}do not compute in {tensor.dtype}"
+    return None
+
+
+def choose(op: str, implementation: str | None, tensor: Tensor) -> str:
+    """The implementation to run: the one that is named, or, for None, Triton wherever its kernels can run.
+
+    Args:
+        tensor: the operand whose device and dtype decide.
+
+    Raises:
+        ValueError: `implementation` is not a known name.
+        NotImplementedError: "triton" was asked for and its kernels cannot take this tensor.
+    """
+    if implementation is None:
+        return "reference" if kernel_obstacle(tensor) else "triton"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
+    if implementation == "triton" and (obstacle := kernel_obstacle(tensor)):
+        raise NotImplementedError(f"{op}: implementation='triton' cannot run: {obstacle}")
+    return implementation
+
+
+def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with the tensor's GPU as the current one: Triton launches on the current one."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return function(*args, **kwargs)
+    with torch.cuda.device(tensor.device):
+        return function(*args, **kwargs)
+
+
+def registered_op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`torch.library.custom_op` of a function that mutates nothing, run on the GPU of its first argument."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def on_its_device(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args[0] is not None else args[1]
+            return on_device_of(first, function, *args, **kwargs)
+
+        return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=())
+
+    return register

@@ -1,0 +1,15 @@
+"""The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
+
+from .pointer import POINTER_KERNELS
+from .pointer_wgrad import POINTER_WGRAD_KERNELS
+from .tma import TMA_KERNELS
+from .tma_wgrad import TMA_WGRAD_KERNELS
+from .warp_specialized import WARP_SPECIALIZED_KERNELS
+
+ALL_KERNELS = (
+    *WARP_SPECIALIZED_KERNELS,
+    *TMA_KERNELS,
+    *TMA_WGRAD_KERNELS,
+    *POINTER_KERNELS,
+    *POINTER_WGRAD_KERNELS,
+)

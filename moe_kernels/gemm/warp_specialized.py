@@ -1,0 +1,181 @@
+"""The warp-specialised kernels of `gluon_sm90.py` as catalog objects, and where they do not apply, why."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._triton import INTERPRET, TRITON_VERSION, triton
+from ..activation import ACTIVATIONS
+from ..catalog import (
+    GroupedGemmArguments,
+    GroupedGemmOperands,
+    KernelMetadata,
+    Launch,
+    Operand,
+    WarpSpecializedDesign,
+    WgradArguments,
+    WgradOperands,
+)
+from .base import GroupedGemmKernel, WgradKernel, kernel_name, num_programs
+from .ragged import ragged_shape_and_strides
+
+if TRITON_VERSION is None:
+    OBSTACLE = "Triton is not installed"
+elif TRITON_VERSION[:2] != (3, 6):
+    OBSTACLE = f"written for the Gluon of Triton 3.6, this is {'.'.join(map(str, TRITON_VERSION))}"
+elif INTERPRET:
+    OBSTACLE = "the interpreter does not run Gluon"
+else:
+    OBSTACLE = None
+
+if OBSTACLE is None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .gluon_sm90 import grouped_gemm_kernel, wgrad_kernel
+
+_LEAST_STEPS = 3  # of the reduction: the parts in which a finished tile is written while the next begins
+
+
+@functools.cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(tensor, shape, strides, block, _layout(len(shape)))
+
+
+def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
+    """Over [R, C]; with `split` 2 over [R, 2, C / 2], so that neither half reaches into the other."""
+    shape, strides = ragged_shape_and_strides(tensor.stride(0), tensor.shape[1], split)
+    middle = [1] if split > 1 else []
+    return _descriptor(tensor, shape, strides, [1, 1, block[0], *middle, block[1]])
+
+
+class WarpSpecializedGroupedGemm(GroupedGemmKernel):
+    """Contiguous A through TMA; with an epilogue, `out` is its activation and `preactivation` the product."""
+
+    obstacle = OBSTACLE
+
+    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        table = self.tile_table(args)
+        num_groups, depth, num_columns = args.B.shape
+        stride_g, stride_k, stride_n = args.B.stride()
+        gated = self.metadata.epilogue is not None
+        b_column = self.metadata.operands.B.layout == "column"
+        half = (block_m // 2, block_n // 2)
+        if gated:
+            d_ff = num_columns // 2
+            b_shape, b_strides = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+            b_desc = _descriptor(args.B, b_shape, b_strides, [1, 2, block_n // 2, block_k])
+            out_desc = _ragged_descriptor(args.preactivation, half, split=2)
+            activated_desc = _ragged_descriptor(args.out, half)
+        else:
+            if b_column:
+                b_desc = _descriptor(
+                    args.B, [num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k]
+                )
+            else:
+                b_desc = _descriptor(
+                    args.B, [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n]
+                )
+            out_desc = activated_desc = _ragged_descriptor(args.out, half)
+        return Launch(
+            grouped_gemm_kernel,
+            (num_programs(args.A),),
+            (
+                _descriptor(args.A, list(args.A.shape), list(args.A.stride()), [block_m, block_k]),
+                b_desc,
+                out_desc,
+                activated_desc,
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                triton.cdiv(num_columns, block_n),
+                max(triton.cdiv(depth, block_k), _LEAST_STEPS),
+            ),
+            {
+                "ZERO_TAIL": int(args.zero_tail),
+                "B_COLUMN": b_column,
+                "FORWARD": ACTIVATIONS[self.metadata.epilogue].forward if gated else None,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "NUM_BUFFERS": design.num_stages,
+                "GROUP_TILES": design.group_tiles,
+                "num_warps": 4,
+            },
+        )
+
+
+class WarpSpecializedWgrad(WgradKernel):
+    """Both operands contiguous, through ragged TMA loads that return zeros past the end of a group."""
+
+    obstacle = OBSTACLE
+
+    def launch(self, args: WgradArguments) -> Launch | None:
+        design = self.metadata.design
+        block_k, block_n, block_r = design.tile_shape
+        num_groups, size_k, size_n = args.out.shape
+        return Launch(
+            wgrad_kernel,
+            (num_programs(args.A),),
+            (
+                _ragged_descriptor(args.A, (block_r, block_k)),
+                _ragged_descriptor(args.dout, (block_r, block_n)),
+                _descriptor(args.out, list(args.out.shape), list(args.out.stride()), [1, block_k // 2, block_n // 2]),
+                self.bounds(args),
+                num_groups,
+                triton.cdiv(size_k, block_k),
+                triton.cdiv(size_n, block_n),
+            ),
+            {
+                "BLOCK_K": block_k,
+                "BLOCK_N": block_n,
+                "BLOCK_R": block_r,
+                "NUM_BUFFERS": design.num_stages,
+                "GROUP_TILES": design.group_tiles,
+                "num_warps": 4,
+            },
+        )
+
+
+def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, epilogue: str | None):
+    tma = Operand(dtype, "row", 16)
+    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
+    cls = WarpSpecializedGroupedGemm
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90))
+
+
+def _wgrad(dtype: torch.dtype, design: WarpSpecializedDesign):
+    tma = Operand(dtype, "row", 16)
+    name = kernel_name("wgrad", "ws", dtype, design)
+    cls = WarpSpecializedWgrad
+    return cls(KernelMetadata(name, cls, 90, WgradOperands(tma, tma, tma), design, max_cc=90))
+
+
+def _design(tile: tuple[int, int, int], num_stages: int, group_tiles: int) -> WarpSpecializedDesign:
+    return WarpSpecializedDesign(tile, 12, num_stages, persistent=True, tma=True, group_tiles=group_tiles)
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FORWARD = (_design((128, 256, 64), 4, 8), _design((128, 128, 64), 5, 8))
+_WGRAD = (_design((128, 256, 64), 4, 4), _design((128, 128, 64), 5, 4))
+
+WARP_SPECIALIZED_KERNELS = (
+    *(
+        _forward(dtype, design, layout, None)
+        for dtype in _DTYPES
+        for design in _FORWARD
+        for layout in ("column", "row")
+    ),
+    *(_forward(dtype, design, "column", name) for dtype in _DTYPES for design in _FORWARD for name in ACTIVATIONS),
+    *(_wgrad(dtype, design) for dtype in _DTYPES for design in _WGRAD),
+)

@@ -1,0 +1,187 @@
+"""Every op in plain PyTorch, in the order of the pipeline. This is the specification, and it is right in float64.
+
+    tokens -> logits -> topk_routing -> sort_by_expert -> permute -> grouped_gemm -> activation -> grouped_gemm
+           -> combine
+
+Letters: T tokens, D d_model, F d_ff of one expert, E experts, K top_k, R = T * K rows. A *slot* is one (token, k)
+choice with the flat index t * K + k; a *row* is a slot moved to expert order. Gradients come from autograd alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional
+
+
+class Routing(NamedTuple):
+    """What a router decided for each token."""
+
+    topk_experts: Tensor  # [T, K] int32, distinct, by falling logit; the lower id first on ties
+    topk_weights: Tensor  # [T, K] float32
+    logits: Tensor  # [T, E]
+
+
+class TileTable(NamedTuple):
+    """How the rows of a grouped GEMM are cut into tiles. Group G is the tail: rows that belong to no group."""
+
+    bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
+    tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
+    num_tiles: Tensor  # [2] int32: entries that belong to groups, and with the tail's; further ones go on counting it
+    block_rows: int
+
+
+class Permutation(NamedTuple):
+    """Where each slot goes when rows are sorted by expert."""
+
+    offsets: Tensor  # [E] int32: exclusive END row of each expert
+    slot_to_row: Tensor  # [T, K] int32; -1 for a dropped slot
+    row_to_token: Tensor  # [R] int32; rows at or past offsets[-1] hold the tokens of dropped slots
+    tile_table: TileTable
+
+
+def topk_routing(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    *,
+    normalize: bool = True,
+) -> Routing:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    keys = logits.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # [T, K]
+    if normalize:
+        weights = logits.gather(1, experts).softmax(-1)
+    else:
+        weights = logits.softmax(-1).gather(1, experts)
+    return Routing(experts.int(), weights, logits)
+
+
+def linear_routing(
+    tokens: Tensor,  # [T, D]
+    w_router: Tensor,  # [E, D]
+    top_k: int,
+    *,
+    normalize: bool = True,
+) -> Routing:
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    return topk_routing(functional.linear(tokens.to(dtype), w_router.to(dtype)), top_k, normalize=normalize)
+
+
+def tile_table(
+    offsets: Tensor,  # [G] int32
+    num_rows: int,
+    block_rows: int,
+) -> TileTable:
+    ends = offsets.long().clamp(0, num_rows).cummax(0).values
+    bounds = functional.pad(ends, (1, 1))
+    bounds[-1] = num_rows
+    counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
+    entry = torch.arange(-(-num_rows // block_rows) + len(offsets) + 1, device=offsets.device)
+    group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
+    first = functional.pad(counts.cumsum(0)[:-1], (1, 0))  # [G + 1]
+    tiles = torch.stack([group, entry - first[group]], dim=1)
+    num_tiles = torch.stack([counts[:-1].sum(), counts.sum()])
+    return TileTable(bounds.int(), tiles.int(), num_tiles.int(), block_rows)
+
+
+def sort_by_expert(
+    topk_experts: Tensor,  # [T, K] int32
+    num_experts: int,
+    *,
+    block_rows: int = 128,
+) -> Permutation:
+    experts = topk_experts.flatten().long()
+    kept = (experts >= 0) & (experts < num_experts)
+    keys = torch.where(kept, experts, num_experts)
+    row_to_slot = keys.argsort(stable=True)
+    slot_to_row = torch.where(kept, row_to_slot.argsort(), -1).view(topk_experts.shape)
+    offsets = torch.bincount(keys, minlength=num_experts)[:num_experts].cumsum(0).int()
+    row_to_token = row_to_slot // max(topk_experts.shape[1], 1)
+    table = tile_table(offsets, keys.numel(), block_rows)
+    return Permutation(offsets, slot_to_row.int(), row_to_token.int(), table)
+
+
+def permute(
+    tokens: Tensor,  # [T, D]
+    permutation: Permutation,
+) -> Tensor:  # [R, D]
+    return tokens.index_select(0, permutation.row_to_token)
+
+
+def _split_groups(
+    rows: Tensor,  # [R, ...]
+    offsets: Tensor,  # [G] int32
+) -> tuple[Tensor, ...]:  # G + 1 pieces, the last is the tail
+    ends = offsets.long().clamp(0, len(rows)).cummax(0).values
+    sizes = functional.pad(ends, (1, 1)).diff()
+    sizes[-1] += len(rows)
+    return rows.split(sizes.tolist())
+
+
+def grouped_gemm(
+    a: Tensor,  # [R, K]
+    b: Tensor,  # [G, K, N]
+    offsets: Tensor,  # [G] int32
+) -> Tensor:  # [R, N]
+    *groups, tail = _split_groups(a, offsets)
+    products = [group @ matrix for group, matrix in zip(groups, b.unbind(), strict=True)]
+    return torch.cat([*products, a.new_zeros(len(tail), b.shape[-1])])
+
+
+def grouped_gemm_wgrad(
+    a: Tensor,  # [R, K]
+    dout: Tensor,  # [R, N]
+    offsets: Tensor,  # [G] int32
+) -> Tensor:  # [G, K, N]
+    *a_groups, _ = _split_groups(a, offsets)
+    *dout_groups, _ = _split_groups(dout, offsets)
+    return torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)])
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
+_ACTIVATIONS = {"swiglu": swiglu}
+
+
+def gated_activation(
+    preactivation: Tensor,  # [R, 2F] gate columns, then up columns
+    activation: str = "swiglu",
+) -> Tensor:  # [R, F]
+    gate, up = rearrange(preactivation, "r (two f) -> two r f", two=2)
+    dtype = torch.promote_types(preactivation.dtype, torch.float32)
+    return _ACTIVATIONS[activation](gate.to(dtype), up.to(dtype)).to(preactivation.dtype)
+
+
+def combine(
+    rows: Tensor,  # [R, D] expert order
+    topk_weights: Tensor | None,  # [T, K]; None sums unweighted
+    slot_to_row: Tensor,  # [T, K] int32
+) -> Tensor:  # [T, D] token order
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    chosen = rows.index_select(0, slot_to_row.clamp(min=0).flatten()).to(dtype)
+    chosen = rearrange(chosen, "(t k) d -> t k d", k=slot_to_row.shape[1])
+    chosen = torch.where((slot_to_row >= 0)[..., None], chosen, 0.0)
+    if topk_weights is not None:
+        chosen = chosen * topk_weights[..., None].to(dtype)
+    return chosen.sum(1).to(rows.dtype)
+
+
+def fused_experts(
+    tokens: Tensor,  # [T, D]
+    topk_weights: Tensor,  # [T, K] float32
+    permutation: Permutation,
+    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows
+    w_down: Tensor,  # [E, D, F]
+    *,
+    activation: str = "swiglu",
+) -> Tensor:  # [T, D]
+    rows = permute(tokens, permutation)  # [R, D]
+    preactivation = grouped_gemm(rows, w_up.transpose(1, 2), permutation.offsets)  # [R, 2F]
+    activated = gated_activation(preactivation, activation)  # [R, F]
+    rows = grouped_gemm(activated, w_down.transpose(1, 2), permutation.offsets)  # [R, D]
+    return combine(rows, topk_weights, permutation.slot_to_row)

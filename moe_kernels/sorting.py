@@ -1,0 +1,220 @@
+"""A stable counting sort of the slots by expert.
+
+Three launches whatever T, K and E: count the experts of each block of slots, scan the counts over the blocks (every
+expert by itself), place the slots. Ranks inside a block come from comparisons, sums from scans: no atomics, so the
+result is the same every time and equals a stable sort.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._checks import check_dtype, check_shapes
+from ._dispatch import choose, registered_op
+from ._triton import tl, triton
+from .reference import Permutation, TileTable
+from .tiles import TABLE_BLOCK, empty_tile_table, table_block, write_tile_table
+
+MAX_EXPERTS = 1024
+_SORT_BLOCK = 128  # slots that one program counts and places
+
+
+def sort_by_expert(
+    topk_experts: Tensor,  # [T, K] int32
+    num_experts: int,
+    *,
+    block_rows: int = 128,
+    implementation: str | None = None,
+) -> Permutation:
+    """Sort the slots by expert, stably: an expert's rows stay in token order.
+
+    A slot whose id lies outside [0, num_experts) is dropped: its `slot_to_row` is -1 and it owns a row behind the last
+    expert's, which no op reads into a result. Not differentiable. Deterministic.
+
+    Args:
+        block_rows: the tile height of the table that comes with the permutation.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: wrong shape or dtype, or `num_experts` not positive.
+        NotImplementedError: more than 1024 experts with "triton".
+    """
+    check_shapes("sort_by_expert", topk_experts=(topk_experts, "T K"))
+    check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32)
+    if num_experts < 1:
+        raise ValueError(f"sort_by_expert: num_experts must be positive, got {num_experts}")
+    if choose("sort_by_expert", implementation, topk_experts) == "reference":
+        return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows)
+    if num_experts > MAX_EXPERTS:
+        raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
+    offsets, slot_to_row, row_to_token, *table = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
+    return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
+
+
+@registered_op("sort_by_expert")
+def _sort_op(
+    topk_experts: Tensor, num_experts: int, block_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
+    offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
+    table = TileTable(*tensors, block_rows)
+    num_blocks = triton.cdiv(num_slots, _SORT_BLOCK)
+    counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
+    totals = topk_experts.new_empty(num_experts)
+    E_P2 = triton.next_power_of_2(num_experts)
+    if num_blocks:
+        _count_kernel[(num_blocks,)](topk_experts, counts, num_slots, num_experts, E_P2, _SORT_BLOCK)
+    _scan_kernel[(triton.cdiv(num_experts, 4),)](counts, totals, num_blocks, num_experts, BLOCK_B=512, BLOCK_E=4)
+    capacity = len(table.tiles)
+    _place_kernel[(num_blocks + triton.cdiv(capacity, TABLE_BLOCK),)](
+        topk_experts,
+        counts,
+        totals,
+        offsets,
+        slot_to_row,
+        row_to_token,
+        table.bounds,
+        table.tiles,
+        table.num_tiles,
+        num_slots,
+        num_blocks,
+        capacity,
+        num_experts,
+        top_k,
+        E_P2=E_P2,
+        BLOCK=_SORT_BLOCK,
+        BLOCK_ROWS=block_rows,
+        PROGRAM_ENTRIES=TABLE_BLOCK,
+        **table_block(num_experts),
+    )
+    return offsets, slot_to_row, row_to_token, table.bounds, table.tiles, table.num_tiles
+
+
+@_sort_op.register_fake
+def _empty_sort(topk_experts, num_experts, block_rows):
+    num_slots = topk_experts.numel()
+    table = empty_tile_table(num_slots, num_experts, block_rows, topk_experts.device)
+    return (
+        topk_experts.new_empty(num_experts),
+        torch.empty_like(topk_experts),
+        topk_experts.new_empty(num_slots),
+        table.bounds,
+        table.tiles,
+        table.num_tiles,
+    )
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_kernel(
+    experts_ptr,  # [num_slots]
+    counts_ptr,  # [num_blocks, E]
+    num_slots,
+    E,
+    E_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program writes counts[block, :]. Grid: (num_blocks,)."""
+    block = tl.program_id(0).to(tl.int64)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+    kept = (expert >= 0) & (expert < E)
+    counts = tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)  # [E_P2]
+    index = tl.arange(0, E_P2)
+    tl.store(counts_ptr + block * E + index, counts, mask=index < E)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _scan_kernel(
+    counts_ptr,  # [num_blocks, E]; becomes the exclusive sum over blocks
+    totals_ptr,  # [E]
+    num_blocks,
+    E,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One program scans BLOCK_E experts over all blocks. Grid: (cdiv(E, BLOCK_E),)."""
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    carry = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        block = first + tl.arange(0, BLOCK_B)
+        mask = (block < num_blocks)[:, None] & (expert < E)[None, :]
+        pointer = counts_ptr + block.to(tl.int64)[:, None] * E + expert[None, :]
+        counts = tl.load(pointer, mask=mask, other=0)  # [BLOCK_B, BLOCK_E]
+        tl.store(pointer, carry[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        carry += tl.sum(counts, 0)
+    tl.store(totals_ptr + expert, carry, mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "capacity"])
+def _place_kernel(
+    experts_ptr,  # [num_slots]
+    earlier_ptr,  # [num_blocks, E]: slots of the expert in earlier blocks
+    totals_ptr,  # [E]
+    offsets_ptr,  # [E]
+    slot_to_row_ptr,  # [num_slots]
+    row_to_token_ptr,  # [num_slots]
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    num_slots,
+    num_blocks,
+    capacity,
+    E,
+    TOP_K,
+    E_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    """The first num_blocks programs place a block of slots each, the others write table entries and the offsets.
+
+    Grid: (num_blocks + cdiv(capacity, PROGRAM_ENTRIES),).
+    """
+    index = tl.arange(0, E_P2)
+    totals = tl.load(totals_ptr + index, mask=index < E, other=0)
+    ends = tl.cumsum(totals, 0)
+    starts = ends - totals
+    block = tl.program_id(0)
+    if block >= num_blocks:
+        if block == num_blocks:
+            tl.store(offsets_ptr + index, ends, mask=index < E)
+        write_tile_table(
+            block - num_blocks,
+            starts,
+            ends,
+            bounds_ptr,
+            tiles_ptr,
+            num_tiles_ptr,
+            num_slots,
+            capacity,
+            E,
+            E_P2,
+            BLOCK_ROWS,
+            ENTRY_BLOCK,
+            PROGRAM_ENTRIES,
+        )
+    else:
+        earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=index < E, other=0)
+        lane = tl.arange(0, BLOCK)
+        slot = block.to(tl.int64) * BLOCK + lane
+        expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+        kept = (expert >= 0) & (expert < E)
+        # Ranks count the earlier slots of the block with the same expert; dropped slots are one more expert.
+        first_key = tl.where(kept, expert, E) * BLOCK
+        rank = tl.zeros((BLOCK,), tl.int32)
+        for first in tl.static_range(0, BLOCK, 32):
+            other_lane = first + tl.arange(0, 32)
+            other_slot = block.to(tl.int64) * BLOCK + other_lane
+            other = tl.load(experts_ptr + other_slot, mask=other_slot < num_slots, other=-1)
+            other_key = tl.where((other >= 0) & (other < E), other, E) * BLOCK + other_lane
+            # An unsigned distance is below the lane exactly for the same expert and an earlier lane.
+            distance = (other_key[None, :] - first_key[:, None]).to(tl.uint32, bitcast=True)  # [BLOCK, 32]
+            rank += tl.sum((distance < lane[:, None].to(tl.uint32)).to(tl.int32), 1)
+        base = tl.gather(starts + earlier, tl.where(kept, expert, 0), 0)
+        dropped_earlier = block * BLOCK - tl.sum(earlier, 0)
+        row = rank + tl.where(kept, base, tl.max(ends, 0) + dropped_earlier)
+        tl.store(slot_to_row_ptr + slot, tl.where(kept, row, -1), mask=slot < num_slots)
+        tl.store(row_to_token_ptr + row, (slot // TOP_K).to(tl.int32), mask=slot < num_slots)

@@ -1,0 +1,169 @@
+"""Named cases, inputs and the error budget that tests and benchmarks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .reference import Permutation
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of an expert feed-forward, and how its tokens choose."""
+
+    num_tokens: int
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    routing: str = "random"  # "random", "even", "zipf", or "first": every token takes the experts 0, 1, ...
+
+
+CASES = {
+    "ordinary": Case(72, 64, 32, 8, 2),
+    "one_token": Case(1, 64, 32, 8, 2),
+    "zero_tokens": Case(0, 64, 32, 8, 2),
+    "empty_experts": Case(10, 64, 32, 12, 1),
+    "all_to_one": Case(150, 64, 32, 8, 1, "first"),
+    "one_expert": Case(33, 64, 32, 1, 1),
+    "every_expert": Case(9, 64, 32, 4, 4),
+    "odd_sizes": Case(53, 97, 47, 5, 3),
+    "skewed": Case(140, 64, 48, 6, 2, "zipf"),
+}
+
+
+class LayerInputs(NamedTuple):
+    """Tensors of one expert feed-forward. Values are representable in the dtype they were made for."""
+
+    tokens: Tensor  # [T, D]
+    logits: Tensor  # [T, E] float32
+    w_up: Tensor  # [E, 2F, D]
+    w_down: Tensor  # [E, D, F]
+
+
+def make_logits(
+    num_tokens: int, num_experts: int, routing: str, device: torch.device | str, generator: torch.Generator
+) -> Tensor:  # [T, E] float32
+    """Logits whose top-k choice follows a pattern.
+
+    "random": independent. "even": each expert gets its share, to within top_k. "zipf": the k-th most wanted
+    expert is wanted in proportion to 1 / k. "first": all tokens want experts 0, 1, ... in this order.
+    """
+    expert = torch.arange(num_experts, device=device)
+    noise = torch.rand(num_tokens, num_experts, device=device, generator=generator)
+    if routing == "random":
+        return torch.randn(num_tokens, num_experts, device=device, generator=generator)
+    if routing == "even":
+        # In each block of E tokens every expert comes once at each rank, in an order of the block's own.
+        num_blocks = -(-num_tokens // num_experts)
+        order = torch.rand(num_blocks, num_experts, device=device, generator=generator).argsort(-1)
+        token = torch.arange(num_tokens, device=device)
+        return -((order[token // num_experts] - token[:, None]) % num_experts).float() / num_experts
+    if routing == "zipf":
+        # Adding Gumbel noise to log-probabilities samples without replacement in proportion to them.
+        return -(expert + 1.0).log() - (-noise.clamp(1e-6, 1 - 1e-6).log()).log()
+    if routing == "first":
+        return noise * 0.1 - expert
+    raise ValueError(f"make_logits: routing must be random, even, zipf or first, got {routing!r}")
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> LayerInputs:
+    """Random inputs of unit scale for a case."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, device=device, generator=generator)).to(dtype)
+
+    return LayerInputs(
+        normal(case.num_tokens, case.d_model),
+        make_logits(case.num_tokens, case.num_experts, case.routing, device, generator),
+        normal(case.num_experts, 2 * case.d_ff, case.d_model, scale=case.d_model**-0.5),
+        normal(case.num_experts, case.d_model, case.d_ff, scale=case.d_ff**-0.5),
+    )
+
+
+def make_permutation(inputs: LayerInputs, top_k: int) -> tuple[Tensor, Permutation]:
+    """The reference's routing weights and permutation for some inputs."""
+    routed = reference.topk_routing(inputs.logits, top_k)
+    return routed.topk_weights, reference.sort_by_expert(routed.topk_experts, inputs.logits.shape[1])
+
+
+def to_float64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same values with the error of float64."""
+    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def run_with_grads(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], seed: int = 0) -> tuple[Tensor, ...]:
+    """The output of `function(*inputs)`, then its gradient in each floating-point input, for one random upstream."""
+    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    out = function(*leaves)
+    generator = torch.Generator(out.device).manual_seed(seed)
+    # bfloat16 values are exact in every dtype, so every precision sees the same upstream gradient.
+    dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dout)
+
+
+def assert_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, name: str = "") -> None:
+    """Hold `actual` to the error budget: twice what plain PyTorch achieves in this dtype, plus one unit in the last
+    place of the largest exact value.
+
+    Args:
+        baseline: the reference in the dtype of `actual`.
+        exact: the reference in float64.
+
+    Raises:
+        AssertionError: states the errors. NaN never passes, unless `exact` is NaN at the same places.
+    """
+    assert actual.shape == exact.shape, f"{name}: shape {list(actual.shape)}, expected {list(exact.shape)}"
+    assert actual.dtype == baseline.dtype, f"{name}: dtype {actual.dtype}, expected {baseline.dtype}"
+    defined = ~exact.isnan()
+    assert torch.equal(actual.isnan(), ~defined), f"{name}: NaN at other places than expected"
+    if not defined.any():
+        return
+    exact = exact[defined]
+    error = (actual[defined].double() - exact).abs().max().item()
+    baseline_error = (baseline[defined].double() - exact).abs().max().item()
+    largest = exact.abs().max().item()
+    ulp = torch.finfo(actual.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+    assert error <= 2 * baseline_error + ulp, (
+        f"{name}: error {error:.3e} exceeds 2 x {baseline_error:.3e} (plain PyTorch) + {ulp:.3e} "
+        f"(one ulp of {largest:.3e})"
+    )
+
+
+def check_accuracy(
+    op: Callable[..., Tensor],
+    reference_op: Callable[..., Tensor],
+    draw: Callable[[int], tuple[Tensor, ...]],
+    names: tuple[str, ...],
+) -> None:
+    """Hold `op` to the error budget: its output and the gradient of each floating-point input, on drawn inputs.
+
+    The budget compares largest errors, and the largest of a handful of numbers is luck. So inputs of small results are
+    drawn again, with further seeds, until every result that is not empty has 64 elements, and are judged together.
+
+    Args:
+        draw: the inputs for a seed, floating-point ones and integers.
+        names: of the output, then of each floating-point input's gradient.
+    """
+    results: list[list[tuple[Tensor, ...]]] = []
+    for seed in range(32):
+        inputs = draw(seed)
+        actual = run_with_grads(op, inputs, seed)
+        baseline = run_with_grads(reference_op, inputs, seed)
+        exact = run_with_grads(reference_op, to_float64(inputs), seed)
+        results.append(list(zip(actual, baseline, exact, strict=True)))
+        if (seed + 1) * min((tensor.numel() for tensor in actual if tensor.numel()), default=64) >= 64:
+            break
+    assert len(names) == len(results[0]), f"names {names} for {len(results[0])} results"
+    for name, *draws in zip(names, *results, strict=True):
+        for a, _, e in draws:
+            assert a.shape == e.shape, f"{name}: shape {list(a.shape)}, expected {list(e.shape)}"
+        assert_accurate(*(torch.cat([tensor.flatten() for tensor in kind]) for kind in zip(*draws, strict=True)), name)

@@ -1,0 +1,146 @@
+"""The tile table of a grouped GEMM, made on the device from group offsets.
+
+`reference.TileTable` says what it holds. Offsets that decrease or leave [0, num_rows] are clamped here, so that no
+kernel behind a table reads or writes out of bounds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._triton import tl, triton
+from .reference import TileTable
+
+TABLE_BLOCK = 64  # table entries that one program writes
+MAX_GROUPS = 8192
+
+
+def table_block(num_groups: int) -> dict[str, int]:
+    """Options under which comparing a block of entries with all groups stays in registers."""
+    if num_groups <= 256:
+        return {"ENTRY_BLOCK": TABLE_BLOCK, "num_warps": 4}
+    return {"ENTRY_BLOCK": 8 if num_groups <= 1024 else 1, "num_warps": 4}
+
+
+def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
+    """How many entries a table needs at most: a rounded-up block for every group and for the tail."""
+    return -(-num_rows // block_rows) + num_groups + 1
+
+
+def empty_tile_table(num_rows: int, num_groups: int, block_rows: int, device: torch.device) -> TileTable:
+    """A table whose tensors are yet to be written."""
+    return TileTable(
+        torch.empty(num_groups + 2, dtype=torch.int32, device=device),
+        torch.empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32, device=device),
+        torch.empty(2, dtype=torch.int32, device=device),
+        block_rows,
+    )
+
+
+def make_tile_table(
+    offsets: Tensor,  # [G] int32, on the device
+    num_rows: int,
+    block_rows: int,
+) -> TileTable:
+    """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no wait."""
+    num_groups = len(offsets)
+    if num_groups > MAX_GROUPS:
+        raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
+    table = empty_tile_table(num_rows, num_groups, block_rows, offsets.device)
+    capacity = len(table.tiles)
+    _tile_table_kernel[(triton.cdiv(capacity, TABLE_BLOCK),)](
+        offsets,
+        offsets.stride(0),
+        table.bounds,
+        table.tiles,
+        table.num_tiles,
+        num_rows,
+        capacity,
+        num_groups,
+        G_P2=triton.next_power_of_2(num_groups),
+        BLOCK_ROWS=block_rows,
+        PROGRAM_ENTRIES=TABLE_BLOCK,
+        **table_block(num_groups),
+    )
+    return table
+
+
+@triton.jit
+def write_tile_table(
+    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES); block 0 also the bounds and the number
+    starts,  # [G_P2] int32, non-decreasing; num_rows or less
+    ends,  # [G_P2] int32; lanes past G repeat the last end
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    num_rows,
+    capacity,
+    G,
+    G_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    group = tl.arange(0, G_P2)
+    counts = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS  # [G_P2], 0 past G
+    tile_ends = tl.cumsum(counts, 0)
+    total = tl.sum(counts, 0)
+    tail_start = tl.max(ends, 0)
+    if block == 0:
+        tl.store(bounds_ptr + group, starts, mask=group < G)
+        tl.store(bounds_ptr + G, tail_start)
+        tl.store(bounds_ptr + G + 1, num_rows)
+        tl.store(num_tiles_ptr, total)
+        tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    for first_entry in tl.static_range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
+        entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)
+        before = tile_ends[None, :] <= entry[:, None]  # [ENTRY_BLOCK, G_P2]
+        owner = tl.minimum(tl.sum(before.to(tl.int32), 1), G)
+        first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
+        tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
+        tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _tile_table_kernel(
+    offsets_ptr,  # [G]
+    offsets_stride,
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    num_rows,
+    capacity,
+    G,
+    G_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    """One program writes PROGRAM_ENTRIES table entries. Grid: (cdiv(capacity, PROGRAM_ENTRIES),)."""
+    group = tl.arange(0, G_P2)
+    raw_ends = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
+    raw_starts = tl.load(offsets_ptr + (group - 1) * offsets_stride, mask=(group > 0) & (group <= G), other=0)
+    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, 0), num_rows), 0, _larger)
+    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, 0), num_rows), 0, _larger)
+    starts = tl.where(group < G, starts, ends)
+    write_tile_table(
+        tl.program_id(0),
+        starts,
+        ends,
+        bounds_ptr,
+        tiles_ptr,
+        num_tiles_ptr,
+        num_rows,
+        capacity,
+        G,
+        G_P2,
+        BLOCK_ROWS,
+        ENTRY_BLOCK,
+        PROGRAM_ENTRIES,
+    )

@@ -1,0 +1,174 @@
+"""Measures which kernels are fastest for a layer, and writes the table that `tuning.py` reads.
+
+    python -m moe_kernels.tuner 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
+
+A kernel enters the table only after its result was checked against the reference, group by group in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._triton import triton
+from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
+from .permutation import launch_spread
+from .testing import Case, assert_accurate, make_inputs, make_permutation, to_float64
+from .tuning import TABLES, copies_key, table_key, table_name
+
+_ROUNDS, _ROUND_MS = 3, 25.0
+
+
+def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median milliseconds of each, taking turns, so that drifting clocks meet all alike."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for round_number in range(_ROUNDS + 1):  # the first warms up
+        for name, function in functions.items():
+            times = _times(function, 3 if round_number == 0 else _calls(samples[name]))
+            samples[name] = times if round_number <= 1 else samples[name] + times
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _calls(times: list[float]) -> int:
+    return max(3, int(_ROUND_MS / statistics.median(times)))
+
+
+def _times(function: Callable[[], object], num_calls: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def check(kernel: Kernel, args: Arguments) -> None:
+    """Run a kernel and hold the first, middle and last group of its result to the error budget.
+
+    Raises:
+        AssertionError: the kernel is wrong, and by how much.
+    """
+    args.out.fill_(torch.nan)
+    kernel.run(args)
+    name = kernel.metadata.kernel_name
+    bounds = (args.tile_table.bounds if isinstance(args, GroupedGemmArguments) else args.bounds).tolist()
+    num_groups = len(bounds) - 2
+    for group in {0, num_groups // 2, num_groups - 1}:
+        rows = slice(bounds[group], bounds[group + 1])
+        ends = torch.tensor([rows.stop - rows.start], dtype=torch.int32, device=args.out.device)
+        if isinstance(args, GroupedGemmArguments):
+            operands = (_rows_of(args.A, args.row_to_token, rows), args.B[group : group + 1], ends)
+            actual = (args.out if args.epilogue is None else args.preactivation)[rows]
+            op = reference.grouped_gemm
+            if args.epilogue is not None:
+                exact = reference.gated_activation(actual.double(), args.epilogue)
+                assert_accurate(args.out[rows], reference.gated_activation(actual, args.epilogue), exact, name)
+        else:
+            a, dout = (
+                _rows_of(args.A, args.a_row_to_token, rows),
+                _rows_of(args.dout, args.dout_row_to_token, rows),
+            )
+            operands, actual, op = (a, dout, ends), args.out[group : group + 1], reference.grouped_gemm_wgrad
+        assert_accurate(actual, op(*operands), op(*to_float64(operands)), name)
+
+
+def _rows_of(operand: Tensor, row_to_token: Tensor | None, rows: slice) -> Tensor:
+    return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
+
+
+def fastest(args: Arguments) -> tuple[Kernel, float]:
+    """The fastest kernel for these arguments, checked, and its milliseconds."""
+    kernels = get_kernels(args)
+    rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
+    if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
+        kernels = [k for k in kernels if not isinstance(k.metadata.design, PointerDesign)]
+    for kernel in kernels:
+        check(kernel, args)
+    times = measure({k.metadata.kernel_name: lambda k=k: k.run(args) for k in kernels})
+    print("  " + table_key(args), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    best = min(kernels, key=lambda kernel: times[kernel.metadata.kernel_name])
+    return best, times[best.metadata.kernel_name]
+
+
+def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dict]:
+    """Table entries for the GEMMs of one layer and its choice of copies."""
+    inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, "cuda")
+    _, permutation = make_permutation(inputs, case.top_k)
+    index, table = permutation.row_to_token, permutation.tile_table
+    num_rows, w_up, w_down = len(index), inputs.w_up, inputs.w_down
+
+    def normal(columns: int) -> Tensor:
+        return torch.randn(num_rows, columns, device="cuda", dtype=dtype)
+
+    rows_d, rows_f, rows_2f = reference.permute(inputs.tokens, permutation), normal(case.d_ff), normal(2 * case.d_ff)
+    out_d, out_f, out_2f = (torch.empty_like(rows) for rows in (rows_d, rows_f, rows_2f))
+
+    def gemm(a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:
+        return GroupedGemmArguments(a, b, out, tile_table=table, zero_tail=False, **options)
+
+    up = {"epilogue": activation, "preactivation": out_2f}
+    up_b, bounds = w_up.transpose(1, 2), table.bounds
+    forms = {
+        "up": gemm(rows_d, up_b, out_f, **up),
+        "up_gather": gemm(inputs.tokens, up_b, out_f, row_to_token=index, **up),
+        "up_plain": gemm(rows_d, up_b, out_2f),
+        "down": gemm(rows_f, w_down.transpose(1, 2), out_d),
+        "down_dgrad": gemm(rows_d, w_down, out_f),
+        "down_dgrad_gather": gemm(inputs.tokens, w_down, out_f, row_to_token=index),
+        "up_dgrad": gemm(rows_2f, w_up, out_d),
+        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), bounds=bounds),
+        "up_wgrad_gather": WgradArguments(
+            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, bounds=bounds
+        ),
+        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), bounds=bounds),
+        "down_wgrad_gather": WgradArguments(
+            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, bounds=bounds
+        ),
+    }
+    best = {name: fastest(args) for name, args in forms.items()}
+    ms = {name: milliseconds for name, (_, milliseconds) in best.items()}
+    copy_ms = measure({"copy": lambda: launch_spread(inputs.tokens, None, permutation.slot_to_row, out_d)})["copy"]
+    copies = [
+        ms["up"] + copy_ms < ms["up_gather"],
+        ms["down_dgrad"] + ms["down_wgrad"] + copy_ms < ms["down_dgrad_gather"] + ms["down_wgrad_gather"],
+        ms["up_wgrad"] + copy_ms < ms["up_wgrad_gather"],
+    ]
+    print(f"  a copy takes {copy_ms:.3f} ms; copies: {copies}", flush=True)
+    return {
+        "kernels": {table_key(forms[name]): kernel.metadata.kernel_name for name, (kernel, _) in best.items()},
+        "copies": {copies_key(inputs.tokens, w_up, num_rows): copies},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", nargs="+", metavar="T,D,F,E,K", help="sizes of the layers to tune for")
+    parser.add_argument("--activation", default="swiglu")
+    parser.add_argument("--output", type=Path, help="table to add to; default: the shipped one of this GPU")
+    options = parser.parse_args()
+    gpu = torch.cuda.get_device_name()
+    path = options.output or TABLES / table_name(gpu)
+    written = json.loads(path.read_text()) if path.exists() else {"table": {"kernels": {}, "copies": {}}}
+    written |= {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
+    for layer in options.layers:
+        print(layer, flush=True)
+        entries = tune_layer(Case(*map(int, layer.split(","))), torch.bfloat16, options.activation)
+        for kind, values in entries.items():
+            written["table"][kind] |= values
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(written, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
+
+from .dispatcher import LocalDispatcher
+from .experts import GroupedExperts
+from .feed_forward import LayerRouting, MoEFeedForward, set_aux_loss_scale
+from .losses import load_balancing_loss, router_z_loss
+from .router import TopKRouter
+from .shared_expert import SharedExpert
+
+__all__ = [
+    "GroupedExperts",
+    "LayerRouting",
+    "LocalDispatcher",
+    "MoEFeedForward",
+    "SharedExpert",
+    "TopKRouter",
+    "load_balancing_loss",
+    "router_z_loss",
+    "set_aux_loss_scale",
+]

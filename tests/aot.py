@@ -1,0 +1,206 @@
+"""Ahead-of-time compilation of every kernel, without a GPU: `python -m tests.aot` prints one JSON line per kernel.
+
+The ops' own launch code runs on CPU tensors under a driver that names the target and compiles instead of launching,
+so what is compiled here is what a GPU of that target would compile. TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import moe_kernels as mk
+from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
+from moe_kernels.catalog import GroupedGemmArguments, Kernel, WgradArguments
+
+TARGETS = (80, 90, 100)
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class TargetDriver:
+    """Names a compilation target; there is no device behind it."""
+
+    def __init__(self, cc: int):
+        self.cc = cc
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.cc, 32)
+
+    def get_current_device(self) -> int:
+        return self.cc
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, object]]:
+    """Compile, for `cc`, each kernel that `run` would launch. Returns (name, compiled kernel), each kernel once."""
+    compiled = {}
+    original = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[kernel.hash] = (self.fn.__name__, kernel)
+        return kernel
+
+    driver.set_active(TargetDriver(cc))
+    with mock.patch.object(JITFunction, "run", compile_only), kernels_take_cpu_tensors():
+        run()
+    return list(compiled.values())
+
+
+def kernels_take_cpu_tensors():
+    """Nothing is computed here, so a CPU tensor stands for a CUDA one."""
+    return mock.patch("moe_kernels._dispatch.kernel_obstacle", return_value=None)
+
+
+def inspect(compiled) -> dict[str, object]:
+    """Registers, spills, shared memory and tensor-core instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [BIN / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
+    assert found, usage
+    tensor_core = re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"])
+    return {
+        "registers": int(found[1]),
+        "spilled_bytes": int(found[2]) + int(found[3]),
+        "shared_bytes": compiled.metadata.shared,
+        "num_warps": compiled.metadata.num_warps,
+        "tensor_core": tensor_core[0] if tensor_core else None,
+    }
+
+
+def gemm_arguments(kernel: Kernel, form: str) -> object:
+    """Arguments for a catalog kernel.
+
+    `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
+    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told.
+    """
+    transposed = form == "other"
+    operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
+    num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
+    index = torch.zeros(num_rows, dtype=torch.int32)
+    a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
+    offsets = torch.zeros(num_groups, dtype=torch.int32)
+    if kernel.arguments_class is GroupedGemmArguments:
+        b = torch.empty(num_groups, size_k, size_n, dtype=operands.B.dtype)
+        if operands.B.layout == "column" or (operands.B.layout is None and transposed):
+            b = b.new_empty(num_groups, size_n, size_k).transpose(1, 2)
+        table = mk.reference.tile_table(offsets, num_rows, design.tile_shape[0])
+        product = torch.empty(num_rows, size_n, dtype=operands.out.dtype)
+        out = product if epilogue is None else torch.empty(num_rows, size_n // 2, dtype=operands.out.dtype)
+        return GroupedGemmArguments(
+            a,
+            b,
+            out,
+            row_to_token=index if design.gather else None,
+            tile_table=table,
+            epilogue=epilogue,
+            preactivation=None if epilogue is None else product,
+        )
+    dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
+    out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
+    bounds = torch.zeros(num_groups + 2, dtype=torch.int32)
+    gathers = {"dout_row_to_token" if transposed else "a_row_to_token": index} if design.gather else {}
+    return WgradArguments(a, dout, out, bounds=bounds, **gathers)
+
+
+def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
+    (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
+    driver.set_active(TargetDriver(cc))
+    with kernels_take_cpu_tensors():
+        compiled = kernel.compile(gemm_arguments(kernel, form))
+    return {"kernel": name, "case": form, "cc": cc, "gemm": True, **inspect(compiled)}
+
+
+def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+    """Each op that is not a GEMM, forward and backward."""
+    logits = torch.empty(num_tokens, num_experts)
+    for normalize in (True, False):
+        routed = mk.routing._topk_op(logits, top_k, normalize)
+        saved = None if normalize else logits
+        for split_dtype in (None, torch.bfloat16):
+            direct = None if normalize else logits
+            mk.routing._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+    permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
+    mk.tiles.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
+    tokens = torch.empty(num_tokens, d_model, dtype=dtype)
+    slot_to_row = permutation.slot_to_row
+    rows = mk.permutation._permute_op(tokens, permutation.row_to_token, slot_to_row)
+    for weights in (None, routed[0]):
+        mk.permutation.launch_combine(rows, weights, slot_to_row)
+        mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
+    mk.permutation._combine_dweights_op(tokens, rows, slot_to_row)
+    preactivation = torch.empty(len(rows), 2 * d_ff, dtype=dtype)
+    for activation in mk.activation.ACTIVATIONS:
+        activated = launch_activation(preactivation, activation)
+        mk.activation._activation_backward_op(preactivation, activated, activation)
+        launch_weighted_activation_backward(preactivation, activated, routed[0], slot_to_row, activation)
+
+
+SMALL_OP_SIZES = {
+    "large": {"num_tokens": 64, "d_model": 4096, "d_ff": 1024, "num_experts": 128, "top_k": 8, "dtype": torch.bfloat16},
+    "odd": {"num_tokens": 64, "d_model": 97, "d_ff": 47, "num_experts": 1000, "top_k": 10, "dtype": torch.float32},
+}
+
+
+def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
+    compiled = compile_launches(partial(run_small_ops, **SMALL_OP_SIZES[case]), cc)
+    return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
+def jobs() -> Iterator[tuple[Callable, tuple]]:
+    for cc in TARGETS:
+        for case in SMALL_OP_SIZES:
+            yield compile_small_ops, (case, cc)
+        for kernel in mk.get_kernels(cc=cc):
+            if kernel.obstacle is None:
+                for form in forms(kernel):
+                    yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
+
+
+def forms(kernel: Kernel) -> tuple[str, ...]:
+    """The forms of `gemm_arguments` that compile to different code."""
+    design = kernel.metadata.design
+    if design.tma:
+        return (
+            ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
+        )
+    is_open = design.gather == (kernel.arguments_class is WgradArguments)
+    return ("plain", "other") if is_open else ("plain",)
+
+
+def run_job(job: tuple[Callable, tuple]) -> list[dict[str, object]]:
+    function, args = job
+    result = function(*args)
+    return result if isinstance(result, list) else [result]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    processes = parser.parse_args().processes
+    with Pool(processes) as pool:
+        for records in pool.imap_unordered(run_job, list(jobs())):
+            for record in records:
+                print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Tests run on the GPU where there is one; elsewhere the Triton kernels run in the interpreter."""
+
+import os
+
+# cuBLAS repeats its results only with a workspace of its own.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined: set before any import of ours.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty returns NaN, so that an output element which no kernel wrote fails its test."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,73 @@
+"""Every kernel configuration compiles, without a GPU, for every architecture that its metadata declares."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_kernels import get_kernels
+from moe_kernels._triton import HAS_TRITON, TRITON_VERSION
+from moe_kernels.catalog import WarpSpecializedDesign
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+# Shared memory that one program can have, in bytes. Kernels for 80 also run on 86 and 89, which have less.
+SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}
+INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+@pytest.fixture(scope="module")
+def records():
+    # In a process of its own: the interpreter is chosen when kernels are defined.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # Triton 3.9 warns unless it is told whether to fuse multiply and add; 3.6 fuses.
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "tests.aot"]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def where(record):
+    return f"{record['kernel']} ({record['case']}) for sm_{record['cc']}"
+
+
+def compiles_here(metadata):
+    """The warp-specialised kernels are written in the Gluon of Triton 3.6; the second environment of CI has it."""
+    return not isinstance(metadata.design, WarpSpecializedDesign) or TRITON_VERSION[:2] == (3, 6)
+
+
+def test_covers_every_kernel_and_target(records):
+    assert len(records) <= 300
+    compiled = {(record["kernel"], record["cc"]) for record in records}
+    for cc in SHARED_BYTES:
+        for kernel in get_kernels(cc=cc, metadata_filter=compiles_here):
+            assert (kernel.metadata.kernel_name, cc) in compiled
+
+
+def test_no_spills(records):
+    assert not [where(record) for record in records if record["spilled_bytes"]]
+
+
+def test_shared_memory_fits(records):
+    too_much = [where(record) for record in records if record["shared_bytes"] > SHARED_BYTES[record["cc"]]]
+    assert not too_much
+
+
+def test_registers_fit(records):
+    assert not [where(record) for record in records if record["registers"] * record["num_warps"] * 32 > 65_536]
+
+
+def test_16_bit_gemms_use_tensor_cores(records):
+    gemms = [record for record in records if record["gemm"] and "float16" in record["kernel"]]
+    assert gemms
+    for record in gemms:
+        # A tile lower than 64 rows is below what wgmma and tcgen05 compute.
+        instructions = (
+            {INSTRUCTION[record["cc"]], "mma.sync"} if "_16x" in record["kernel"] else {INSTRUCTION[record["cc"]]}
+        )
+        assert record["tensor_core"] in instructions, where(record)

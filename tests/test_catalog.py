@@ -1,0 +1,196 @@
+"""Each kernel of the catalog, chosen by hand, on every case it supports."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, reference
+from moe_kernels.testing import assert_accurate, to_float64
+
+from .dtypes import DTYPES
+
+KERNELS = [kernel for kernel in get_kernels() if kernel.metadata.operands.A.dtype in DTYPES]
+FORWARD = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
+WGRAD = [kernel for kernel in KERNELS if kernel.arguments_class is WgradArguments]
+
+# (rows of each group, rows of no group, K, N)
+CASES = {
+    "ordinary": ([20, 30, 14], 0, 64, 128),
+    "tile_edges": ([0, 1, 127, 128, 129], 0, 64, 64),
+    "one_group_owns_all": ([0, 0, 150, 0], 0, 64, 64),
+    "odd_sizes": ([5, 31, 17], 3, 97, 47),
+    "multiples_of_eight": ([5, 131, 17], 3, 136, 200),
+    "tail": ([9, 0, 40], 21, 64, 72),
+    "no_rows": ([0, 0], 0, 64, 32),
+}
+if torch.cuda.is_available():
+    # Every program of a persistent kernel walks several tiles, of groups of unlike sizes.
+    CASES["many_uneven_tiles"] = ([0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65], 100, 1024, 1536)
+
+
+def name_of(kernel):
+    return kernel.metadata.kernel_name
+
+
+def draw(kernel, case, device, transposed=False):
+    sizes, tail, size_k, size_n = CASES[case]
+    if kernel.metadata.epilogue is not None:
+        size_n *= 2
+    dtype = kernel.metadata.operands.A.dtype
+    generator = torch.Generator(device).manual_seed(0)
+    num_rows = sum(sizes) + tail
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+    a, b, dout = normal(num_rows, size_k), normal(len(sizes), size_k, size_n), normal(num_rows, size_n)
+    a[sum(sizes) :] = torch.nan
+    dout[sum(sizes) :] = torch.nan
+    if transposed:
+        b = b.mT.contiguous().mT
+    offsets = torch.tensor(sizes).cumsum(0).int().to(device)
+    # A gather from a shuffled copy must give what the rows give in place.
+    row_to_token = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int().to(device)
+    return a, b, dout, offsets, row_to_token
+
+
+def scatter_rows(rows, row_to_token):
+    """Tokens such that tokens[row_to_token] are the rows."""
+    tokens = torch.empty_like(rows)
+    tokens[row_to_token.long()] = rows
+    return tokens
+
+
+def forward_arguments(kernel, case, device, transposed=False):
+    """Arguments, and what the reference needs: (a, b, offsets)."""
+    a, b, _, offsets, row_to_token = draw(kernel, case, device, transposed)
+    gather, epilogue = kernel.metadata.design.gather, kernel.metadata.epilogue
+    product = torch.full((len(a), b.shape[2]), torch.nan, dtype=a.dtype, device=device)
+    args = GroupedGemmArguments(
+        scatter_rows(a, row_to_token) if gather else a,
+        b,
+        product if epilogue is None else product[:, : b.shape[2] // 2].clone(),
+        offsets=offsets,
+        row_to_token=row_to_token if gather else None,
+        epilogue=epilogue,
+        preactivation=None if epilogue is None else product,
+    )
+    return args, (a.nan_to_num(), b, offsets)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
+def test_forward_kernel(kernel, case, transposed, device):
+    args, operands = forward_arguments(kernel, case, device, transposed)
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    product = args.out if args.epilogue is None else args.preactivation
+    exact = reference.grouped_gemm(*to_float64(operands))
+    assert_accurate(product, reference.grouped_gemm(*operands), exact, "product")
+    if args.epilogue is not None:
+        # The activation is of the product as stored.
+        baseline = reference.gated_activation(product, args.epilogue)
+        assert_accurate(args.out, baseline, reference.gated_activation(product.double(), args.epilogue), "activation")
+
+
+@pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
+def test_tail_is_left_alone_on_request(kernel, device):
+    args, _ = forward_arguments(kernel, "tail", device, transposed=kernel.metadata.operands.B.layout == "column")
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(dataclasses.replace(args, zero_tail=False))
+    end = int(args.offsets[-1])
+    assert args.out[end:].isnan().all() and args.out[:end].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
+def test_a_tile_touches_no_row_of_another_group(kernel, device):
+    """With the tiles of one group alone in the table, the rows of its neighbours stay as they were."""
+    args, (a, _, offsets) = forward_arguments(
+        kernel, "tile_edges", device, kernel.metadata.operands.B.layout == "column"
+    )
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    table = reference.tile_table(offsets, len(a), kernel.metadata.design.tile_shape[0])
+    for group in (1, 2, 4):
+        tiles = table.tiles[(table.tiles[:, 0] == group).nonzero().flatten()].contiguous()
+        num_tiles = torch.full_like(table.num_tiles, len(tiles))
+        for tensor in (args.out, args.preactivation):
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+        kernel.run(dataclasses.replace(args, tile_table=table._replace(tiles=tiles, num_tiles=num_tiles)))
+        start, end = table.bounds[group : group + 2].tolist()
+        assert args.out[start:end].isfinite().all()
+        assert args.out[:start].isnan().all() and args.out[end:].isnan().all()
+        if args.preactivation is not None:
+            assert args.preactivation[start:end].isfinite().all()
+            assert args.preactivation[:start].isnan().all() and args.preactivation[end:].isnan().all()
+
+
+@pytest.mark.parametrize("gathered", ["A", "dout"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", WGRAD, ids=name_of)
+def test_wgrad_kernel(kernel, case, gathered, device):
+    a, b, dout, offsets, row_to_token = draw(kernel, case, device)
+    operands, index = {"A": a, "dout": dout}, {}
+    if kernel.metadata.design.gather:
+        operands[gathered] = scatter_rows(operands[gathered], row_to_token)
+        index["a_row_to_token" if gathered == "A" else "dout_row_to_token"] = row_to_token
+    args = WgradArguments(**operands, out=torch.full_like(b, torch.nan), offsets=offsets, **index)
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    a, dout = a.nan_to_num(), dout.nan_to_num()
+    baseline = reference.grouped_gemm_wgrad(a, dout, offsets)
+    assert_accurate(args.out, baseline, reference.grouped_gemm_wgrad(*to_float64((a, dout, offsets))))
+
+
+def test_names_are_unique():
+    names = [name_of(kernel) for kernel in get_kernels()]
+    assert len(names) == len(set(names)) > 0
+
+
+def test_listing_needs_no_gpu_and_filters():
+    every = get_kernels()
+    gathers = get_kernels(metadata_filter=lambda metadata: metadata.design.gather)
+    assert 0 < len(gathers) < len(every)
+    assert all(kernel.metadata.design.gather for kernel in gathers)
+    assert get_kernels(cc=75) == []
+    assert {kernel.metadata.min_cc for kernel in every} >= {80}
+
+
+def test_metadata_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KERNELS[0].metadata.design.num_warps = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"B": torch.zeros(2, 8, 8).half()}, "Operand `B`: expected torch.float32, got torch.float16"),
+        ({"accumulator_type": torch.float16}, "accumulates in torch.float32"),
+        ({"row_to_token": torch.zeros(4).int()}, "Operand `row_to_token`"),
+    ],
+)
+def test_supports_names_the_operand(change, error):
+    kernel = next(k for k in get_kernels() if k.metadata.operands.A.dtype == torch.float32)
+    args = GroupedGemmArguments(torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.zeros(4, 8))
+    status = kernel.supports(dataclasses.replace(args, **change))
+    assert not status and error in status.error
+
+
+def test_supports_names_the_arguments_class():
+    kernel = next(k for k in get_kernels() if k.arguments_class is GroupedGemmArguments)
+    args = WgradArguments(torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2, 8, 8))
+    assert "expected GroupedGemmArguments, got WgradArguments" in kernel.supports(args).error
+
+
+def test_unsupported_arguments_name_every_reason():
+    from moe_kernels.tuning import select
+
+    args = GroupedGemmArguments(torch.zeros(4, 8).double(), torch.zeros(2, 8, 8).double(), torch.zeros(4, 8).double())
+    with pytest.raises(NotImplementedError, match=r"Operand `A`: expected torch\.float32, got torch\.float64"):
+        select(args)

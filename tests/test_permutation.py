@@ -1,0 +1,160 @@
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import combine, permute, reference, sort_by_expert
+from moe_kernels.permutation import _combine_op, _permute_op
+from moe_kernels.testing import CASES, check_accuracy, make_inputs, make_permutation
+
+from .dtypes import DTYPES
+
+
+def draw_rows(case, dtype, device, seed=0):
+    """(rows, weights, slot_to_row) for a case."""
+    inputs = make_inputs(case, dtype, device, seed)
+    weights, permutation = make_permutation(inputs, case.top_k)
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = torch.randn(case.num_tokens * case.top_k, case.d_model, device=device, generator=generator)
+    return rows.to(dtype), weights, permutation.slot_to_row
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_combine_matches_reference(case, dtype, weighted, device):
+    def run(rows, *weights, op=reference.combine):
+        *weights, slot_to_row = weights
+        return op(rows, weights[0] if weighted else None, slot_to_row)
+
+    def draw(seed):
+        rows, weights, slot_to_row = draw_rows(CASES[case], dtype, device, seed)
+        return (rows, weights, slot_to_row) if weighted else (rows, slot_to_row)
+
+    names = ("out", "drows", "dweights") if weighted else ("out", "drows")
+    check_accuracy(partial(run, op=partial(combine, implementation="triton")), run, draw, names)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_permute_matches_reference(case, dtype, device):
+    case = CASES[case]
+
+    def draw(seed):
+        inputs = make_inputs(case, dtype, device, seed)
+        return inputs.tokens, reference.topk_routing(inputs.logits, case.top_k).topk_experts
+
+    def run(tokens, experts, op=reference.permute):
+        return op(tokens, reference.sort_by_expert(experts, case.num_experts))
+
+    check_accuracy(partial(run, op=partial(permute, implementation="triton")), run, draw, ("rows", "dtokens"))
+    assert torch.equal(run(*draw(0), op=partial(permute, implementation="triton")), run(*draw(0)))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_worked_by_hand(implementation, device):
+    experts = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device=device)
+    permutation = sort_by_expert(experts, 2, implementation=implementation)
+    tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
+    # Expert 0 has slots (token 0, k 1) and (token 1, k 0); expert 1 has (token 0, k 0) and (token 1, k 1).
+    rows = permute(tokens, permutation, implementation=implementation)
+    assert rows.tolist() == [[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [3.0, 4.0]]
+    rows = torch.tensor([[1.0, 0.0], [10.0, 0.0], [100.0, 1.0], [1000.0, 1.0]], device=device)
+    weights = torch.tensor([[0.5, 0.25], [2.0, 4.0]], device=device)
+    out = combine(rows, weights, permutation.slot_to_row, implementation=implementation)
+    assert out.tolist() == [[50.25, 0.5], [4020.0, 4.0]]
+    out = combine(rows, None, permutation.slot_to_row, implementation=implementation)
+    assert out.tolist() == [[101.0, 1.0], [1010.0, 1.0]]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_dropped_slots_add_nothing(implementation, device):
+    experts = torch.tensor([[1, 9], [0, 1], [-1, -1]], dtype=torch.int32, device=device)
+    permutation = sort_by_expert(experts, 2, implementation=implementation)
+    rows = torch.full((6, 3), torch.nan, device=device)
+    rows[:3] = torch.tensor([1.0, 2.0, 3.0], device=device)[:, None]
+    rows.requires_grad_()
+    weights = torch.full((3, 2), 10.0, device=device, requires_grad=True)
+    out = combine(rows, weights, permutation.slot_to_row, implementation=implementation)
+    assert out[:, 0].tolist() == [20.0, 40.0, 0.0]
+    drows, dweights = torch.autograd.grad(out.sum(), (rows, weights))
+    assert drows[:, 0].tolist() == [10.0, 10.0, 10.0, 0.0, 0.0, 0.0]
+    assert dweights.tolist() == [[6.0, 0.0], [3.0, 9.0], [0.0, 0.0]]
+    tokens = torch.ones(3, 4, device=device, requires_grad=True)
+    permuted = permute(tokens, permutation, implementation=implementation)
+    upstream = torch.ones_like(permuted)
+    if implementation == "triton":  # the reference sends a gradient to dropped rows' tokens; nothing reads those rows
+        upstream[3:] = torch.nan
+        (dtokens,) = torch.autograd.grad(permuted, tokens, upstream)
+        assert dtokens[:, 0].tolist() == [1.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("case", ["ordinary", "odd_sizes"])
+def test_strided_rows_and_tokens(case, device):
+    case = CASES[case]
+    rows, weights, slot_to_row = draw_rows(case, torch.float32, device)
+    run = partial(combine, implementation="triton")
+    assert torch.equal(run(rows.t().contiguous().t(), weights, slot_to_row), run(rows, weights, slot_to_row))
+    inputs = make_inputs(case, torch.float32, device)
+    _, permutation = make_permutation(inputs, case.top_k)
+    spread = torch.full((case.num_tokens * 2, case.d_model * 3), torch.nan, device=device)[::2, ::3]
+    spread.copy_(inputs.tokens)
+    assert torch.equal(permute(spread, permutation, implementation="triton"), reference.permute(spread, permutation))
+
+
+def test_gradcheck_of_reference():
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.tensor([[1, 0], [0, 2], [5, 2]], dtype=torch.int32)
+    permutation = reference.sort_by_expert(experts, 3)
+    rows = torch.randn(6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    weights = torch.rand(3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    torch.autograd.gradcheck(lambda r, w: reference.combine(r, w, permutation.slot_to_row), (rows, weights))
+    tokens = torch.randn(3, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: reference.permute(x, permutation), tokens)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_opcheck(weighted, device):
+    experts = torch.tensor([[1, 0], [0, 2], [1, 2]], dtype=torch.int32, device=device)
+    permutation = reference.sort_by_expert(experts, 3)
+    rows = torch.randn(6, 4, device=device, requires_grad=True)
+    weights = torch.rand(3, 2, device=device, requires_grad=True) if weighted else None
+    torch.library.opcheck(_combine_op, (rows, weights, permutation.slot_to_row))
+    tokens = torch.randn(3, 4, device=device, requires_grad=True)
+    torch.library.opcheck(_permute_op, (tokens, permutation.row_to_token, permutation.slot_to_row))
+
+
+def test_compiles_without_graph_break(device):
+    experts = torch.tensor([[1, 0], [0, 2], [1, 2]], dtype=torch.int32, device=device)
+    tokens = torch.randn(3, 4, device=device, requires_grad=True)
+    weights = torch.rand(3, 2, device=device)
+
+    def there_and_back(tokens, weights):
+        permutation = sort_by_expert(experts, 3, implementation="triton")
+        rows = permute(tokens, permutation, implementation="triton")
+        return combine(rows, weights, permutation.slot_to_row, implementation="triton")
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(tokens, weights), there_and_back(tokens, weights))
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "slot_to_row", "message"),
+    [
+        (torch.zeros(4), None, torch.zeros(2, 2).int(), r"rows must be \[R, D\]"),
+        (torch.zeros(5, 3), None, torch.zeros(2, 2).int(), r"T \* K = 4, got \[5, 3\]"),
+        (torch.zeros(4, 3), torch.zeros(2, 3), torch.zeros(2, 2).int(), r"topk_weights must be \[T, K\] with T=2, K=2"),
+        (torch.zeros(4, 3), torch.zeros(2, 2).half(), torch.zeros(2, 2).int(), "topk_weights must be torch.float32"),
+        (torch.zeros(4, 3), None, torch.zeros(2, 2).long(), "slot_to_row must be torch.int32"),
+        (torch.zeros(4, 3, device="meta"), None, torch.zeros(2, 2).int(), "one device"),
+    ],
+)
+def test_bad_combine(rows, weights, slot_to_row, message):
+    with pytest.raises(ValueError, match=message):
+        combine(rows, weights, slot_to_row)
+
+
+def test_bad_permute():
+    permutation = reference.sort_by_expert(torch.zeros(3, 1, dtype=torch.int32), 1)
+    with pytest.raises(ValueError, match=r"slot_to_row must be \[T, K\] with T=2, got \[3, 1\]"):
+        permute(torch.zeros(2, 4), permutation)
