@@ -25,7 +25,7 @@ from .layer import environment, make_layer, make_tokens, passes
 from .shapes import SHAPES, Shape
 from .timing import time_interleaved
 
-STEPS = 5
+STEADY_MS = 400.0  # a GPU that has just begun to work runs at clocks that training never sees
 
 
 class Gemm(NamedTuple):
@@ -65,16 +65,18 @@ def record_gemms(step: Callable[[], object]) -> list[Gemm]:
 
 
 def profile_steps(step: Callable[[], object]) -> list[tuple[str, float]]:
-    """(kernel, median milliseconds) for every kernel of a step, in order."""
+    """(kernel, median milliseconds) for every kernel of a step, in order, from the later half of many steps."""
+    (step_ms,) = (timing.ms for timing in time_interleaved({"step": step}, "cuda", rounds=1).values())
+    num_steps = max(10, int(STEADY_MS / step_ms))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             step()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: event.time_range.start)
-    assert len(events) % STEPS == 0, Counter(event.name for event in events)
-    per_step = len(events) // STEPS
-    steps = [events[i * per_step : (i + 1) * per_step] for i in range(STEPS)]
+    assert len(events) % num_steps == 0, Counter(event.name for event in events)
+    per_step = len(events) // num_steps
+    steps = [events[i * per_step : (i + 1) * per_step] for i in range(num_steps // 2, num_steps)]
     launches = []
     for same in zip(*steps, strict=True):
         assert len({event.name for event in same}) == 1, [event.name for event in same]

@@ -88,7 +88,7 @@ class TmaDesign(Design):
 
 @dataclass(frozen=True)
 class WarpSpecializedDesign(Design):
-    """One warpgroup loads through TMA, two multiply and store. `num_stages` counts the buffers between them."""
+    """One warpgroup loads, two multiply and store. `num_stages` counts the buffers between them."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class WgradArguments:
     dout: Tensor  # [R, N]; [T, N] with dout_row_to_token
     out: Tensor  # [G, K, N]
     accumulator_type: torch.dtype = torch.float32
-    offsets: Tensor | None = None  # [G] int32; not read when bounds is given
+    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     a_row_to_token: Tensor | None = None  # [R] int32
     dout_row_to_token: Tensor | None = None  # [R] int32
-    bounds: Tensor | None = None  # [G + 2] int32, as in TileTable
+    tile_table: TileTable | None = None
 
     @property
     def num_rows(self) -> int:

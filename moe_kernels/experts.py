@@ -136,7 +136,7 @@ class _Rows(NamedTuple):
             out,
             a_row_to_token=self.row_to_token if gather_a else None,
             dout_row_to_token=self.row_to_token if gather_dout else None,
-            bounds=self.table.bounds,
+            tile_table=self.table,
         )
         select(args).run(args)
         return out
@@ -163,10 +163,11 @@ def _fused_experts_op(
     bounds: Tensor,
     tiles: Tensor,
     num_tiles: Tensor,
+    order: Tensor,
     block_rows: int,
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F]
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, block_rows))
+    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
     copy = choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
     up_input = rows.spread(tokens) if copy else tokens
     preactivation, activated = rows.gated_gemm(up_input, w_up.transpose(1, 2), activation, gather=not copy)
@@ -177,7 +178,10 @@ def _fused_experts_op(
 
 
 @_fused_experts_op.register_fake
-def _(tokens, topk_weights, w_up, w_down, slot_to_row, row_to_token, bounds, tiles, num_tiles, block_rows, activation):
+def _(
+    tokens, topk_weights, w_up, w_down, slot_to_row, row_to_token, bounds, tiles, num_tiles, order, block_rows,
+    activation,
+):  # fmt: skip
     return tokens.new_empty(tokens.shape), tokens.new_empty(row_to_token.shape[0], w_up.shape[1])
 
 
@@ -189,11 +193,11 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 11
+        return (None,) * 12
     *tensors, preactivation = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
     gradients = _experts_backward_op(dout, preactivation, *tensors, ctx.block_rows, ctx.activation, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 7
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 8
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -212,11 +216,12 @@ def _experts_backward_op(
     bounds: Tensor,
     tiles: Tensor,
     num_tiles: Tensor,
+    order: Tensor,
     block_rows: int,
     activation: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dtokens, dtopk_weights, dw_up, dw_down; empty where not needed
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, block_rows))
+    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
     copies = choose_copies(tokens, w_up, len(row_to_token))
     needs_tokens, _, needs_up, needs_down = needs
     dtokens, dw_up, dw_down = (dout.new_empty(0) for _ in range(3))
@@ -240,7 +245,7 @@ def _experts_backward_op(
 @_experts_backward_op.register_fake
 def _(
     dout, preactivation, tokens, topk_weights, w_up, w_down, slot_to_row, row_to_token, bounds, tiles, num_tiles,
-    block_rows, activation, needs,
+    order, block_rows, activation, needs,
 ):  # fmt: skip
     def like(tensor: Tensor, needed: bool) -> Tensor:
         return dout.new_empty(tensor.shape if needed else 0)
