@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,19 @@ class Launch:
     options: dict[str, Any]
 
 
+_thread = threading.local()
+
+
+def _need_context(device: torch.device) -> None:
+    """Let this thread have the device's context. Encoding a descriptor wants one, launches or not, and a thread that
+    has launched nothing yet, as autograd's at first, has none."""
+    if device.type == "cuda" and device.index not in _thread.__dict__.setdefault("devices", set()):
+        torch.empty(1, device=device).zero_()
+        _thread.devices.add(device.index)
+
+
 def _run(launch: Launch, device: torch.device) -> None:
+    _need_context(device)
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     launch.function[launch.grid](*launch.arguments, **launch.options)
 

@@ -303,7 +303,7 @@ def _consume(
         _, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end:
             # A last column tile that is at most half full gets half the multiplications.
-            if not GATED and num_columns - tile_column * BLOCK_N <= HALF_N:
+            if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
                 narrow, step = _reduce_tile(
                     narrow, ring, step, tiles.num_steps, left, right, at, out_desc, activated_desc, buffer,

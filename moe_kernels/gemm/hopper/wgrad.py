@@ -264,7 +264,7 @@ def _consume(
         num_steps = steps_for(tiles, next_rows)
         next_group, next_k, next_n, next_rows, _ = tile_at(tiles, turn + 1)
         # A last column tile that is at most half full gets half the multiplications.
-        if num_columns - next_at.column <= HALF_N:
+        if BLOCK_N == 256 and num_columns - next_at.column <= HALF_N:
             narrow = gl.zeros((HALF_K, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_K, HALF_N]
             narrow, step = _reduce_tile(
                 narrow, ring, step, num_steps, left, right, at, out_desc, buffer, WARPGROUP, tiles.block_r, BLOCK_N
