@@ -14,16 +14,20 @@ from ._triton import HAS_TRITON, INTERPRET
 IMPLEMENTATIONS = ("triton", "reference")
 
 # The dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
-_KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 
-def kernel_obstacle(tensor: Tensor) -> str | None:
-    """Why the Triton kernels cannot take this tensor, or None if they can."""
+def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str | None:
+    """Why the Triton kernels cannot take this tensor, or None if they can.
+
+    Args:
+        dtypes: the floating-point dtypes that they compute in.
+    """
     if not HAS_TRITON:
         return "Triton is not installed"
     if not (tensor.is_cuda or INTERPRET):
         return f"Triton kernels run on CUDA tensors, got a tensor on {tensor.device.type}"
-    if tensor.is_floating_point() and tensor.dtype not in _KERNEL_DTYPES:
+    if tensor.is_floating_point() and tensor.dtype not in dtypes:
         return f"the Triton kernels {'in the interpreter ' if INTERPRET else ''}do not compute in {tensor.dtype}"
     return None
 
