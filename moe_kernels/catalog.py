@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._dispatch import KERNEL_DTYPES, kernel_obstacle
+from ._dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle
 from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
 from .launching import CompiledArtifact, Launch, compile_launch, on_stream, run_launch, static_properties
 
@@ -46,9 +46,6 @@ __all__ = [
     "get_kernels",
     "is_device_cc_supported",
 ]
-
-FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CC = 89  # the first GPUs that multiply it
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     """Arguments for a catalog kernel.
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
-    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told.
+    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
+    every optional operand and a float32 result.
     """
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
@@ -103,7 +104,10 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         if operands.B.layout == "column" or (operands.B.layout is None and transposed):
             b = b.new_empty(num_groups, size_n, size_k).transpose(1, 2)
         table = mk.reference.tile_table(offsets, num_rows, design.tile_shape[0])
-        product = torch.empty(num_rows, size_n, dtype=operands.out.dtype)
+        product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
+        shapes = {"bias": (num_groups, size_n), "row_scale": (num_rows,), "scale_a": (num_rows,)}
+        shapes["scale_b"] = shapes["bias"]
+        optional = kernel.metadata.optional_operands if form == "full" else ()
         out = product if epilogue is None else torch.empty(num_rows, size_n // 2, dtype=operands.out.dtype)
         return GroupedGemmArguments(
             a,
@@ -113,6 +117,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             tile_table=table,
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
+            **{name: torch.empty(shapes[name]) for name in optional},
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
@@ -182,8 +187,14 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         return (
             ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
         )
-    is_open = design.gather == (kernel.arguments_class is WgradArguments)
-    return ("plain", "other") if is_open else ("plain",)
+    if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
+        return ("full",)
+    # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
+    if design.tile_shape not in ((128, 128, 64), (64, 64, 32)) or kernel.metadata.operands.A.dtype == torch.float16:
+        return ("plain",)
+    if kernel.arguments_class is WgradArguments:
+        return ("plain", "other") if design.gather else ("plain",)
+    return ("plain",) if design.gather else ("plain", "other", "full")
 
 
 def run_job(job: tuple[Callable, tuple]) -> list[dict[str, object]]:
