@@ -153,7 +153,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 
 def _rows_bucket(num_rows: int, num_groups: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(num_rows, num_groups))
+    return triton.next_power_of_2(triton.cdiv(num_rows, max(num_groups, 1)))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
-from moe_kernels.catalog import GroupedGemmArguments, Kernel, WgradArguments
+from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -99,6 +99,9 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     index = torch.zeros(num_rows, dtype=torch.int32)
     a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
     offsets = torch.zeros(num_groups, dtype=torch.int32)
+    if kernel.arguments_class is GemmArguments:
+        b = torch.empty(size_k, size_n, dtype=operands.B.dtype)
+        return GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype))
     if kernel.arguments_class is GroupedGemmArguments:
         b = torch.empty(num_groups, size_k, size_n, dtype=operands.B.dtype)
         if operands.B.layout == "column" or (operands.B.layout is None and transposed):
@@ -191,6 +194,8 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
     if design.tile_shape not in ((128, 128, 64), (64, 64, 32)) or kernel.metadata.operands.A.dtype == torch.float16:
+        return ("plain",)
+    if kernel.arguments_class is GemmArguments:
         return ("plain",)
     if kernel.arguments_class is WgradArguments:
         return ("plain", "other") if design.gather else ("plain",)

@@ -191,7 +191,7 @@ def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]
 
 # Every tile fits the shared memory of the smallest GPU of its generation (99 KiB). Float32 is computed without
 # tensor cores unless TF32 was asked for.
-TILES = {
+_TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
     torch.float32: [((64, 64, 32), 4, 3), ((16, 64, 32), 4, 3)],
@@ -222,7 +222,7 @@ def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerGroupedGemm:
 
 POINTER_KERNELS = tuple(
     _kernel(dtype, PointerDesign(*tile, gather=gather))
-    for dtype, tiles in TILES.items()
+    for dtype, tiles in _TILES.items()
     for tile in tiles
     for gather in ((False,) if dtype == FLOAT8 else (False, True))
 )
