@@ -26,6 +26,8 @@ from triton.runtime.jit import JITFunction
 import moe_kernels as mk
 from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
+from moe_kernels.gemm.base import num_programs
+from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -69,7 +71,7 @@ def kernels_take_cpu_tensors():
 
 
 def inspect(compiled) -> dict[str, object]:
-    """Registers, spills, shared memory and tensor-core instructions of a compiled kernel."""
+    """Registers, spills, shared and scratch memory and tensor-core instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [BIN / "cuobjdump", "-res-usage", file.name]
@@ -81,6 +83,7 @@ def inspect(compiled) -> dict[str, object]:
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]) + int(found[3]),
         "shared_bytes": compiled.metadata.shared,
+        "scratch_bytes": compiled.metadata.global_scratch_size,
         "num_warps": compiled.metadata.num_warps,
         "tensor_core": tensor_core[0] if tensor_core else None,
     }
@@ -132,9 +135,11 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
     (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
     driver.set_active(TargetDriver(cc))
+    args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
-        compiled = kernel.compile(gemm_arguments(kernel, form), assume_supported_args=True).compiled
-    return {"kernel": name, "case": form, "cc": cc, "gemm": True, **inspect(compiled)}
+        compiled = kernel.compile(args, assume_supported_args=True).compiled
+    said = kernel.scratch_bytes(args) // num_programs(args.A)
+    return {"kernel": name, "case": form, "cc": cc, "gemm": True, "said_scratch_bytes": said, **inspect(compiled)}
 
 
 def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
@@ -155,6 +160,10 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         mk.permutation.launch_combine(rows, weights, slot_to_row)
         mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
     mk.permutation._combine_dweights_op(tokens, rows, slot_to_row)
+    if dtype != torch.float32:
+        bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))
+        launch_bias_and_scale(rows, bias, row_scale, permutation.tile_table)
+        launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)
     preactivation = torch.empty(len(rows), 2 * d_ff, dtype=dtype)
     for activation in mk.activation.ACTIVATIONS:
         activated = launch_activation(preactivation, activation)
