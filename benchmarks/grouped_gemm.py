@@ -11,7 +11,9 @@ Results of this package are checked before they are timed, and timings take turn
     mm_loop            one torch.mm (cuBLAS) per group, whose sizes the host knows
     dense              one torch.mm of all rows with one matrix: the bound, computing as much but not the same
 
-`cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up.
+`cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up, for
+the ops and for the best kernel of each design: `run` asks whether it supports its arguments, "assumed" does not, and
+"compiled" also has a compiled artifact, so that nothing is inspected.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
+from moe_kernels.catalog import Kernel
 from moe_kernels.testing import assert_accurate, make_logits
 from moe_kernels.tuning import select
 
@@ -202,14 +205,19 @@ def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
     args = kernel_arguments(problem, *operands)
     del functions["kernel"]
     for kernel in _one_of_each_design(get_kernels(args)):
-        functions[f"run {kernel.metadata.kernel_name}"] = partial(kernel.run, args)
+        artifact, name = kernel.compile(args), kernel.metadata.kernel_name
+        made = kernel.with_metadata(args, None)  # the tile table of its own height
+        functions[f"run {name}"] = partial(kernel.run, made)
+        functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
+        functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
     return [
         {**_sizes(problem), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}
         for name, microseconds in measure_cpu(functions, device).items()
     ]
 
 
-def _one_of_each_design(kernels: list) -> list:
+def _one_of_each_design(kernels: list[Kernel]) -> list[Kernel]:
+    """The best of each."""
     return list({type(kernel): kernel for kernel in reversed(kernels)}.values())
 
 

@@ -177,7 +177,7 @@ class GemmArguments(Arguments):
             return error
         batch = {len(tensor) for tensor in (self.A, self.B) if tensor.dim() == 3}
         if len(batch) > 1:
-            return f"Operand `B`: expected a batch of {len(self.A)} as A, got shape {list(self.B.shape)}"
+            return f"Operand `B`: expected a batch of {len(self.A)} as A, got {list(self.B.shape)}"
         return self._expect("B", *self.B.shape[:-2], self.A.shape[-1], self.B.shape[-1]) or self._expect(
             "out", *batch, self.A.shape[-2], self.B.shape[-1]
         )

@@ -195,8 +195,8 @@ class Kernel(abc.ABC):
             compiled_artifact: of `compile` for arguments with the same static properties; spares the launch the
                 inspection of its arguments.
             stream: None is the current one.
-            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, which must stay
-                until the kernel has run; None allocates.
+            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, as what PyTorch
+                allocates on a GPU, which must stay until the kernel has run; None allocates.
             assume_supported_args: launch without asking `supports`, nor whether the artifact and workspace fit.
 
         Raises:
@@ -273,11 +273,13 @@ class Kernel(abc.ABC):
         """The arguments with their metadata in the workspace, and the part of it for descriptors."""
         scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
         if not assume:
-            fits = workspace.is_contiguous() and workspace.nbytes >= num_bytes and workspace.data_ptr() % 128 == 0
-            if not fits or workspace.device != args.A.device:
+            alignment = 128 if scratch_bytes else 4
+            fits = workspace.is_contiguous() and workspace.nbytes >= num_bytes and workspace.device == args.A.device
+            if not fits or workspace.data_ptr() % alignment:
                 raise ValueError(
-                    f"{self.metadata.kernel_name}: workspace must be contiguous, on {args.A.device}, aligned to 128 "
-                    f"bytes and hold {num_bytes} bytes, got {workspace.nbytes} bytes on {workspace.device}"
+                    f"{self.metadata.kernel_name}: workspace must be contiguous, on {args.A.device}, aligned to "
+                    f"{alignment} bytes and hold {num_bytes} bytes, got {workspace.nbytes} bytes on {workspace.device} "
+                    f"at {workspace.data_ptr():#x}"
                 )
         memory = workspace.view(-1).view(torch.uint8)
         return self.with_metadata(args, memory[scratch_bytes:num_bytes]), memory[:scratch_bytes].view(torch.int8)

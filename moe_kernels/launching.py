@@ -81,7 +81,10 @@ def _run(launch: Launch, artifact: CompiledArtifact | None, device: torch.device
 def static_properties(launch: Launch) -> tuple[Any, ...]:
     """What Triton compiles a launch for."""
     names = launch.function.arg_names
-    unspecialized = () if INTERPRET else {p.name for p in launch.function.params if p.do_not_specialize}
+    if INTERPRET:
+        unspecialized = launch.function.kwargs["do_not_specialize"] or ()
+    else:
+        unspecialized = [parameter.name for parameter in launch.function.params if parameter.do_not_specialize]
     arguments = [
         _static(value, specialize=name not in unspecialized)
         for name, value in zip(names, launch.arguments, strict=False)

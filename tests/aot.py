@@ -28,6 +28,7 @@ from moe_kernels.activation import launch_activation, launch_weighted_activation
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.base import num_programs
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
+from moe_kernels.launching import CompiledArtifact, Launch, run_launch
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -137,9 +138,33 @@ def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
     driver.set_active(TargetDriver(cc))
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
-        compiled = kernel.compile(args, assume_supported_args=True).compiled
-    said = kernel.scratch_bytes(args) // num_programs(args.A)
-    return {"kernel": name, "case": form, "cc": cc, "gemm": True, "said_scratch_bytes": said, **inspect(compiled)}
+        artifact = kernel.compile(args, assume_supported_args=True)
+    return {
+        "kernel": name,
+        "case": form,
+        "cc": cc,
+        "gemm": True,
+        "said_scratch_bytes": kernel.scratch_bytes(args) // num_programs(args.A),
+        "artifact_launches_alike": artifact_launches_alike(artifact, kernel.launch(args)),
+        **inspect(artifact.compiled),
+    }
+
+
+def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
+    """Whether a launch with the artifact hands the driver what Triton's JIT hands it, down to each argument."""
+    handed = []
+    compiled = artifact.compiled
+    compiled.module, compiled.function, compiled._run = True, 0, lambda *args: handed.append(args)
+    try:
+        for used in (artifact, None):
+            run_launch(launch, used, torch.empty(0), None)
+    finally:
+        compiled.module = compiled.function = compiled._run = None
+    metadata = 6  # an object of each launch's own, for profilers
+    first, second = ([*args[:metadata], *args[metadata + 1 :]] for args in handed)
+    return len(first) == len(second) and all(
+        x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
+    )
 
 
 def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:

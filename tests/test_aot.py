@@ -63,6 +63,10 @@ def test_workspace_sizes_count_the_descriptors(records):
     assert not wrong
 
 
+def test_artifacts_launch_as_the_jit_does(records):
+    assert not [where(r) for r in records if r["gemm"] and not r["artifact_launches_alike"]]
+
+
 def test_registers_fit(records):
     assert not [where(record) for record in records if record["registers"] * record["num_warps"] * 32 > 65_536]
 
