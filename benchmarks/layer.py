@@ -179,6 +179,8 @@ def print_rows(rows: list[dict], columns: Sequence[str] = COLUMNS) -> None:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 1000 else f"{value:.3f}"
     return str(value)

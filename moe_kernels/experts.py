@@ -20,14 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tuning
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ._dispatch import choose, registered_op
 from .activation import check_activation, launch_activation, launch_weighted_activation_backward
 from .catalog import GroupedGemmArguments, WgradArguments
 from .permutation import launch_combine, launch_spread
 from .reference import Permutation, TileTable
-from .tuning import choose_copies, find, select
 
 
 def fused_experts(
@@ -105,7 +104,7 @@ class _Rows(NamedTuple):
         out = a.new_empty(len(self.row_to_token), b.shape[2])
         index = self.row_to_token if gather else None
         args = GroupedGemmArguments(a, b, out, row_to_token=index, tile_table=self.table, zero_tail=False)
-        select(args).run(args)
+        tuning.run(args)
         return out
 
     def gated_gemm(self, a: Tensor, b: Tensor, activation: str, *, gather: bool) -> tuple[Tensor, Tensor]:
@@ -121,8 +120,8 @@ class _Rows(NamedTuple):
             preactivation=a.new_empty(num_rows, num_columns),
             zero_tail=False,
         )
-        if kernel := find(args):
-            kernel.run(args)
+        if kernel := tuning.find(args):
+            kernel.run(args, assume_supported_args=True)
             return args.preactivation, args.out
         preactivation = self.gemm(a, b, gather=gather)
         return preactivation, launch_activation(preactivation, activation)
@@ -138,7 +137,7 @@ class _Rows(NamedTuple):
             dout_row_to_token=self.row_to_token if gather_dout else None,
             tile_table=self.table,
         )
-        select(args).run(args)
+        tuning.run(args)
         return out
 
     def spread(self, tokens: Tensor) -> Tensor:  # [R, D]
@@ -168,7 +167,7 @@ def _fused_experts_op(
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F]
     rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
-    copy = choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
+    copy = tuning.choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
     up_input = rows.spread(tokens) if copy else tokens
     preactivation, activated = rows.gated_gemm(up_input, w_up.transpose(1, 2), activation, gather=not copy)
     del up_input
@@ -222,7 +221,7 @@ def _experts_backward_op(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dtokens, dtopk_weights, dw_up, dw_down; empty where not needed
     rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
-    copies = choose_copies(tokens, w_up, len(row_to_token))
+    copies = tuning.choose_copies(tokens, w_up, len(row_to_token))
     needs_tokens, _, needs_up, needs_down = needs
     dtokens, dw_up, dw_down = (dout.new_empty(0) for _ in range(3))
     # At most H, dH, A_w and one [R, D] are alive at any time.

@@ -14,6 +14,7 @@ from ._triton import TRITON_VERSION, triton
 from .catalog import (
     Arguments,
     Design,
+    GemmArguments,
     GroupedGemmArguments,
     Kernel,
     PointerDesign,
@@ -54,8 +55,13 @@ def find(args: Arguments) -> Kernel | None:
     """As `select`, but None where no kernel supports the arguments."""
     key = _key(args)
     if key not in _selected:
-        _selected[key] = _from_table(args) or _by_rule(args)
+        _selected[key] = next(iter(get_kernels(args)), None)
     return _selected[key]
+
+
+def run(args: Arguments) -> None:
+    """Launch the kernel that `select` chooses. It was asked whether it supports such arguments when it was chosen."""
+    select(args).run(args, assume_supported_args=True)
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
@@ -63,16 +69,10 @@ def pin(args: Arguments, kernel: Kernel) -> None:
     _selected[_key(args)] = kernel
 
 
-def _from_table(args: Arguments) -> Kernel | None:
-    name = table_for(args.A.device).kernels.get(table_key(args))
-    if name is None:
-        return None
-    (kernel,) = get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
-    return kernel if kernel.supports(args) else None
-
-
-def _by_rule(args: Arguments) -> Kernel | None:
-    return min(get_kernels(args), key=lambda kernel: _rule_of_thumb(kernel, args), default=None)
+def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:
+    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb."""
+    measured = table_for(args.A.device).kernels.get(table_key(args))
+    return sorted(kernels, key=lambda k: (k.metadata.kernel_name != measured, _rule_of_thumb(k, args)))
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
@@ -83,9 +83,11 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
     """
     key = _copies_key(tokens, w_up, num_rows)
     if key not in _copies:
-        num_columns = w_up.shape[1]
-        out = tokens.new_empty(1, num_columns).expand(num_rows, num_columns)  # stands for rows, without the memory
-        kernel = find(GroupedGemmArguments(tokens, w_up.transpose(1, 2), out))
+        num_experts, num_columns, d_model = w_up.shape
+        # These stand for rows, without the memory.
+        rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
+        offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
+        kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
         fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
         d_ff = num_columns // 2
         by_rule = Copies(fast and d_ff >= 512, fast and d_ff >= 512, fast and d_ff >= 192)
@@ -132,6 +134,10 @@ def table_key(args: Arguments) -> str:
         gather = "A" if args.row_to_token is not None else "none"
         form = f"grouped_gemm B={layout} gather={gather} epilogue={args.epilogue or 'none'}"
         num_rows = len(args.out)
+    elif isinstance(args, GemmArguments):
+        (size_k, size_n), num_groups = args.B.shape[-2:], len(args.out) if args.out.dim() == 3 else 1
+        num_rows = num_groups * args.out.shape[-2]
+        form = f"gemm B={'row' if args.B.stride(-1) == 1 else 'column'}"
     else:
         num_groups, size_k, size_n = args.out.shape
         gathers = (("A", args.a_row_to_token), ("dout", args.dout_row_to_token))
@@ -151,7 +157,10 @@ def _key(args: Arguments) -> tuple[Any, ...]:
     """Everything that support and speed depend on; the number of rows per group only by its power of two."""
     if isinstance(args, GroupedGemmArguments):
         sizes = (*args.B.shape, _rows_bucket(len(args.out), len(args.B)))
-        form = (args.row_to_token is not None, args.epilogue)
+        given = tuple(getattr(args, name) is not None for name in args.optional_operands)
+        form = (args.row_to_token is not None, args.epilogue, given)
+    elif isinstance(args, GemmArguments):
+        sizes, form = (args.A.shape, args.B.shape), ()
     else:
         sizes = (*args.out.shape, _rows_bucket(args.num_rows, len(args.out)))
         form = (args.a_row_to_token is not None, args.dout_row_to_token is not None)
@@ -160,7 +169,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 
 def _rows_bucket(num_rows: int, num_groups: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(num_rows, num_groups))
+    return triton.next_power_of_2(triton.cdiv(num_rows, max(num_groups, 1)))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -178,6 +187,8 @@ def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(triton.cdiv(len(args.out), num_groups), 1)
         work = _padded(rows_per_group, tile[0]) * _padded(num_columns, tile[1])
+    elif isinstance(args, GemmArguments):
+        work = _padded(args.out.shape[-2], tile[0]) * _padded(args.out.shape[-1], tile[1])
     else:
         _, size_k, size_n = args.out.shape
         work = _padded(size_k, tile[0]) * _padded(size_n, tile[1])

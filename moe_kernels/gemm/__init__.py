@@ -1,6 +1,7 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
 from .pointer import POINTER_KERNELS
+from .pointer_gemm import POINTER_GEMM_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
 from .tma import TMA_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
@@ -12,4 +13,5 @@ ALL_KERNELS = (
     *TMA_WGRAD_KERNELS,
     *POINTER_KERNELS,
     *POINTER_WGRAD_KERNELS,
+    *POINTER_GEMM_KERNELS,
 )

@@ -7,6 +7,7 @@ import torch
 from .._triton import tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, PointerDesign, WgradArguments, WgradOperands
 from .base import WgradKernel, kernel_name
+from .pointer import out_operand
 from .precision import input_precision
 
 
@@ -107,8 +108,7 @@ _TILES = {
 
 
 def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerWgrad:
-    any_layout = Operand(dtype)
-    operands = WgradOperands(any_layout, any_layout, any_layout)
+    operands = WgradOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
     name = kernel_name("wgrad", "pointer", dtype, design)
     return PointerWgrad(KernelMetadata(name, PointerWgrad, 80, operands, design))
 
