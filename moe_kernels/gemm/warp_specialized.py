@@ -211,7 +211,6 @@ _FORWARD = (
 )
 _WGRAD = (
     _design((128, 256, 64), 4, 4),
-    _design((128, 128, 64), 5, 4),
     _design((128, 256, 64), 4, 4, gather=True),
     _design((256, 128, 64), 4, 4, gather=True),
 )
