@@ -255,6 +255,11 @@ class Kernel(abc.ABC):
         """What the design asks beyond the operands' metadata."""
 
     @abc.abstractmethod
+    def estimate(self, args: Any) -> float:
+        """Relative time at the same speed per multiplication: those of all tiles, padding included, or more where
+        reading the operands takes longer."""
+
+    @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:
         """The launch for these arguments, or None when there is nothing to write."""
 

@@ -25,7 +25,7 @@ from ._triton import triton
 from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
 from .experts import fused_experts
 from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
-from .tuning import TABLES, Copies, copies_key, pin, pin_copies, table_key, table_name
+from .tuning import TABLES, Copies, copies_key, pin, pin_copies, table_name
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 
@@ -97,7 +97,7 @@ def fastest(args: Arguments) -> Kernel:
     for kernel in kernels:
         check(kernel, args)
     times = measure({k.metadata.kernel_name: lambda k=k: k.run(args) for k in kernels})
-    print("  " + table_key(args), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    print("  " + args.table_key(), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
     return min(kernels, key=lambda kernel: times[kernel.metadata.kernel_name])
 
 
@@ -137,7 +137,7 @@ def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dic
         ),
     }
     best = {name: fastest(args) for name, args in forms.items()}
-    names = {table_key(forms[name]): kernel.metadata.kernel_name for name, kernel in best.items()}
+    names = {forms[name].table_key(): kernel.metadata.kernel_name for name, kernel in best.items()}
     for name, kernel in best.items():
         pin(forms[name], kernel)
     del forms, rows_d, rows_f, rows_2f, out_d, out_f, out_2f

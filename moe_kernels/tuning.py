@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import TRITON_VERSION, triton
+from ._triton import TRITON_VERSION
+from .arguments import layout_of, rows_bucket
 from .catalog import (
     Arguments,
     Design,
-    GemmArguments,
     GroupedGemmArguments,
     Kernel,
     PointerDesign,
@@ -70,16 +70,23 @@ def pin(args: Arguments, kernel: Kernel) -> None:
 
 
 def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:
-    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb."""
-    measured = table_for(args.A.device).kernels.get(table_key(args))
-    return sorted(kernels, key=lambda k: (k.metadata.kernel_name != measured, _rule_of_thumb(k, args)))
+    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb.
+
+    The rule is each kernel's estimate of its work over the speed of its design.
+    """
+    measured = table_for(args.A.device).kernels.get(args.table_key())
+
+    def rank(kernel: Kernel) -> tuple[bool, float]:
+        return kernel.metadata.kernel_name != measured, kernel.estimate(args) / _speed(kernel.metadata.design)
+
+    return sorted(kernels, key=rank)
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
     """What the table says; without an entry, a rule.
 
-    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
-    only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
+    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy: most
+    in the forward and least in the weight gradient. And only where the GEMM behind the copy then runs warp-specialised.
     """
     key = _copies_key(tokens, w_up, num_rows)
     if key not in _copies:
@@ -90,7 +97,7 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
         kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
         fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
         d_ff = num_columns // 2
-        by_rule = Copies(fast and d_ff >= 512, fast and d_ff >= 512, fast and d_ff >= 192)
+        by_rule = Copies(fast and d_ff >= 1024, fast and d_ff >= 2560, fast and d_ff >= 8192)
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
         _copies[key] = Copies(*entry) if entry and fast else by_rule
     return _copies[key]
@@ -102,13 +109,13 @@ def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> N
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
-    return tokens.device, _layout(tokens), _layout(w_up), tuple(w_up.shape), _rows_bucket(num_rows, len(w_up))
+    return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, len(w_up))
 
 
 class Table(NamedTuple):
     """What was measured on one kind of GPU with one version of Triton."""
 
-    kernels: dict[str, str]  # by `table_key`
+    kernels: dict[str, str]  # by `Arguments.table_key`
     copies: dict[str, list[bool]]  # by `copies_key`
 
 
@@ -126,77 +133,14 @@ def table_name(gpu: str) -> str:
     return f"{gpu.lower().replace(' ', '_')}_triton_{major}.{minor}.json"
 
 
-def table_key(args: Arguments) -> str:
-    """The arguments of a table entry: the layouts and sizes that decide which kernel is fastest."""
-    if isinstance(args, GroupedGemmArguments):
-        num_groups, size_k, size_n = args.B.shape
-        layout = "row" if args.B.stride(2) == 1 else "column"
-        gather = "A" if args.row_to_token is not None else "none"
-        form = f"grouped_gemm B={layout} gather={gather} epilogue={args.epilogue or 'none'}"
-        num_rows = len(args.out)
-    elif isinstance(args, GemmArguments):
-        (size_k, size_n), num_groups = args.B.shape[-2:], len(args.out) if args.out.dim() == 3 else 1
-        num_rows = num_groups * args.out.shape[-2]
-        form = f"gemm B={'row' if args.B.stride(-1) == 1 else 'column'}"
-    else:
-        num_groups, size_k, size_n = args.out.shape
-        gathers = (("A", args.a_row_to_token), ("dout", args.dout_row_to_token))
-        form = f"wgrad gather={'+'.join(name for name, index in gathers if index is not None) or 'none'}"
-        num_rows = args.num_rows
-    rows = _rows_bucket(num_rows, num_groups)
-    return f"{form} {str(args.A.dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
-
-
 def copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> str:
     num_experts, num_columns, d_model = w_up.shape
-    rows = _rows_bucket(num_rows, num_experts)
+    rows = rows_bucket(num_rows, num_experts)
     return f"experts {str(tokens.dtype)[6:]} E={num_experts} D={d_model} F={num_columns // 2} rows={rows}"
 
 
 def _key(args: Arguments) -> tuple[Any, ...]:
-    """Everything that support and speed depend on; the number of rows per group only by its power of two."""
-    if isinstance(args, GroupedGemmArguments):
-        sizes = (*args.B.shape, _rows_bucket(len(args.out), len(args.B)))
-        given = tuple(getattr(args, name) is not None for name in args.optional_operands)
-        form = (args.row_to_token is not None, args.epilogue, given)
-    elif isinstance(args, GemmArguments):
-        sizes, form = (args.A.shape, args.B.shape), ()
-    else:
-        sizes = (*args.out.shape, _rows_bucket(args.num_rows, len(args.out)))
-        form = (args.a_row_to_token is not None, args.dout_row_to_token is not None)
-    layouts = tuple(_layout(tensor) for tensor in args.operands.values())
-    return type(args), args.accumulator_type, args.A.device, sizes, form, layouts
-
-
-def _rows_bucket(num_rows: int, num_groups: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(num_rows, max(num_groups, 1)))
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """dtype, which axes are contiguous, and whether the tensor satisfies the copy engine's 16-byte alignment."""
-    size = tensor.element_size()
-    contiguous = tuple(stride == 1 for stride in tensor.stride())
-    aligned = tensor.data_ptr() % 16 == 0 and all(s == 1 or s * size % 16 == 0 for s in tensor.stride())
-    return tensor.dtype, contiguous, aligned
-
-
-def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
-    """An estimate of the time: the multiplications of all tiles, padding included, over the speed of the design."""
-    tile = kernel.metadata.design.tile_shape
-    if isinstance(args, GroupedGemmArguments):
-        num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(triton.cdiv(len(args.out), num_groups), 1)
-        work = _padded(rows_per_group, tile[0]) * _padded(num_columns, tile[1])
-    elif isinstance(args, GemmArguments):
-        work = _padded(args.out.shape[-2], tile[0]) * _padded(args.out.shape[-1], tile[1])
-    else:
-        _, size_k, size_n = args.out.shape
-        work = _padded(size_k, tile[0]) * _padded(size_n, tile[1])
-    return work / _speed(kernel.metadata.design)
-
-
-def _padded(size: int, block: int) -> int:
-    return triton.cdiv(size, block) * block
+    return type(args), args.accumulator_type, args.selection_key()
 
 
 def _speed(design: Design) -> float:

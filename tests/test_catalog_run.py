@@ -61,7 +61,7 @@ def test_best_first(form, device, monkeypatch):
     assert len(kernels) > 1 and all(kernel.supports(args) for kernel in kernels)
     assert kernels[0] is tuning.select(args)
     last = kernels[-1].metadata.kernel_name
-    table = tuning.Table({tuning.table_key(args): last}, {})
+    table = tuning.Table({args.table_key(): last}, {})
     monkeypatch.setattr(tuning, "table_for", lambda device: table)
     measured = get_kernels(args)
     assert [measured[0], *(k for k in kernels[:-1])] == [kernels[-1], *measured[1:]]

@@ -14,6 +14,7 @@ from ..reference import TileTable
 from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
+_MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores do while memory moves a byte, A100 to B200
 _BOUNDS_BLOCK = 128  # the tile height of a table that is made for its bounds alone
 
 
@@ -34,6 +35,13 @@ class GroupedGemmKernel(Kernel):
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def estimate(self, args: GroupedGemmArguments) -> float:
+        """Of one group and one step of the reduction."""
+        num_groups, _, num_columns = args.B.shape
+        rows_per_group = max(-(-len(args.out) // num_groups), 1)
+        memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
+        return max(_padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
     def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""
@@ -65,6 +73,10 @@ class WgradKernel(Kernel):
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
         return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
+    def estimate(self, args: WgradArguments) -> float:
+        """Of one group and one step of the reduction."""
+        return _padded(*args.out.shape[1:], self.metadata.design)
+
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The bounds and the order of the groups; made here unless the arguments hold them."""
         if args.tile_table is None:
@@ -76,6 +88,11 @@ class WgradKernel(Kernel):
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
         return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+
+
+def _padded(rows: int, columns: int, design: Design) -> int:
+    block_m, block_n, _ = design.tile_shape
+    return -(-rows // block_m) * block_m * -(-columns // block_n) * block_n
 
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:

@@ -77,6 +77,11 @@ class PointerGemm(Kernel):
     def supports_design(self, args: GemmArguments) -> Status:
         return SUPPORTED
 
+    def estimate(self, args: GemmArguments) -> float:
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_rows, num_columns = args.out.shape[-2:]
+        return -(-num_rows // block_m) * block_m * -(-num_columns // block_n) * block_n
+
     def launch(self, args: GemmArguments) -> Launch | None:
         if not args.out.numel():
             return None
@@ -84,10 +89,9 @@ class PointerGemm(Kernel):
         block_m, block_n, block_k = design.tile_shape
         num_rows, num_columns = args.out.shape[-2:]
         depth = args.A.shape[-1]
-        num_batches = len(args.out) if args.out.dim() == 3 else 1
         return Launch(
             _gemm_kernel,
-            (num_batches * triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n),),
+            (args.num_batches * triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n),),
             (
                 args.A,
                 _batch_strides(args.A),
