@@ -6,8 +6,8 @@ with shapes, dtypes and devices that no kernel could compute. What one kernel as
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ class Arguments:
     accumulator_type: torch.dtype
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
     operand_names: ClassVar[tuple[str, ...]]  # those of them that KernelMetadata.operands describes
-    accepted_by: Any  # the kernel that the selector chose for these very arguments: `run` need not ask it again
 
     def __post_init__(self) -> None:
         for name in self.tensors:
@@ -94,7 +93,6 @@ class GroupedGemmArguments(Arguments):
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
-    accepted_by: Any = field(default=None, init=False, repr=False)
 
     @property
     def product(self) -> Tensor:  # [R, N]
@@ -137,7 +135,6 @@ class WgradArguments(Arguments):
     a_row_to_token: Tensor | None = None  # [R] int32
     dout_row_to_token: Tensor | None = None  # [R] int32
     bounds: Tensor | None = None  # [G + 2] int32, as in TileTable
-    accepted_by: Any = field(default=None, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -170,7 +167,6 @@ class GemmArguments(Arguments):
     B: Tensor  # [K, N] or [L, K, N]
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
-    accepted_by: Any = field(default=None, init=False, repr=False)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):

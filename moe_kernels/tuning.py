@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import TRITON_VERSION, triton
+from ._triton import TRITON_VERSION, cdiv, next_power_of_2
 from .catalog import (
     Arguments,
     Design,
@@ -57,7 +57,7 @@ def find(args: Arguments) -> Kernel | None:
     if key not in _selected:
         _selected[key] = next(iter(get_kernels(args)), None)
     kernel = _selected[key]
-    # `run` need not ask again whether it supports them.
+    # On these very arguments, whose class is frozen: `run` need not ask again whether it supports them.
     object.__setattr__(args, "accepted_by", kernel)
     return kernel
 
@@ -153,7 +153,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 
 def _rows_bucket(num_rows: int, num_groups: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(num_rows, max(num_groups, 1)))
+    return next_power_of_2(cdiv(num_rows, max(num_groups, 1)))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -169,7 +169,7 @@ def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
     tile = kernel.metadata.design.tile_shape
     if isinstance(args, GroupedGemmArguments):
         num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(triton.cdiv(len(args.out), num_groups), 1)
+        rows_per_group = max(cdiv(len(args.out), num_groups), 1)
         work = _padded(rows_per_group, tile[0]) * _padded(num_columns, tile[1])
     elif isinstance(args, GemmArguments):
         work = _padded(args.out.shape[-2], tile[0]) * _padded(args.out.shape[-1], tile[1])
@@ -180,7 +180,7 @@ def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
 
 
 def _padded(size: int, block: int) -> int:
-    return triton.cdiv(size, block) * block
+    return cdiv(size, block) * block
 
 
 def _speed(design: Design) -> float:

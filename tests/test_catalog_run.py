@@ -111,7 +111,7 @@ def test_status_names_the_operand(changes, error):
 
 
 def test_status_of_other_forms():
-    (gemm,) = get_kernels(metadata_filter=lambda m: m.kernel_name == "gemm_pointer_float32_64x64x32_w4_s3")
+    (gemm,) = get_kernels(metadata_filter=lambda m: m.kernel_name == "gemm_pointer_float32_64x64x32_w8_s3")
     zeros = torch.zeros
     for operands, error in [
         ((zeros(2, 4, 3), zeros(3, 3, 5), zeros(2, 4, 5)), "Operand `B`: expected a batch of 2 as A, got [3, 3, 5]"),

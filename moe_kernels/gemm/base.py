@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -107,7 +108,12 @@ def num_programs(tensor: Tensor) -> int:
     """One program per SM. Without a GPU a few, so that each walks several tiles."""
     if not tensor.is_cuda:
         return 3 if INTERPRET else 132
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return _num_sms(tensor.device)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def kernel_name(op: str, kind: str, dtype: torch.dtype, design: Design, *rest: str | None) -> str:

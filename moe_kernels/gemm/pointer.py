@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import FLOAT8, FLOAT8_CC
-from .._triton import tl, triton
+from .._triton import cdiv, tl, triton
 from ..catalog import (
     GroupedGemmArguments,
     GroupedGemmOperands,
@@ -150,7 +150,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         capacity = len(table.tiles)
         return Launch(
             _grouped_gemm_kernel,
-            (capacity * triton.cdiv(num_columns, block_n),),
+            (capacity * cdiv(num_columns, block_n),),
             (
                 args.A,
                 args.A.stride(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._triton import tl, triton
+from .._triton import cdiv, tl, triton
 from ..catalog import (
     SUPPORTED,
     GemmArguments,
@@ -87,7 +87,7 @@ class PointerGemm(Kernel):
         num_batches = len(args.out) if args.out.dim() == 3 else 1
         return Launch(
             _gemm_kernel,
-            (num_batches * triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n),),
+            (num_batches * cdiv(num_rows, block_m) * cdiv(num_columns, block_n),),
             (
                 args.A,
                 _batch_strides(args.A),
@@ -119,7 +119,7 @@ def _batch_strides(tensor: Tensor) -> tuple[int, int, int]:
 _TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((16, 128, 64), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((16, 128, 64), 4, 3)],
-    torch.float32: [((64, 64, 32), 4, 3)],
+    torch.float32: [((64, 64, 32), 8, 3)],
 }
 
 
