@@ -24,8 +24,9 @@ def check_shapes(
         letters = pattern.split()
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor [{', '.join(letters)}], got {type(tensor).__name__}")
-        known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+        before = dict(sizes)
         if tensor.dim() != len(letters) or not _sizes_fit(tensor, letters, sizes):
+            known = ", ".join(f"{letter}={before[letter]}" for letter in letters if letter in before)
             raise ValueError(
                 f"{op}: {name} must be [{', '.join(letters)}]{f' with {known}' if known else ''}, "
                 f"got {list(tensor.shape)}"
@@ -43,15 +44,16 @@ def _sizes_fit(tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> boo
 
 def check_same_device(op: str, **tensors: Tensor) -> None:
     """Raises ValueError unless all tensors are on one device."""
-    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
-    if len(set(devices.values())) > 1:
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        devices = {name: str(tensor.device) for name, tensor in tensors.items()}
         raise ValueError(f"{op}: all tensors must be on one device, got {devices}")
 
 
 def check_same_dtype(op: str, **tensors: Tensor) -> None:
     """Raises ValueError unless all tensors have one floating-point dtype."""
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if len(set(dtypes.values())) > 1 or not next(iter(dtypes.values())).is_floating_point:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         raise ValueError(f"{op}: operands must have one floating-point dtype, got {dtypes}")
 
 

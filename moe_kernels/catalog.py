@@ -148,7 +148,7 @@ class KernelMetadata:
 class Kernel(abc.ABC):
     """One kernel in one configuration."""
 
-    arguments_class: type[Arguments]
+    arguments_class: type  # has A, accumulator_type and `operands`; `Arguments` adds checks
     obstacle: str | None = None  # why it cannot run with the installed software
 
     def __init__(self, metadata: KernelMetadata):
@@ -163,12 +163,12 @@ class Kernel(abc.ABC):
             return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
         if args.accumulator_type != torch.float32:
             return Status(f"accumulates in torch.float32, asked for {args.accumulator_type}")
-        for name in args.operand_names:
-            if error := _operand_error(getattr(self.metadata.operands, name), getattr(args, name)):
+        for name, tensor in args.operands.items():
+            if error := _operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
         if not (status := self.supports_design(args)):
             return status
-        if error := args.error():
+        if isinstance(args, Arguments) and (error := args.error()):
             return Status(error)
         if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
             return Status(obstacle)

@@ -59,7 +59,7 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, device: Tensor
     """Launch on the current stream of the device of a tensor.
 
     Args:
-        scratch: memory for descriptors; None allocates it.
+        scratch: memory for descriptors; allocated if it is None or too small.
     """
     # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
     # with none. In a copy of the context, ours never replaces one of the caller's.
@@ -79,7 +79,9 @@ def _need_context(device: torch.device) -> None:
 
 def _run(launch: Launch, artifact: CompiledArtifact | None, device: torch.device, scratch: Tensor | None) -> None:
     def allocate(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device) if scratch is None else scratch[:size]
+        if scratch is None or len(scratch) < size:
+            return torch.empty(size, dtype=torch.int8, device=device)
+        return scratch
 
     _need_context(device)
     triton.set_allocator(allocate)

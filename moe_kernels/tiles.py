@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
 from .reference import TileTable
 
 TABLE_BLOCK = 64  # table entries that one program writes
@@ -68,7 +68,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
     num_groups, block_rows, capacity = len(offsets), table.block_rows, len(table.tiles)
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
-    _tile_table_kernel[(triton.cdiv(capacity, TABLE_BLOCK),)](
+    _tile_table_kernel[(cdiv(capacity, TABLE_BLOCK),)](
         offsets,
         offsets.stride(0),
         table.bounds,
@@ -78,7 +78,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         num_rows,
         capacity,
         num_groups,
-        G_P2=triton.next_power_of_2(num_groups),
+        G_P2=next_power_of_2(num_groups),
         BLOCK_ROWS=block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
         **table_block(num_groups),

@@ -24,6 +24,7 @@ from .catalog import (
 
 TABLES = Path(__file__).parent / "tables"
 
+
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
 

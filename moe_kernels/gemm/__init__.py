@@ -1,5 +1,6 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
+from .batched import BATCHED_KERNELS
 from .pointer import POINTER_KERNELS
 from .pointer_gemm import POINTER_GEMM_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
@@ -13,5 +14,6 @@ ALL_KERNELS = (
     *TMA_WGRAD_KERNELS,
     *POINTER_KERNELS,
     *POINTER_WGRAD_KERNELS,
+    *BATCHED_KERNELS,
     *POINTER_GEMM_KERNELS,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
 from .._dispatch import on_device_of
-from .._triton import INTERPRET
+from .._triton import INTERPRET, cdiv
 from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
 from ..reference import TileTable
 from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
@@ -39,9 +40,9 @@ class GroupedGemmKernel(Kernel):
     def estimate(self, args: GroupedGemmArguments) -> float:
         """Of one group and one step of the reduction."""
         num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(-(-len(args.out) // num_groups), 1)
+        rows_per_group = max(cdiv(len(args.out), num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
-        return max(_padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
+        return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
     def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""
@@ -75,7 +76,7 @@ class WgradKernel(Kernel):
 
     def estimate(self, args: WgradArguments) -> float:
         """Of one group and one step of the reduction."""
-        return _padded(*args.out.shape[1:], self.metadata.design)
+        return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The bounds and the order of the groups; made here unless the arguments hold them."""
@@ -90,9 +91,10 @@ class WgradKernel(Kernel):
         return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
 
 
-def _padded(rows: int, columns: int, design: Design) -> int:
+def padded(rows: int, columns: int, design: Design) -> int:
+    """Elements of the tiles that cover a matrix."""
     block_m, block_n, _ = design.tile_shape
-    return -(-rows // block_m) * block_m * -(-columns // block_n) * block_n
+    return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
 
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:
@@ -122,7 +124,12 @@ def num_programs(tensor: Tensor) -> int:
     """One program per SM. Without a GPU a few, so that each walks several tiles."""
     if not tensor.is_cuda:
         return 3 if INTERPRET else 132
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return _num_sms(tensor.device)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def kernel_name(op: str, kind: str, dtype: torch.dtype, design: Design, *rest: str | None) -> str:

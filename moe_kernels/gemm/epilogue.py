@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from .._triton import tl, triton
+from .._triton import cdiv, next_power_of_2, tl, triton
 from ..activation import _activation_backward_op, check_activation, launch_activation
 from ..catalog import GroupedGemmArguments, PointerDesign
 from ..reference import TileTable
@@ -73,8 +73,8 @@ def launch_bias_and_scale(
     """rows[r] = row_scale[r] * (rows[r] + bias[g]) in place, in the groups' rows alone."""
     if not rows.numel():
         return
-    block_n = min(triton.next_power_of_2(rows.shape[1]), 256)
-    _bias_and_scale_kernel[(len(table.tiles), triton.cdiv(rows.shape[1], block_n))](
+    block_n = min(next_power_of_2(rows.shape[1]), 256)
+    _bias_and_scale_kernel[(len(table.tiles), cdiv(rows.shape[1], block_n))](
         rows,
         rows.stride(),
         bias,
@@ -140,7 +140,7 @@ def launch_row_scale_backward(
     drows = dout.new_empty(dout.shape, dtype=dtype)
     drow_scale = None if rows is None else row_scale.new_empty(num_rows)
     if num_rows:
-        _row_scale_backward_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
+        _row_scale_backward_kernel[(cdiv(num_rows, _BLOCK_ROWS),)](
             dout,
             dout.stride(),
             row_scale,
@@ -153,9 +153,9 @@ def launch_row_scale_backward(
             len(offsets),
             num_rows,
             num_columns,
-            G_P2=triton.next_power_of_2(len(offsets)),
+            G_P2=next_power_of_2(len(offsets)),
             BLOCK_R=_BLOCK_ROWS,
-            BLOCK_N=256,
+            BLOCK_N=128,
         )
     return drows, drow_scale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._triton import tl, triton
+from .._triton import cdiv, tl, triton
 from ..catalog import (
     SUPPORTED,
     GemmArguments,
@@ -17,7 +17,7 @@ from ..catalog import (
     PointerDesign,
     Status,
 )
-from .base import kernel_name
+from .base import kernel_name, padded
 from .pointer import multiply_tile, out_operand
 from .precision import input_precision
 
@@ -78,9 +78,7 @@ class PointerGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: GemmArguments) -> float:
-        block_m, block_n, _ = self.metadata.design.tile_shape
-        num_rows, num_columns = args.out.shape[-2:]
-        return -(-num_rows // block_m) * block_m * -(-num_columns // block_n) * block_n
+        return args.num_batches * padded(*args.out.shape[-2:], self.metadata.design) * args.A.shape[-1]
 
     def launch(self, args: GemmArguments) -> Launch | None:
         if not args.out.numel():
@@ -91,7 +89,7 @@ class PointerGemm(Kernel):
         depth = args.A.shape[-1]
         return Launch(
             _gemm_kernel,
-            (args.num_batches * triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n),),
+            (args.num_batches * cdiv(num_rows, block_m) * cdiv(num_columns, block_n),),
             (
                 args.A,
                 _batch_strides(args.A),
@@ -123,7 +121,7 @@ def _batch_strides(tensor: Tensor) -> tuple[int, int, int]:
 _TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((16, 128, 64), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((16, 128, 64), 4, 3)],
-    torch.float32: [((64, 64, 32), 4, 3)],
+    torch.float32: [((64, 64, 32), 8, 3)],
 }
 
 

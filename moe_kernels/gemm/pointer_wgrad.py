@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._triton import tl, triton
+from .._triton import cdiv, tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, PointerDesign, WgradArguments, WgradOperands
 from .base import WgradKernel, kernel_name
 from .pointer import out_operand
@@ -75,7 +75,7 @@ class PointerWgrad(WgradKernel):
         num_groups, size_k, size_n = args.out.shape
         return Launch(
             _wgrad_kernel,
-            (num_groups * triton.cdiv(size_k, block_k) * triton.cdiv(size_n, block_n),),
+            (num_groups * cdiv(size_k, block_k) * cdiv(size_n, block_n),),
             (
                 args.A,
                 args.A.stride(),
