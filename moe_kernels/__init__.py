@@ -2,19 +2,23 @@
 
 from ._dispatch import IMPLEMENTATIONS
 from .activation import ACTIVATIONS, gated_activation
+from .activation_spec import Activation
 from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
 from .experts import fused_experts
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from .permutation import combine, permute
 from .reference import Permutation, Routing, TileTable
+from .router_spec import RouterSpec
 from .routing import linear_routing, topk_routing
 from .sorting import sort_by_expert
 
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
+    "Activation",
     "GroupedGemmArguments",
     "Permutation",
+    "RouterSpec",
     "Routing",
     "Status",
     "TileTable",

@@ -16,6 +16,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+from .router_spec import RouterSpec
+
 
 class Routing(NamedTuple):
     """What a router decided for each token."""
@@ -68,6 +70,95 @@ def linear_routing(
 ) -> Routing:
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     return topk_routing(functional.linear(tokens.to(dtype), w_router.to(dtype)), top_k, normalize=normalize)
+
+
+_SCORES = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: functional.softplus(logits).sqrt(),
+}
+
+
+def _rankable(keys: Tensor) -> Tensor:
+    """NaN ranks with the highest."""
+    return keys.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _top(keys: Tensor, k: int) -> Tensor:
+    """Indices of the k largest by falling value; the lower index first on ties."""
+    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _choose_experts(
+    scores: Tensor,  # [T, E]
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    spec: RouterSpec,
+    selection_bias: Tensor | None,  # [E]
+) -> Tensor:  # [T, K]
+    keys = (logits if spec.chooses_by_logit else scores).detach()
+    if selection_bias is not None:
+        keys = keys + selection_bias.detach().to(keys.dtype)
+    keys = _rankable(keys)
+    if spec.num_groups > 1:
+        groups = rearrange(keys, "t (g e) -> t g e", g=spec.num_groups)
+        best = groups.topk(min(2 if spec.group_score == "top2_sum" else 1, groups.shape[-1])).values.sum(-1)
+        kept = torch.zeros_like(best).scatter(1, _top(_rankable(best), spec.top_groups), 1.0).bool()
+        keys = torch.where(kept[..., None], groups, spec.excluded_score).flatten(1)
+    return _top(keys, top_k)
+
+
+def scored_routing(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    spec: RouterSpec,
+    selection_bias: Tensor | None = None,  # [E]
+) -> Routing:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * spec.logit_multiplier
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    if spec.sparsemixer_jitter is not None:
+        experts, weights = _sparsemixer(logits, spec.sparsemixer_jitter)
+        return Routing(experts.int(), weights * spec.scale, logits)
+    scores = _SCORES[spec.score](logits)
+    experts = _choose_experts(scores, logits, top_k, spec, selection_bias)
+    weights = scores.gather(1, experts)
+    if spec.normalize:
+        norm = weights.pow(spec.norm_power).sum(-1, keepdim=True).pow(1 / spec.norm_power)
+        weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
+    return Routing(experts.int(), weights * spec.scale, logits)
+
+
+def _sparsemixer(
+    logits: Tensor,  # [T, E]
+    jitter: float,
+) -> tuple[Tensor, Tensor]:  # experts, weights [T, 2]
+    chosen, weights, left = [], [], logits
+    for _ in range(2):
+        expert = _top(_rankable(left.detach()), 1)  # [T, 1]
+        highest = left.detach().gather(1, expert)
+        distance = (highest - logits.detach()) / logits.detach().abs().clamp(min=highest)
+        probabilities = left.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1)
+        chosen.append(expert)
+        weights.append(probabilities.gather(1, expert))
+        left = left.scatter(1, expert, -torch.inf)
+    return torch.cat(chosen, 1), torch.cat(weights, 1)
+
+
+def scored_linear_routing(
+    tokens: Tensor,  # [T, D]
+    w_router: Tensor,  # [E, D]
+    top_k: int,
+    spec: RouterSpec,
+    logit_bias: Tensor | None = None,  # [E]
+    selection_bias: Tensor | None = None,  # [E]
+) -> Routing:
+    dtype = tokens.dtype
+    if not spec.logits_in_token_dtype:
+        dtype = torch.promote_types(dtype, torch.float32)
+    bias = None if logit_bias is None else logit_bias.to(dtype)
+    logits = functional.linear(tokens.to(dtype), w_router.to(dtype), bias)
+    return scored_routing(logits, top_k, spec, selection_bias)
 
 
 def tile_table(
