@@ -10,6 +10,7 @@ from .permutation import combine, permute
 from .reference import Permutation, Routing, TileTable
 from .router_spec import RouterSpec
 from .routing import linear_routing, topk_routing
+from .scored_routing import scored_linear_routing, scored_routing
 from .sorting import sort_by_expert
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "grouped_gemm_wgrad",
     "linear_routing",
     "permute",
+    "scored_linear_routing",
+    "scored_routing",
     "sort_by_expert",
     "topk_routing",
 ]

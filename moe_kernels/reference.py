@@ -108,15 +108,25 @@ def _choose_experts(
     return _top(keys, top_k)
 
 
+def shape_logits(
+    logits: Tensor,  # [T, E]
+    spec: RouterSpec,
+) -> Tensor:  # [T, E]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if spec.logit_multiplier != 1.0:
+        logits = logits * spec.logit_multiplier
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    return logits
+
+
 def scored_routing(
     logits: Tensor,  # [T, E]
     top_k: int,
     spec: RouterSpec,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Routing:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * spec.logit_multiplier
-    if spec.logit_softcap is not None:
-        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    logits = shape_logits(logits, spec)
     if spec.sparsemixer_jitter is not None:
         experts, weights = _sparsemixer(logits, spec.sparsemixer_jitter)
         return Routing(experts.int(), weights * spec.scale, logits)
@@ -133,16 +143,15 @@ def _sparsemixer(
     logits: Tensor,  # [T, E]
     jitter: float,
 ) -> tuple[Tensor, Tensor]:  # experts, weights [T, 2]
-    chosen, weights, left = [], [], logits
-    for _ in range(2):
-        expert = _top(_rankable(left.detach()), 1)  # [T, 1]
+    experts = _top(_rankable(logits.detach()), 2)
+    weights, left = [], logits
+    for expert in experts.split(1, dim=1):  # [T, 1]
         highest = left.detach().gather(1, expert)
         distance = (highest - logits.detach()) / logits.detach().abs().clamp(min=highest)
         probabilities = left.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1)
-        chosen.append(expert)
         weights.append(probabilities.gather(1, expert))
         left = left.scatter(1, expert, -torch.inf)
-    return torch.cat(chosen, 1), torch.cat(weights, 1)
+    return experts, torch.cat(weights, 1)
 
 
 def scored_linear_routing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2_sum")
@@ -90,6 +90,13 @@ class RouterSpec:
             )
 
     @property
+    def is_plain_softmax(self) -> bool:
+        """Whether this is `linear_routing`: the softmax of a linear map, its weights normalised or not."""
+        # What acts outside of it may be as it likes.
+        facts = replace(self, input_norm_epsilon=None, per_expert_scale=False, weight_on_input=False)
+        return facts == RouterSpec(normalize=self.normalize)
+
+    @property
     def chooses_by_logit(self) -> bool:
         """Whether the order of the logits alone, with a bias at most, decides who is chosen."""
         if self.selection_bias is not None:
@@ -108,6 +115,12 @@ class RouterSpec:
             raise ValueError(f"{owner}: top_k must be at most {available}, the experts of top_groups, got {top_k}")
         if self.sparsemixer_jitter is not None and top_k != 2:
             raise ValueError(f"{owner}: a SparseMixer chooses top_k=2 experts, got {top_k}")
+
+    def __str__(self) -> str:
+        facts = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "normalize"]
+        defaults = {field.name: field.default for field in fields(self)}
+        said = [f"{name}={value}" for name, value in facts if value != defaults[name]]
+        return ", ".join([f"normalize={self.normalize}", *said])
 
     # Published routers, by what they do. Further facts (logits_in_token_dtype, ...) are keyword arguments of each.
 
