@@ -1,7 +1,8 @@
 """Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
 
 from ._dispatch import IMPLEMENTATIONS
-from .activation import ACTIVATIONS, gated_activation
+from .activation import gated_activation, plain_activation
+from .activation_functions import ACTIVATIONS
 from .activation_spec import Activation
 from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
 from .experts import fused_experts
@@ -32,6 +33,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "linear_routing",
     "permute",
+    "plain_activation",
     "scored_linear_routing",
     "scored_routing",
     "sort_by_expert",
