@@ -3,7 +3,7 @@
 from ._dispatch import IMPLEMENTATIONS
 from .activation import gated_activation, plain_activation
 from .activation_functions import ACTIVATIONS
-from .activation_spec import Activation
+from .activation_spec import Activation, as_activation
 from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
 from .experts import fused_experts
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
@@ -25,6 +25,7 @@ __all__ = [
     "Status",
     "TileTable",
     "WgradArguments",
+    "as_activation",
     "combine",
     "fused_experts",
     "gated_activation",
