@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class TmaDesign(Design):
 
 @dataclass(frozen=True)
 class WarpSpecializedDesign(Design):
-    """One warpgroup loads through TMA, two multiply and store. `num_stages` counts the buffers between them."""
+    """One warpgroup loads, two multiply and store. `num_stages` counts the buffers between them."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,10 @@ class WgradArguments:
     dout: Tensor  # [R, N]; [T, N] with dout_row_to_token
     out: Tensor  # [G, K, N]
     accumulator_type: torch.dtype = torch.float32
-    offsets: Tensor | None = None  # [G] int32; not read when bounds is given
+    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     a_row_to_token: Tensor | None = None  # [R] int32
     dout_row_to_token: Tensor | None = None  # [R] int32
-    bounds: Tensor | None = None  # [G + 2] int32, as in TileTable
+    tile_table: TileTable | None = None
 
     @property
     def num_rows(self) -> int:
@@ -160,7 +161,19 @@ class Launch:
     options: dict[str, Any]
 
 
+_thread = threading.local()
+
+
+def _need_context(device: torch.device) -> None:
+    """Let this thread have the device's context. Encoding a descriptor wants one, launches or not, and a thread that
+    has launched nothing yet, as autograd's at first, has none."""
+    if device.type == "cuda" and device.index not in _thread.__dict__.setdefault("devices", set()):
+        torch.empty(1, device=device).zero_()
+        _thread.devices.add(device.index)
+
+
 def _run(launch: Launch, device: torch.device) -> None:
+    _need_context(device)
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     launch.function[launch.grid](*launch.arguments, **launch.options)
 

@@ -183,7 +183,7 @@ class _Rows(NamedTuple):
             out,
             a_row_to_token=self.row_to_token if gather_a else None,
             dout_row_to_token=self.row_to_token if gather_dout else None,
-            bounds=self.table.bounds,
+            tile_table=self.table,
         )
         select(args).run(args)
         return out
@@ -232,13 +232,14 @@ def _fused_experts_op(
     bounds: Tensor,
     tiles: Tensor,
     num_tiles: Tensor,
+    order: Tensor,
     block_rows: int,
     activation: str,
     limit: float | None,
     alpha: float | None,
     weight_on_input: bool,
 ) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F]
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, block_rows))
+    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     copy = weight_on_input or choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
@@ -265,11 +266,11 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 16
+        return (None,) * 17
     *tensors, preactivation = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:6])
     gradients = _experts_backward_op(dout, preactivation, *tensors, ctx.block_rows, *ctx.options, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 10
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 11
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -290,6 +291,7 @@ def _experts_backward_op(
     bounds: Tensor,
     tiles: Tensor,
     num_tiles: Tensor,
+    order: Tensor,
     block_rows: int,
     activation: str,
     limit: float | None,
@@ -297,7 +299,7 @@ def _experts_backward_op(
     weight_on_input: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # of the first six operands; empty where not needed
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, block_rows))
+    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     copies = choose_copies(tokens, w_up, len(row_to_token))
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)

@@ -34,6 +34,7 @@ class TileTable(NamedTuple):
     bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
     num_tiles: Tensor  # [2] int32: entries that belong to groups, and with the tail's; further ones go on counting it
+    order: Tensor  # [G] int32: the groups by falling number of rows, equal ones by id
     block_rows: int
 
 
@@ -185,7 +186,8 @@ def tile_table(
     first = functional.pad(counts.cumsum(0)[:-1], (1, 0))  # [G + 1]
     tiles = torch.stack([group, entry - first[group]], dim=1)
     num_tiles = torch.stack([counts[:-1].sum(), counts.sum()])
-    return TileTable(bounds.int(), tiles.int(), num_tiles.int(), block_rows)
+    order = bounds.diff()[:-1].argsort(descending=True, stable=True)
+    return TileTable(bounds.int(), tiles.int(), num_tiles.int(), order.int(), block_rows)
 
 
 def sort_by_expert(

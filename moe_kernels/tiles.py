@@ -34,6 +34,7 @@ def empty_tile_table(num_rows: int, num_groups: int, block_rows: int, device: to
         torch.empty(num_groups + 2, dtype=torch.int32, device=device),
         torch.empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int32, device=device),
+        torch.empty(num_groups, dtype=torch.int32, device=device),
         block_rows,
     )
 
@@ -55,6 +56,7 @@ def make_tile_table(
         table.bounds,
         table.tiles,
         table.num_tiles,
+        table.order,
         num_rows,
         capacity,
         num_groups,
@@ -68,12 +70,14 @@ def make_tile_table(
 
 @triton.jit
 def write_tile_table(
-    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES); block 0 also the bounds and the number
+    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES) and the ranks of as many groups; block 0 also
+    # the bounds and the number
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
+    order_ptr,  # [G]
     num_rows,
     capacity,
     G,
@@ -100,6 +104,11 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
+        # There are more entries than groups, so the same numbers reach every group.
+        size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
+        larger = (ends - starts)[None, :] > size[:, None]
+        before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))
+        tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), entry, mask=entry < G)
 
 
 @triton.jit
@@ -114,6 +123,7 @@ def _tile_table_kernel(
     bounds_ptr,
     tiles_ptr,
     num_tiles_ptr,
+    order_ptr,
     num_rows,
     capacity,
     G,
@@ -136,6 +146,7 @@ def _tile_table_kernel(
         bounds_ptr,
         tiles_ptr,
         num_tiles_ptr,
+        order_ptr,
         num_rows,
         capacity,
         G,

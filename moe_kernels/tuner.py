@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,9 +23,9 @@ from torch import Tensor
 from . import reference
 from ._triton import triton
 from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
-from .permutation import launch_spread
-from .testing import Case, assert_accurate, make_inputs, make_permutation, to_float64
-from .tuning import TABLES, copies_key, table_key, table_name
+from .experts import fused_experts
+from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
+from .tuning import TABLES, Copies, copies_key, pin, pin_copies, table_key, table_name
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 
@@ -61,7 +63,7 @@ def check(kernel: Kernel, args: Arguments) -> None:
     args.out.fill_(torch.nan)
     kernel.run(args)
     name = kernel.metadata.kernel_name
-    bounds = (args.tile_table.bounds if isinstance(args, GroupedGemmArguments) else args.bounds).tolist()
+    bounds = args.tile_table.bounds.tolist()
     num_groups = len(bounds) - 2
     for group in {0, num_groups // 2, num_groups - 1}:
         rows = slice(bounds[group], bounds[group + 1])
@@ -86,8 +88,8 @@ def _rows_of(operand: Tensor, row_to_token: Tensor | None, rows: slice) -> Tenso
     return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
 
 
-def fastest(args: Arguments) -> tuple[Kernel, float]:
-    """The fastest kernel for these arguments, checked, and its milliseconds."""
+def fastest(args: Arguments) -> Kernel:
+    """The fastest kernel for these arguments, checked."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -96,8 +98,7 @@ def fastest(args: Arguments) -> tuple[Kernel, float]:
         check(kernel, args)
     times = measure({k.metadata.kernel_name: lambda k=k: k.run(args) for k in kernels})
     print("  " + table_key(args), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
-    best = min(kernels, key=lambda kernel: times[kernel.metadata.kernel_name])
-    return best, times[best.metadata.kernel_name]
+    return min(kernels, key=lambda kernel: times[kernel.metadata.kernel_name])
 
 
 def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dict]:
@@ -117,7 +118,7 @@ def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dic
         return GroupedGemmArguments(a, b, out, tile_table=table, zero_tail=False, **options)
 
     up = {"epilogue": activation, "preactivation": out_2f}
-    up_b, bounds = w_up.transpose(1, 2), table.bounds
+    up_b = w_up.transpose(1, 2)
     forms = {
         "up": gemm(rows_d, up_b, out_f, **up),
         "up_gather": gemm(inputs.tokens, up_b, out_f, row_to_token=index, **up),
@@ -126,28 +127,41 @@ def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dic
         "down_dgrad": gemm(rows_d, w_down, out_f),
         "down_dgrad_gather": gemm(inputs.tokens, w_down, out_f, row_to_token=index),
         "up_dgrad": gemm(rows_2f, w_up, out_d),
-        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), bounds=bounds),
+        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), tile_table=table),
         "up_wgrad_gather": WgradArguments(
-            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, bounds=bounds
+            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, tile_table=table
         ),
-        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), bounds=bounds),
+        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), tile_table=table),
         "down_wgrad_gather": WgradArguments(
-            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, bounds=bounds
+            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, tile_table=table
         ),
     }
     best = {name: fastest(args) for name, args in forms.items()}
-    ms = {name: milliseconds for name, (_, milliseconds) in best.items()}
-    copy_ms = measure({"copy": lambda: launch_spread(inputs.tokens, None, permutation.slot_to_row, out_d)})["copy"]
-    copies = [
-        ms["up"] + copy_ms < ms["up_gather"],
-        ms["down_dgrad"] + ms["down_wgrad"] + copy_ms < ms["down_dgrad_gather"] + ms["down_wgrad_gather"],
-        ms["up_wgrad"] + copy_ms < ms["up_wgrad_gather"],
-    ]
-    print(f"  a copy takes {copy_ms:.3f} ms; copies: {copies}", flush=True)
+    names = {table_key(forms[name]): kernel.metadata.kernel_name for name, kernel in best.items()}
+    for name, kernel in best.items():
+        pin(forms[name], kernel)
+    del forms, rows_d, rows_f, rows_2f, out_d, out_f, out_2f
     return {
-        "kernels": {table_key(forms[name]): kernel.metadata.kernel_name for name, (kernel, _) in best.items()},
-        "copies": {copies_key(inputs.tokens, w_up, num_rows): copies},
+        "kernels": names,
+        "copies": {copies_key(inputs.tokens, w_up, num_rows): fastest_copies(inputs, case.top_k, activation)},
     }
+
+
+def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
+    """The whole op, forward and backward, with each gather as a copy and as part of its GEMM."""
+    topk_weights, permutation = make_permutation(inputs, top_k)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.tokens, inputs.w_up, inputs.w_down)]
+    dout = torch.randn_like(inputs.tokens)
+
+    def step(copies: Copies) -> None:
+        pin_copies(inputs.tokens, inputs.w_up, len(permutation.row_to_token), copies)
+        out = fused_experts(leaves[0], topk_weights, permutation, *leaves[1:], activation=activation)
+        torch.autograd.grad(out, leaves, dout)
+
+    candidates = [Copies(*choice) for choice in itertools.product([False, True], repeat=3)]
+    times = measure({str(tuple(map(int, copies))): partial(step, copies) for copies in candidates})
+    print("  copies", *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    return candidates[min(range(len(candidates)), key=list(times.values()).__getitem__)]
 
 
 def main() -> None:

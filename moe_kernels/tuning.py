@@ -58,6 +58,11 @@ def find(args: Arguments) -> Kernel | None:
     return _selected[key]
 
 
+def pin(args: Arguments, kernel: Kernel) -> None:
+    """Let `select` take this kernel for arguments like these, in this process."""
+    _selected[_key(args)] = kernel
+
+
 def _from_table(args: Arguments) -> Kernel | None:
     name = table_for(args.A.device).kernels.get(table_key(args))
     if name is None:
@@ -76,9 +81,9 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
     A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
     only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
     """
-    num_experts, num_columns, _ = w_up.shape
-    key = (tokens.device, _layout(tokens), _layout(w_up), tuple(w_up.shape), _rows_bucket(num_rows, num_experts))
+    key = _copies_key(tokens, w_up, num_rows)
     if key not in _copies:
+        num_columns = w_up.shape[1]
         out = tokens.new_empty(1, num_columns).expand(num_rows, num_columns)  # stands for rows, without the memory
         kernel = find(GroupedGemmArguments(tokens, w_up.transpose(1, 2), out))
         fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
@@ -87,6 +92,15 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
         _copies[key] = Copies(*entry) if entry and fast else by_rule
     return _copies[key]
+
+
+def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> None:
+    """Let `choose_copies` take these for arguments like these, in this process."""
+    _copies[_copies_key(tokens, w_up, num_rows)] = copies
+
+
+def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
+    return tokens.device, _layout(tokens), _layout(w_up), tuple(w_up.shape), _rows_bucket(num_rows, len(w_up))
 
 
 class Table(NamedTuple):

@@ -119,9 +119,9 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
-    bounds = torch.zeros(num_groups + 2, dtype=torch.int32)
+    table = mk.reference.tile_table(offsets, num_rows, 128)
     gathers = {"dout_row_to_token" if transposed else "a_row_to_token": index} if design.gather else {}
-    return WgradArguments(a, dout, out, bounds=bounds, **gathers)
+    return WgradArguments(a, dout, out, tile_table=table, **gathers)
 
 
 def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:

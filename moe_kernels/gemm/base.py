@@ -48,11 +48,11 @@ class WgradKernel(Kernel):
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
         return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
-    def bounds(self, args: WgradArguments) -> Tensor:  # [G + 2] int32
-        """The bounds of the groups; made here unless the arguments hold them."""
-        if args.bounds is None:
-            return make_tile_table(args.offsets, args.num_rows, 128).bounds
-        return args.bounds
+    def tile_table(self, args: WgradArguments) -> TileTable:
+        """The bounds and the order of the groups; made here unless the arguments hold them."""
+        if args.tile_table is None:
+            return make_tile_table(args.offsets, args.num_rows, 128)
+        return args.tile_table
 
 
 def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:

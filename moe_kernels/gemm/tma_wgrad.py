@@ -96,7 +96,7 @@ class TmaWgrad(WgradKernel):
                 args.out,
                 args.out.stride(0),
                 args.out.stride(1),
-                self.bounds(args),
+                self.tile_table(args).bounds,
                 num_groups,
                 size_k,
                 size_n,
