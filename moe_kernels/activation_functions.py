@@ -2,7 +2,7 @@
 
 An activation is two small functions: `forward(gate, up, limit, alpha)` gives the activated value, and
 `backward(gate, up, dactivated, limit, alpha)` gives (activated, dgate, dup). A plain activation looks at its gate alone
-and returns zero for dup. Comparisons are written so that NaN stays NaN. To add one, write the two functions, an entry
+and returns zero for dup. NaN stays NaN. To add one, write the two functions, an entry
 in `ACTIVATIONS`, its facts in `activation_spec.py` and its plain form in `reference.py`.
 """
 
@@ -33,21 +33,27 @@ def _gelu(x):
 def _gelu_tanh(x):
     """(value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
     square = x * x
-    below = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
-    slope = 1.5957691216057308 * (1.0 + 0.134145 * square)
+    # 2 sqrt(2 / pi) and 0.044715 times it
+    below = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
+    slope = 1.5957691216057308 + 0.21406444881780075 * square
     return x * below, below + x * below * (1.0 - below) * slope
 
 
 @triton.jit
 def _relu(x):
     """(value, derivative)"""
-    return tl.where(x < 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x <= 0.0, 0.0, 1.0)
 
 
 @triton.jit
 def _clamp(x, limit):
     """x within [-limit, limit]"""
-    return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+    return _at_most(tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL), limit)
+
+
+@triton.jit
+def _at_most(x, limit):
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -104,41 +110,41 @@ def reglu_backward(gate, up, dactivated, limit=None, alpha=None):
 
 
 @triton.jit
-def clamped_swiglu(gate, up, limit, alpha=None):
-    gate = tl.where(gate > limit, limit, gate)
+def clamped_swiglu(gate, up, limit=10.0, alpha=None):
+    gate = _at_most(gate, limit)
     return gate * tl.sigmoid(gate) * _clamp(up, limit)
 
 
 @triton.jit
 def clamped_swiglu_backward(gate, up, dactivated, limit, alpha=None):
-    value, derivative = _silu(tl.where(gate > limit, limit, gate))
+    value, derivative = _silu(_at_most(gate, limit))
     activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit), dactivated)
     return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
 
 
 @triton.jit
-def swiglu_clamped_after(gate, up, limit, alpha=None):
+def swiglu_clamped_after(gate, up, limit=7.0, alpha=None):
     value, _ = _silu(gate)
-    return tl.where(value > limit, limit, value) * _clamp(up, limit)
+    return _at_most(value, limit) * _clamp(up, limit)
 
 
 @triton.jit
 def swiglu_clamped_after_backward(gate, up, dactivated, limit, alpha=None):
     value, derivative = _silu(gate)
-    clamped = tl.where(value > limit, limit, value)
+    clamped = _at_most(value, limit)
     activated, dgate, dup = _product_backward(clamped, derivative, _clamp(up, limit), dactivated)
     return activated, tl.where(value > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
 
 
 @triton.jit
-def gpt_oss(gate, up, limit, alpha):
-    gate = tl.where(gate > limit, limit, gate)
+def gpt_oss(gate, up, limit=7.0, alpha=1.702):
+    gate = _at_most(gate, limit)
     return gate * tl.sigmoid(alpha * gate) * (_clamp(up, limit) + 1.0)
 
 
 @triton.jit
 def gpt_oss_backward(gate, up, dactivated, limit, alpha):
-    clamped = tl.where(gate > limit, limit, gate)
+    clamped = _at_most(gate, limit)
     sigmoid = tl.sigmoid(alpha * clamped)
     value = clamped * sigmoid
     derivative = sigmoid + alpha * value * (1.0 - sigmoid)
@@ -228,6 +234,6 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`. Each is a kernel of its
-# own in every design; the others run behind the GEMM.
-EPILOGUES = {"swiglu": ACTIVATIONS["swiglu"]}
+# Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`, so with the published
+# numbers. Gated ones; the others of them would spill registers there.
+EPILOGUES = {name: ACTIVATIONS[name] for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")}

@@ -151,7 +151,8 @@ class _Rows(NamedTuple):
         self, a: Tensor, b: Tensor, activation: Activation, bias: RowBias | None, *, gather: bool
     ) -> tuple[Tensor, Tensor]:
         """(product [R, 2F or F], the activation [R, F] of product and bias)."""
-        if bias is None and activation.name in EPILOGUES and (fused := self._fused_gemm(a, b, activation, gather)):
+        fusible = bias is None and activation.published and activation.name in EPILOGUES
+        if fusible and (fused := self._fused_gemm(a, b, activation, gather)):
             return fused
         preactivation = self.gemm(a, b, gather=gather)
         return preactivation, launch_activation(preactivation, activation, bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._triton import TRITON_VERSION, triton
+from .activation_functions import EPILOGUES
 from .catalog import (
     Arguments,
     Design,
@@ -54,13 +56,21 @@ def find(args: Arguments) -> Kernel | None:
     """As `select`, but None where no kernel supports the arguments."""
     key = _key(args)
     if key not in _selected:
-        _selected[key] = _from_table(args) or _by_rule(args)
+        _selected[key] = _by_epilogue(args) or _from_table(args) or _by_rule(args)
     return _selected[key]
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
     """Let `select` take this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
+
+
+def _by_epilogue(args: Arguments) -> Kernel | None:
+    """Of the epilogues the catalog lists "swiglu"; another takes the kernel that would run with that one."""
+    if not isinstance(args, GroupedGemmArguments) or args.epilogue in (None, "swiglu"):
+        return None
+    listed = find(dataclasses.replace(args, epilogue="swiglu"))
+    return listed.with_epilogue(args.epilogue) if listed and args.epilogue in EPILOGUES else None
 
 
 def _from_table(args: Arguments) -> Kernel | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,14 @@ class GroupedGemmKernel(Kernel):
         if (args.row_to_token is not None) != gather:
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def with_epilogue(self, activation: str) -> GroupedGemmKernel:
+        """This kernel, which has an epilogue, with another gated activation in it.
+
+        The catalog lists the kernels with "swiglu" for all: what is fastest does not depend on the activation.
+        """
+        name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
+        return type(self)(dataclasses.replace(self.metadata, kernel_name=name, epilogue=activation))
 
     def tile_table(self, args: GroupedGemmArguments) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""
