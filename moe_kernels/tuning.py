@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._triton import TRITON_VERSION
+from .activation_functions import EPILOGUES
 from .arguments import layout_of, rows_bucket
 from .catalog import (
     Arguments,
@@ -56,7 +58,7 @@ def find(args: Arguments) -> Kernel | None:
     """As `select`, but None where no kernel supports the arguments."""
     key = _key(args)
     if key not in _selected:
-        _selected[key] = next(iter(get_kernels(args)), None)
+        _selected[key] = _by_epilogue(args) or next(iter(get_kernels(args)), None)
     return _selected[key]
 
 
@@ -68,6 +70,14 @@ def run(args: Arguments) -> None:
 def pin(args: Arguments, kernel: Kernel) -> None:
     """Let `select` take this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
+
+
+def _by_epilogue(args: Arguments) -> Kernel | None:
+    """Of the epilogues the catalog lists "swiglu"; another takes the kernel that would run with that one."""
+    if not isinstance(args, GroupedGemmArguments) or args.epilogue in (None, "swiglu"):
+        return None
+    listed = find(dataclasses.replace(args, epilogue="swiglu"))
+    return listed.with_epilogue(args.epilogue) if listed and args.epilogue in EPILOGUES else None
 
 
 def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:

@@ -44,6 +44,14 @@ class GroupedGemmKernel(Kernel):
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
+    def with_epilogue(self, activation: str) -> GroupedGemmKernel:
+        """This kernel, which has an epilogue, with another gated activation in it.
+
+        The catalog lists the kernels with "swiglu" for all: what is fastest does not depend on the activation.
+        """
+        name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
+        return type(self)(dataclasses.replace(self.metadata, kernel_name=name, epilogue=activation))
+
     def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""
         if self._has_table(args):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import tuning
 from .._triton import cdiv, next_power_of_2, tl, triton
-from ..activation import _activation_backward_op, check_activation, launch_activation
+from ..activation import _activation_backward_op, launch_activation
+from ..activation_spec import as_activation
 from ..catalog import GroupedGemmArguments, PointerDesign
 from ..reference import TileTable
 
@@ -22,7 +23,8 @@ _BLOCK_ROWS = 16
 
 def check_epilogue(op: str, activation: str, num_columns: int) -> None:
     """Raises ValueError unless the activation is known and takes this many columns of the product."""
-    check_activation(op, activation)
+    if not as_activation(op, activation).gated:
+        raise ValueError(f"{op}: activation must be gated, got {activation!r}")
     if num_columns % 2:
         raise ValueError(f"{op}: b must have an even number of columns with an activation, got N={num_columns}")
 
@@ -33,7 +35,8 @@ def launch_epilogue_backward(
     activation: str,
 ) -> Tensor:  # [R, 2F]
     """The gradient through the activation; a registered op."""
-    return _activation_backward_op(preactivation, dout, activation)
+    spec = as_activation("grouped_gemm", activation)
+    return _activation_backward_op(preactivation, dout, spec.name, spec.limit, spec.alpha)
 
 
 def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
@@ -44,7 +47,7 @@ def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
         kernel.run(args, assume_supported_args=True)
     else:
         launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
-        args.out.copy_(launch_activation(args.preactivation, args.epilogue))
+        args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
 
 
 def launch_product(args: GroupedGemmArguments) -> None:

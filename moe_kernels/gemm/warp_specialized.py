@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._triton import INTERPRET, TRITON_VERSION, triton
-from ..activation import ACTIVATIONS
+from ..activation_functions import EPILOGUES
 from ..catalog import (
     GroupedGemmArguments,
     GroupedGemmOperands,
@@ -79,7 +79,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
         if self.metadata.epilogue is not None:
-            forward = ACTIVATIONS[self.metadata.epilogue].forward
+            forward = EPILOGUES[self.metadata.epilogue].forward
             out_desc = _ragged_descriptor(args.preactivation, half, split=2)
             activated_desc = _ragged_descriptor(args.out, half)
         else:
@@ -222,6 +222,6 @@ WARP_SPECIALIZED_KERNELS = (
         for design in _FORWARD
         for layout in ("column", "row")
     ),
-    *(_forward(dtype, design, "column", name) for dtype in _DTYPES for design in _FORWARD for name in ACTIVATIONS),
+    *(_forward(dtype, design, "column", "swiglu") for dtype in _DTYPES for design in _FORWARD),
     *(_wgrad(dtype, design) for dtype in _DTYPES for design in _WGRAD),
 )
