@@ -4,7 +4,9 @@ from ._dispatch import IMPLEMENTATIONS
 from .activation import ACTIVATIONS, gated_activation
 from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
 from .experts import fused_experts
+from .gemm.array import GroupedGemmListArguments
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from .grouped_gemm_list import GroupedProblem, grouped_gemm_list
 from .permutation import combine, permute
 from .reference import Permutation, Routing, TileTable
 from .routing import linear_routing, topk_routing
@@ -14,6 +16,8 @@ __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
     "GroupedGemmArguments",
+    "GroupedGemmListArguments",
+    "GroupedProblem",
     "Permutation",
     "Routing",
     "Status",
@@ -24,6 +28,7 @@ __all__ = [
     "gated_activation",
     "get_kernels",
     "grouped_gemm",
+    "grouped_gemm_list",
     "grouped_gemm_wgrad",
     "linear_routing",
     "permute",

@@ -229,7 +229,8 @@ def device_cc(device: torch.device) -> int:
 def _operand_error(operand: Operand, tensor: Tensor) -> str | None:
     if tensor.dtype != operand.dtype:
         return f"expected {operand.dtype}, got {tensor.dtype}"
-    axis = -2 if operand.layout == "column" else -1
+    by_columns = operand.layout == "column" or (operand.layout is None and tensor.stride(-1) != 1)
+    axis = -2 if by_columns else -1
     if operand.layout is not None and tensor.stride(axis) != 1:
         return f"expected axis {axis} contiguous, got strides {tensor.stride()}"
     if operand.alignment_bytes > 1:

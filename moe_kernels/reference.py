@@ -9,6 +9,7 @@ choice with the flat index t * K + k; a *row* is a slot moved to expert order. G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,6 +140,13 @@ def grouped_gemm_wgrad(
     *a_groups, _ = _split_groups(a, offsets)
     *dout_groups, _ = _split_groups(dout, offsets)
     return torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)])
+
+
+def grouped_gemm_list(
+    a_list: Sequence[Tensor],  # [M, K] each
+    b_list: Sequence[Tensor],  # [K, N] each
+) -> list[Tensor]:  # [M, N] each
+    return [a @ b for a, b in zip(a_list, b_list, strict=True)]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

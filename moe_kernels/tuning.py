@@ -20,8 +20,11 @@ from .catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
+from .gemm.array import GroupedGemmListArguments
 
 TABLES = Path(__file__).parent / "tables"
+
+_KEYED = (GroupedGemmListArguments,)  # arguments that make their own keys; their kernels estimate the work
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
@@ -112,6 +115,8 @@ def table_name(gpu: str) -> str:
 
 def table_key(args: Arguments) -> str:
     """The arguments of a table entry: the layouts and sizes that decide which kernel is fastest."""
+    if isinstance(args, _KEYED):
+        return args.table_key()
     if isinstance(args, GroupedGemmArguments):
         num_groups, size_k, size_n = args.B.shape
         layout = "row" if args.B.stride(2) == 1 else "column"
@@ -135,6 +140,8 @@ def copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> str:
 
 def _key(args: Arguments) -> tuple[Any, ...]:
     """Everything that support and speed depend on; the number of rows per group only by its power of two."""
+    if isinstance(args, _KEYED):
+        return type(args), args.accumulator_type, *args.selection_key()
     if isinstance(args, GroupedGemmArguments):
         sizes = (*args.B.shape, _rows_bucket(len(args.out), len(args.B)))
         form = (args.row_to_token is not None, args.epilogue)
@@ -159,6 +166,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
     """An estimate of the time: the multiplications of all tiles, padding included, over the speed of the design."""
+    if isinstance(args, _KEYED):
+        return kernel.estimate(args) / _speed(kernel.metadata.design)
     tile = kernel.metadata.design.tile_shape
     if isinstance(args, GroupedGemmArguments):
         num_groups, _, num_columns = args.B.shape

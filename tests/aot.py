@@ -7,6 +7,7 @@ so what is compiled here is what a GPU of that target would compile. TRITON_INTE
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -26,6 +27,7 @@ from triton.runtime.jit import JITFunction
 import moe_kernels as mk
 from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GroupedGemmArguments, Kernel, WgradArguments
+from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -86,12 +88,28 @@ def inspect(compiled) -> dict[str, object]:
     }
 
 
+def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
+    """Two problems. "other": A by columns, and odd sizes or, where the kernel asks for alignment, multiples of 8."""
+    operands, is_open = kernel.metadata.operands, kernel.metadata.operands.A.alignment_bytes == 1
+    size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
+    a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
+    b_list = [torch.empty(size_k, size_n, dtype=operands.B.dtype) for _ in range(2)]
+    if form == "other":
+        # Open to any layout: one of both.
+        a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
+    out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
+    args = GroupedGemmListArguments(a_list, b_list, out_list)
+    return dataclasses.replace(args, table=make_problem_table(args, *kernel.metadata.design.tile_shape[:2]))
+
+
 def gemm_arguments(kernel: Kernel, form: str) -> object:
     """Arguments for a catalog kernel.
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told.
     """
+    if kernel.arguments_class is GroupedGemmListArguments:
+        return list_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -167,7 +185,8 @@ def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
     for cc in TARGETS:
-        for case in SMALL_OP_SIZES:
+        # Elementwise code differs little between 90 and 100; the large case stands for both.
+        for case in SMALL_OP_SIZES if cc < 100 else ("large",):
             yield compile_small_ops, (case, cc)
         for kernel in mk.get_kernels(cc=cc):
             if kernel.obstacle is None:
@@ -176,12 +195,17 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
-    """The forms of `gemm_arguments` that compile to different code."""
-    design = kernel.metadata.design
+    """The forms of `gemm_arguments` that compile to different code; float16 compiles like bfloat16."""
+    design, operands = kernel.metadata.design, kernel.metadata.operands
+    is_float16 = operands.A.dtype == torch.float16
+    if kernel.arguments_class is GroupedGemmListArguments:
+        if operands.A.alignment_bytes == 1:
+            return ("other",)
+        return ("plain",) if is_float16 or design.tile_shape[0] < 128 else ("plain", "other")
+    if is_float16:
+        return ("plain",)
     if design.tma:
-        return (
-            ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
-        )
+        return ("plain", "eights") if design.gather else ("plain",)
     is_open = design.gather == (kernel.arguments_class is WgradArguments)
     return ("plain", "other") if is_open else ("plain",)
 

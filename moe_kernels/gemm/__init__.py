@@ -1,8 +1,10 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
 from .pointer import POINTER_KERNELS
+from .pointer_array import POINTER_ARRAY_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
 from .tma import TMA_KERNELS
+from .tma_array import TMA_ARRAY_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
@@ -12,4 +14,6 @@ ALL_KERNELS = (
     *TMA_WGRAD_KERNELS,
     *POINTER_KERNELS,
     *POINTER_WGRAD_KERNELS,
+    *TMA_ARRAY_KERNELS,
+    *POINTER_ARRAY_KERNELS,
 )
