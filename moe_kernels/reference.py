@@ -149,6 +149,18 @@ def grouped_gemm_list(
     return [a @ b for a, b in zip(a_list, b_list, strict=True)]
 
 
+def jagged_gemm(
+    a_packed: Tensor,  # [R, K]
+    b: Tensor,  # [K, N]
+    group_offsets: Tensor,  # [G + 1] int32 or int64
+) -> Tensor:  # [R, N]
+    dtype = torch.promote_types(a_packed.dtype, b.dtype)
+    head, *groups, tail = _split_groups(a_packed.to(dtype), group_offsets)
+    products = [group @ b.to(dtype) for group in groups]
+    zeros = [a_packed.new_zeros(len(rows), b.shape[1], dtype=dtype) for rows in (head, tail)]
+    return torch.cat([zeros[0], *products, zeros[1]])
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 

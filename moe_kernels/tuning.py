@@ -21,10 +21,14 @@ from .catalog import (
     get_kernels,
 )
 from .gemm.array import GroupedGemmListArguments
+from .gemm.jagged import JaggedGemmArguments
 
 TABLES = Path(__file__).parent / "tables"
 
-_KEYED = (GroupedGemmListArguments,)  # arguments that make their own keys; their kernels estimate the work
+_KEYED = (
+    GroupedGemmListArguments,
+    JaggedGemmArguments,
+)  # arguments that make their own keys; their kernels estimate the work
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 

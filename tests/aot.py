@@ -28,6 +28,7 @@ import moe_kernels as mk
 from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
+from moe_kernels.gemm.jagged import JaggedGemm, make_jagged_table
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -178,31 +179,40 @@ SMALL_OP_SIZES = {
 }
 
 
+def run_jagged_tables() -> None:
+    """The tables that turn kernels for grouped GEMM into ones for packed rows with a shared matrix."""
+    out = torch.empty(256, 512, dtype=torch.bfloat16)
+    make_jagged_table(torch.zeros(5, dtype=torch.int64), len(out), 128, parts=1, out=out)
+    make_jagged_table(torch.zeros(1001, dtype=torch.int32), len(out), 128, parts=None)
+
+
 def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
-    compiled = compile_launches(partial(run_small_ops, **SMALL_OP_SIZES[case]), cc)
+    run = run_jagged_tables if case == "jagged" else partial(run_small_ops, **SMALL_OP_SIZES[case])
+    compiled = compile_launches(run, cc)
     return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
     for cc in TARGETS:
         # Elementwise code differs little between 90 and 100; the large case stands for both.
-        for case in SMALL_OP_SIZES if cc < 100 else ("large",):
+        for case in ("jagged", *SMALL_OP_SIZES) if cc < 100 else ("jagged", "large"):
             yield compile_small_ops, (case, cc)
         for kernel in mk.get_kernels(cc=cc):
-            if kernel.obstacle is None:
+            # A jagged kernel runs a grouped one, compiled under its own name.
+            if kernel.obstacle is None and not isinstance(kernel, JaggedGemm):
                 for form in forms(kernel):
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
-    """The forms of `gemm_arguments` that compile to different code; float16 compiles like bfloat16."""
+    """The forms of `gemm_arguments` that compile to different code; bfloat16 stands for the other dtypes in some."""
     design, operands = kernel.metadata.design, kernel.metadata.operands
-    is_float16 = operands.A.dtype == torch.float16
+    is_bfloat16 = operands.A.dtype == torch.bfloat16
     if kernel.arguments_class is GroupedGemmListArguments:
         if operands.A.alignment_bytes == 1:
             return ("other",)
-        return ("plain",) if is_float16 or design.tile_shape[0] < 128 else ("plain", "other")
-    if is_float16:
+        return ("plain", "other") if is_bfloat16 and design.tile_shape[0] == 128 else ("plain",)
+    if not is_bfloat16:
         return ("plain",)
     if design.tma:
         return ("plain", "eights") if design.gather else ("plain",)

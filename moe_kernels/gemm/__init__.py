@@ -1,5 +1,6 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
+from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
 from .pointer import POINTER_KERNELS
 from .pointer_array import POINTER_ARRAY_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
@@ -16,4 +17,6 @@ ALL_KERNELS = (
     *POINTER_WGRAD_KERNELS,
     *TMA_ARRAY_KERNELS,
     *POINTER_ARRAY_KERNELS,
+    *JAGGED_KERNELS,
+    *FLOAT32_WGRAD_KERNELS,
 )
