@@ -165,9 +165,11 @@ def _row(
     }
 
 
-def print_table(rows: list[dict]) -> None:
-    columns = ("shape", "routing", "pass", "implementation", "ms", "tokens_per_s", "dense_bound_ms")
-    columns += ("share_of_dense_bound", "saved_mib", "peak_mib")
+COLUMNS = ("shape", "routing", "pass", "implementation", "ms", "tokens_per_s", "dense_bound_ms")
+COLUMNS += ("share_of_dense_bound", "saved_mib", "peak_mib")
+
+
+def print_table(rows: list[dict], columns: tuple[str, ...] = COLUMNS) -> None:
     cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
@@ -175,6 +177,8 @@ def print_table(rows: list[dict]) -> None:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 1000 else f"{value:.3f}"
     return str(value)

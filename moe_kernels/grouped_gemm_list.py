@@ -7,6 +7,7 @@ walks the tiles of all outputs (`gemm/array.py`). `grouped_gemm_list` makes the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,13 +67,17 @@ class GroupedProblem:
         b_list: Sequence[Tensor],  # [K, N] each
         *,
         out_list: Sequence[Tensor] | None = None,  # [M, N] each, rows contiguous; allocated if None
+        kernel: Kernel | None = None,
         implementation: str | None = None,
     ) -> GroupedProblem:
         """Prepare `a_list[g] @ b_list[g]` for every g. Costs what a call of `grouped_gemm_list` costs, less the launch.
 
+        Args:
+            kernel: one of the catalog (`get_kernels`); None selects.
+
         Raises:
             ValueError: as `grouped_gemm_list`, also for `out_list`; an operand requires grad while gradients are
-                recorded, or has no contiguous axis.
+                recorded, or has no contiguous axis; `kernel` does not support the operands.
         """
         op = "GroupedProblem.from_lists"
         _check(op, a_list, b_list)
@@ -83,11 +88,13 @@ class GroupedProblem:
         args = GroupedGemmListArguments(tuple(a_list), tuple(b_list), tuple(out_list))
         if args.obstacle:
             raise ValueError(f"{op}: {args.obstacle}")
-        if choose(op, implementation, a_list[0]) == "reference":
+        if kernel is None and choose(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
-        kernel = select(args)
+        kernel = kernel or select(args)
+        if not (status := kernel.supports(args)):
+            raise ValueError(f"{op}: {kernel.metadata.kernel_name}: {status.error}")
         table = make_problem_table(args, *kernel.metadata.design.tile_shape[:2])
-        return cls(GroupedGemmListArguments(args.A_list, args.B_list, args.out_list, table=table), kernel)
+        return cls(dataclasses.replace(args, table=table), kernel)
 
     def run(self) -> list[Tensor]:  # [M, N] each
         """Multiply on the current stream. Returns the same `out_list` each time."""

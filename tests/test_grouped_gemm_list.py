@@ -167,6 +167,19 @@ def test_prepared_problem(device):
     assert all(torch.equal(x, e) for x, e in zip(outs, triton_list(a_list, b_list), strict=True))
 
 
+def test_prepared_problem_with_a_kernel_of_choice(device):
+    a_list, b_list = draw("unlike", torch.float16, device)
+    kernels = [kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float16]
+    for kernel in kernels:
+        if kernel.runs_on(90):
+            problem = GroupedProblem.from_lists(a_list, b_list, kernel=kernel)
+            assert problem.kernel is kernel
+            torch.testing.assert_close(joined(problem.run()), joined(reference_list(a_list, b_list)))
+    other = next(kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float32)
+    with pytest.raises(ValueError, match=r"Operand `A`: expected torch\.float32, got torch\.float16"):
+        GroupedProblem.from_lists(a_list, b_list, kernel=other)
+
+
 def test_prepared_problem_of_the_reference(device):
     a_list, b_list = draw("empty", torch.float64, device)
     outs = [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]

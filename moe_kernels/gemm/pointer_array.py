@@ -129,7 +129,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
 # Tile, warps, stages, programs per SM, alignment. Every tile fits the shared memory of the smallest GPU of its
 # generation. Without alignment an address is kept for every element: only a small tile has registers for them.
 _DESIGNS = {
-    dtype: [((128, 128, 64), 8, 3, 1, 16), ((64, 64, 64), 4, 3, 3, 16), ((64, 64, 32), 8, 3, 2, 1)]
+    dtype: [((128, 128, 64), 8, 3, 1, 16), ((64, 64, 64), 4, 3, 4, 16), ((64, 64, 32), 8, 3, 2, 1)]
     for dtype in (torch.bfloat16, torch.float16)
 } | {torch.float32: [((64, 64, 32), 8, 3, 2, 1)]}
 
