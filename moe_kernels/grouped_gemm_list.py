@@ -8,7 +8,7 @@ walks the tiles of all outputs (`gemm/array.py`). `grouped_gemm_list` makes the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +86,8 @@ class GroupedProblem:
         if out_list is None:
             out_list = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
         args = GroupedGemmListArguments(tuple(a_list), tuple(b_list), tuple(out_list))
-        if args.obstacle:
-            raise ValueError(f"{op}: {args.obstacle}")
+        if args.error:
+            raise ValueError(f"{op}: {args.error}")
         if kernel is None and choose(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
         kernel = kernel or select(args)
@@ -129,14 +129,18 @@ def _check(op: str, a_list: Sequence[Tensor], b_list: Sequence[Tensor]) -> None:
 @registered_op("grouped_gemm_list")
 def _grouped_gemm_list_op(a_list: list[Tensor], b_list: list[Tensor], by_columns: list[bool]) -> list[Tensor]:
     outs = _empty_products(a_list, b_list, by_columns)
-    problems = []
-    for a, b, out, transposed in zip(a_list, b_list, outs, by_columns, strict=True):
+    operands = a_list, b_list, outs
+    if any(by_columns):
         # Kernels write rows. The transpose of a product stored by columns is the product of the transposes, by rows.
-        operands = (b.t(), a.t(), out.t()) if transposed else (a, b, out)
-        problems.append([m if leading_dimension(m) is not None else m.contiguous() for m in operands])
-    args = GroupedGemmListArguments(*zip(*problems, strict=True))
+        problems = zip(*operands, by_columns, strict=True)
+        operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
+    args = GroupedGemmListArguments(*(_with_contiguous_axes(matrices) for matrices in operands))
     select(args).run(args)
     return outs
+
+
+def _with_contiguous_axes(matrices: Iterable[Tensor]) -> list[Tensor]:
+    return [matrix if leading_dimension(matrix) is not None else matrix.contiguous() for matrix in matrices]
 
 
 def _empty_products(a_list: list[Tensor], b_list: list[Tensor], by_columns: list[bool]) -> list[Tensor]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .._triton import tl, triton
 from .._upload import upload
@@ -28,10 +31,13 @@ NUM_FIELDS = 13
 class Problem(NamedTuple):
     """One product. An operand is stored by rows, or by columns; the leading dimension is the other axis's stride."""
 
-    addresses: tuple[int, int, int]  # A, B, out
+    pointers: tuple[int, int, int]  # A, B, out
     sizes: tuple[int, int, int]  # M, N, K
-    leading_dimensions: tuple[int, int, int]
-    by_columns: tuple[bool, bool, bool]
+    leading_dimensions: tuple[int, int, int]  # A, B, out
+    by_columns: tuple[bool, bool]  # A, B
+
+    def num_tiles(self, block_m: int, block_n: int) -> int:
+        return -(-self.sizes[0] // block_m) * -(-self.sizes[1] // block_n)
 
 
 class ProblemTable(NamedTuple):
@@ -54,12 +60,27 @@ class ProblemTable(NamedTuple):
         return self.problems[:, 6:9]
 
 
+class Survey(NamedTuple):
+    """What selectors and kernels ask of all problems at once. Those without an output count in `problems` alone."""
+
+    problems: list[Problem]
+    num_filled: int
+    layouts: tuple[str, str]  # "row", "column" or "mixed", of A and B
+    aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
+    whole: bool  # and so are the contiguous axes
+    separate: bool  # no row of an operand overlaps the next
+    largest: tuple[int, int, int]  # M, N, K
+    depths: frozenset[int]
+    area: int  # sum of M * N
+    work: int  # sum of M * N * K
+
+
 def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
     """The leading dimension and whether the matrix is stored by columns; None if neither axis is contiguous."""
-    (num_rows, num_columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
-    if column_stride == 1 or num_columns <= 1:
+    row_stride, column_stride = matrix.stride()
+    if column_stride == 1 or matrix.shape[1] <= 1:
         return row_stride, False
-    if row_stride == 1 or num_rows <= 1:
+    if row_stride == 1 or matrix.shape[0] <= 1:
         return column_stride, True
     return None
 
@@ -68,9 +89,9 @@ def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
 class GroupedGemmListArguments:
     """out_list[g] = A_list[g] @ B_list[g] for every g. All sizes may differ; an empty reduction gives zeros."""
 
-    A_list: tuple[Tensor, ...]  # [M, K] each
-    B_list: tuple[Tensor, ...]  # [K, N] each
-    out_list: tuple[Tensor, ...]  # [M, N] each
+    A_list: Sequence[Tensor]  # [M, K] each
+    B_list: Sequence[Tensor]  # [K, N] each
+    out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
     table: ProblemTable | None = None  # of these tensors; made by the kernel when it is not given
 
@@ -82,124 +103,96 @@ class GroupedGemmListArguments:
     @property
     def operands(self) -> dict[str, Tensor]:
         """Those of the first problem that has an output; the others are like them but for their sizes."""
-        shapes = (out.numel() for out in self.out_list)
-        first = next((g for g, size in enumerate(shapes) if size), 0)
+        first = next((g for g, out in enumerate(self.out_list) if out.numel()), 0)
         return {"A": self.A_list[first], "B": self.B_list[first], "out": self.out_list[first]}
 
     @functools.cached_property
-    def obstacle(self) -> str | None:
+    def error(self) -> str | None:
         """What no kernel takes."""
         if not len(self.A_list) == len(self.B_list) == len(self.out_list):
             return f"as many A as B and out, got {len(self.A_list)}, {len(self.B_list)} and {len(self.out_list)}"
         dtype = self.A_list[0].dtype
-        for g, (a, b, out) in enumerate(zip(self.A_list, self.B_list, self.out_list, strict=True)):
-            if not a.dim() == b.dim() == out.dim() == 2 or (*a.shape, *b.shape) != (
-                out.shape[0],
-                b.shape[0],
-                a.shape[1],
-                out.shape[1],
-            ):
-                return f"problem {g}: expected [M, K] @ [K, N], got {list(a.shape)} @ {list(b.shape)}"
-            for name, matrix in (("A", a), ("B", b), ("out", out)):
+        for g, matrices in enumerate(zip(self.A_list, self.B_list, self.out_list, strict=True)):
+            a, b, out = (tuple(matrix.shape) for matrix in matrices)
+            if not len(a) == len(b) == 2 or a[1] != b[0] or out != (a[0], b[1]):
+                return f"problem {g}: expected [M, K] @ [K, N] and [M, N], got {a} @ {b} and {out}"
+            for name, matrix in zip(("A", "B", "out"), matrices, strict=True):
                 if matrix.dtype != dtype:
                     return f"Operand `{name}` of problem {g}: expected {dtype}, got {matrix.dtype}"
                 if leading_dimension(matrix) is None:
                     return f"Operand `{name}` of problem {g}: expected one contiguous axis, got {matrix.stride()}"
-            if leading_dimension(out)[1]:
-                return f"Operand `out` of problem {g}: expected rows contiguous, got strides {out.stride()}"
+            if leading_dimension(matrices[2])[1]:
+                return f"Operand `out` of problem {g}: expected rows contiguous, got strides {matrices[2].stride()}"
         return None
 
     @functools.cached_property
-    def problems(self) -> list[Problem]:
-        described = []
-        for matrices in zip(self.A_list, self.B_list, self.out_list, strict=True):
-            leading, by_columns = zip(*map(leading_dimension, matrices), strict=True)
-            (num_rows, depth), num_columns = matrices[0].shape, matrices[1].shape[1]
-            addresses = tuple(matrix.data_ptr() for matrix in matrices)
-            described.append(Problem(addresses, (num_rows, num_columns, depth), leading, by_columns))
-        return described
-
-    @functools.cached_property
-    def filled(self) -> list[Problem]:
-        """The problems that have an output."""
-        return [problem for problem in self.problems if problem.sizes[0] and problem.sizes[1]]
-
-    def layout(self, operand: int) -> str:
-        """ "row", "column", or "mixed" of A (0) or B (1)."""
-        kinds = {problem.by_columns[operand] for problem in self.filled}
-        return "mixed" if len(kinds) > 1 else "column" if kinds == {True} else "row"
-
-    @functools.cached_property
-    def aligned(self) -> bool:
-        """Whether all addresses and leading dimensions are multiples of 16 bytes."""
-        size = self.A.element_size()
-        return not any(
-            any(address % 16 for address in problem.addresses)
-            or any(leading * size % 16 for leading in problem.leading_dimensions)
-            for problem in self.filled
-        )
-
-    @functools.cached_property
-    def whole(self) -> bool:
-        """Whether the contiguous axes, too, are multiples of 16 bytes."""
-        pieces = 16 // self.A.element_size()
-        return not any(
-            size % pieces
-            for (m, n, k), (a_column, b_column, _) in ((p.sizes, p.by_columns) for p in self.filled)
-            for size in (m if a_column else k, k if b_column else n, n)
-        )
-
-    @functools.cached_property
-    def dense_strides(self) -> bool:
-        """Whether no row of an operand overlaps the next."""
-        return not any(
-            leading < (m if a_column else k) or leading_b < (k if b_column else n)
-            for (m, n, k), (leading, leading_b, _), (a_column, b_column, _) in (p[1:] for p in self.filled)
-        )
-
-    @functools.cached_property
-    def depths(self) -> frozenset[int]:
-        return frozenset(problem.sizes[2] for problem in self.filled)
-
-    def num_tiles(self, block_m: int, block_n: int) -> int:
-        return sum(triton.cdiv(m, block_m) * triton.cdiv(n, block_n) for m, n, _ in (p.sizes for p in self.filled))
+    def survey(self) -> Survey:
+        """One pass over the problems, which must be without error: it is what a call costs the CPU."""
+        problems, num_filled, by_columns, depths = [], 0, set(), set()
+        address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
+        separate, item = True, self.A.element_size()
+        for a, b, out in zip(self.A_list, self.B_list, self.out_list, strict=True):
+            m, k = a.shape
+            n = b.shape[1]
+            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)
+            ldo = out.stride(0)
+            pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            problems.append(Problem(pointers, (m, n, k), (lda, ldb, ldo), (a_columns, b_columns)))
+            if not (m and n):
+                continue
+            num_filled += 1
+            by_columns.add((a_columns, b_columns))
+            depths.add(k)
+            a_line, b_line = m if a_columns else k, k if b_columns else n  # what is contiguous
+            address_bits |= pointers[0] | pointers[1] | pointers[2] | (lda | ldb | ldo) * item
+            size_bits |= (a_line | b_line | n) * item
+            separate = separate and lda >= a_line and ldb >= b_line
+            largest_m, largest_n, largest_k = max(m, largest_m), max(n, largest_n), max(k, largest_k)
+            area += m * n
+            work += m * n * k
+        layouts = tuple(_layout({columns[operand] for columns in by_columns}) for operand in (0, 1))
+        largest = largest_m, largest_n, largest_k
+        aligned, whole = address_bits % 16 == 0, size_bits % 16 == 0
+        return Survey(problems, num_filled, layouts, aligned, whole, separate, largest, frozenset(depths), area, work)
 
     def selection_key(self) -> tuple[Any, ...]:
-        """What support and speed depend on; sizes only by their powers of two."""
-        if self.obstacle:
-            return self.A.dtype, self.A.device, self.obstacle
-        layouts = (self.layout(0), self.layout(1), self.aligned, self.whole, self.dense_strides, 0 in self.depths)
-        return self.A.dtype, self.A.device, layouts, self._size_class()
+        """What support and speed depend on; sizes only by their powers of two. The problems must be without error."""
+        s = self.survey
+        static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
+        return self.A.dtype, self.A.device, static, self._size_class()
 
     def table_key(self) -> str:
         """The key of a table of measured kernels."""
         groups, m, n, k = self._size_class()
-        layouts = f"A={self.layout(0)} B={self.layout(1)}"
+        layouts = "A={} B={}".format(*self.survey.layouts)
         return f"grouped_gemm_list {layouts} {str(self.A.dtype)[6:]} G={groups} M={m} N={n} K={k}"
 
     def _size_class(self) -> tuple[int, ...]:
         """Number of problems and largest M, N and K, each rounded up to a power of two."""
-        largest = [max(column, default=1) for column in zip(*(p.sizes for p in self.filled), strict=True)] or [1, 1, 1]
-        return tuple(triton.next_power_of_2(max(size, 1)) for size in (len(self.filled), *largest))
+        return tuple(1 << max(size - 1, 0).bit_length() for size in (self.survey.num_filled, *self.survey.largest))
+
+
+def _layout(by_columns: set[bool]) -> str:
+    return "mixed" if len(by_columns) > 1 else "column" if by_columns == {True} else "row"
 
 
 def make_problem_table(args: GroupedGemmListArguments, block_m: int, block_n: int) -> ProblemTable:
     """The table of these arguments for tiles of one shape: one upload, no wait."""
-    rows, num_tiles = {}, 0
-    tile_to_problem = []
-    order = sorted(range(len(args.problems)), key=lambda g: -args.problems[g].sizes[2])
-    for g in order:
-        addresses, sizes, leading, by_columns = args.problems[g]
-        tiles = triton.cdiv(sizes[0], block_m) * triton.cdiv(sizes[1], block_n)
-        rows[g] = [*addresses, *sizes, *leading, *by_columns[:2], num_tiles, num_tiles + tiles]
-        tile_to_problem.append(torch.full((tiles,), g, dtype=torch.int32))
-        num_tiles += tiles
-    problems = torch.tensor([rows[g] for g in range(len(order))], dtype=torch.int64)
+    problems = args.survey.problems
+    order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
+    counts = [problems[g].num_tiles(block_m, block_n) for g in order]
+    ends = list(accumulate(counts))
+    rows = [()] * len(problems)
+    for g, count, end in zip(order, counts, ends, strict=True):
+        pointers, sizes, leading, by_columns = problems[g]
+        rows[g] = *pointers, *sizes, *leading, *by_columns, end - count, end
+    tile_to_problem = torch.repeat_interleave(torch.tensor(order, dtype=torch.int32), torch.tensor(counts))
     # One copy: the problems, then the tiles behind them, in pairs.
-    tile_part = torch.cat([*tile_to_problem, torch.zeros(num_tiles % 2, dtype=torch.int32)]).view(torch.int64)
-    both = upload("grouped_gemm_list", torch.cat([problems.flatten(), tile_part]), args.A.device)
-    tiles = both[problems.numel() :].view(torch.int32)[:num_tiles]
-    return ProblemTable(both[: problems.numel()].view_as(problems), tiles, (block_m, block_n))
+    described = torch.tensor([field for row in rows for field in row], dtype=torch.int64)
+    paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
+    both = upload("grouped_gemm_list", torch.cat([described, paired]), args.A.device)
+    tiles = both[len(described) :].view(torch.int32)[: ends[-1]]
+    return ProblemTable(both[: len(described)].view(-1, NUM_FIELDS), tiles, (block_m, block_n))
 
 
 @dataclass(frozen=True)
@@ -231,14 +224,14 @@ class GroupedGemmListKernel(Kernel):
     arguments_class = GroupedGemmListArguments
 
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
-        if args.obstacle:
-            return Status(args.obstacle)
+        if args.error:
+            return Status(args.error)
         if self.metadata.operands.A.alignment_bytes == 1:
             return Status()
-        for name, layout in (("A", args.layout(0)), ("B", args.layout(1))):
+        for name, layout in zip(("A", "B"), args.survey.layouts, strict=True):
             if layout == "mixed":
                 return Status(f"Operand `{name}`: expected one layout for all problems, got both")
-        if not args.aligned:
+        if not args.survey.aligned:
             return Status("expected addresses and leading dimensions of whole 16 bytes for all problems")
         return self.supports_aligned(args)
 
@@ -260,11 +253,10 @@ class GroupedGemmListKernel(Kernel):
         """Time in multiplications of one SM: rounds of tiles, and for each tile what precedes its reduction."""
         block_m, block_n, _ = self.metadata.design.tile_shape
         per_sm = self.metadata.design.programs_per_sm
-        rounds = triton.cdiv(args.num_tiles(block_m, block_n), per_sm * num_programs(args.A))
-        area = sum(m * n for m, n, _ in (p.sizes for p in args.filled))
-        depth = sum(m * n * k for m, n, k in (p.sizes for p in args.filled)) / max(area, 1)
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        rounds = -(-num_tiles // (per_sm * num_programs(args.A)))
         before = 512 if self.metadata.design.tma else 256
-        return rounds * per_sm * block_m * block_n * (depth + before / per_sm)
+        return rounds * per_sm * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before / per_sm)
 
 
 @triton.jit

@@ -94,16 +94,16 @@ class PointerArrayGemm(GroupedGemmListKernel):
     """`out_list[g] = A_list[g] @ B_list[g]`, one launch."""
 
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        return Status(None if args.whole else "expected contiguous axes of whole 16 bytes for all problems")
+        return Status(None if args.survey.whole else "expected contiguous axes of whole 16 bytes for all problems")
 
     def launch(self, args: GroupedGemmListArguments) -> Launch | None:
-        if not args.filled:
+        if not args.survey.num_filled:
             return None
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
         table = self.table(args)
-        layouts = args.layout(0), args.layout(1)
-        wide = args.aligned and args.whole and "mixed" not in layouts
+        layouts = args.survey.layouts
+        wide = args.survey.aligned and args.survey.whole and "mixed" not in layouts
         return Launch(
             _pointer_array_kernel,
             self.grid(args, table),
@@ -114,7 +114,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
                 "A_LAYOUT": layouts[0],
                 "B_LAYOUT": layouts[1],
                 "PIECE": 16 // args.A.element_size() if wide else 1,
-                "EVEN_K": all(depth % block_k == 0 for depth in args.depths),
+                "EVEN_K": all(depth % block_k == 0 for depth in args.survey.depths),
                 "INPUT_PRECISION": input_precision(args.A.dtype),
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,

@@ -86,12 +86,12 @@ class TmaArrayGemm(GroupedGemmListKernel):
     """`out_list[g] = A_list[g] @ B_list[g]`, one launch."""
 
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        if not args.dense_strides:
+        if not args.survey.separate:
             return Status("expected leading dimensions of at least a row")
-        return Status("takes no empty reduction" if 0 in args.depths else None)
+        return Status("takes no empty reduction" if 0 in args.survey.depths else None)
 
     def launch(self, args: GroupedGemmListArguments) -> Launch | None:
-        if not args.filled:
+        if not args.survey.num_filled:
             return None
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
@@ -103,8 +103,8 @@ class TmaArrayGemm(GroupedGemmListKernel):
             {
                 "DTYPE": getattr(tl, str(args.A.dtype)[6:]),
                 "FIELDS": NUM_FIELDS,
-                "A_COLUMN": args.layout(0) == "column",
-                "B_COLUMN": args.layout(1) == "column",
+                "A_COLUMN": args.survey.layouts[0] == "column",
+                "B_COLUMN": args.survey.layouts[1] == "column",
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
