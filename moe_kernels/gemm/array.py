@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .._triton import tl, triton
 from .._upload import upload
-from ..catalog import Kernel, Operand, PointerDesign, Status, TmaDesign
+from ..catalog import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
 
 # A row of the table: addresses, sizes and leading dimensions as below, 1 or 0 for A and for B stored by columns, and
@@ -163,13 +163,14 @@ class GroupedGemmListArguments:
 
     def table_key(self) -> str:
         """The key of a table of measured kernels."""
-        groups, m, n, k = self._size_class()
+        groups, m, n, k, area = self._size_class()
         layouts = "A={} B={}".format(*self.survey.layouts)
-        return f"grouped_gemm_list {layouts} {str(self.A.dtype)[6:]} G={groups} M={m} N={n} K={k}"
+        return f"grouped_gemm_list {layouts} {str(self.A.dtype)[6:]} G={groups} M={m} N={n} K={k} area={area}"
 
     def _size_class(self) -> tuple[int, ...]:
-        """Number of problems and largest M, N and K, each rounded up to a power of two."""
-        return tuple(1 << max(size - 1, 0).bit_length() for size in (self.survey.num_filled, *self.survey.largest))
+        """Number of problems, largest M, N and K, and sum of M * N, each rounded up to a power of two."""
+        s = self.survey
+        return tuple(1 << max(size - 1, 0).bit_length() for size in (s.num_filled, *s.largest, s.area))
 
 
 def _layout(by_columns: set[bool]) -> str:
@@ -223,6 +224,11 @@ class GroupedGemmListKernel(Kernel):
 
     arguments_class = GroupedGemmListArguments
 
+    def __init__(self, metadata: KernelMetadata, compiled_as: Kernel | None = None):
+        super().__init__(metadata)
+        # The kernel whose code it runs, where they differ only in the number of programs.
+        self.compiled_as = compiled_as or self
+
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
         if args.error:
             return Status(args.error)
@@ -250,13 +256,19 @@ class GroupedGemmListKernel(Kernel):
         return (min(len(table.tile_to_problem), self.metadata.design.programs_per_sm * num_programs(args.A)),)
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
-        """Time in multiplications of one SM: rounds of tiles, and for each tile what precedes its reduction."""
+        """Multiplications of the SM with most tiles, and for each tile what precedes its reduction.
+
+        Programs that share an SM hide that part behind each other's reductions.
+        """
         block_m, block_n, _ = self.metadata.design.tile_shape
-        per_sm = self.metadata.design.programs_per_sm
-        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
-        rounds = -(-num_tiles // (per_sm * num_programs(args.A)))
-        before = 512 if self.metadata.design.tma else 256
-        return rounds * per_sm * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before / per_sm)
+        num_tiles = max(sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems), 1)
+        num_sms = num_programs(args.A)
+        programs = min(num_tiles, self.metadata.design.programs_per_sm * num_sms)
+        programs_here = -(-programs // num_sms)
+        tiles_here = programs_here * -(-num_tiles // programs)
+        resident = 12 // self.metadata.design.num_warps
+        before = (512 if self.metadata.design.tma else 256) / min(programs_here, resident)
+        return tiles_here * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before)
 
 
 @triton.jit

@@ -92,7 +92,7 @@ class JaggedGemm(Kernel):
         name = metadata.kernel_name.replace("grouped_gemm", "jagged_gemm") + ("_by_group" if by_group else "")
         operands = JaggedGemmOperands(operands.A, operands.B, operands.out)
         super().__init__(dataclasses.replace(metadata, kernel_name=name, kernel_class=type(self), operands=operands))
-        self.grouped = grouped
+        self.grouped = self.compiled_as = grouped
         self.by_group = by_group
         self.obstacle = grouped.obstacle
 

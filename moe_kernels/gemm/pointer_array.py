@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from .._triton import tl, triton
@@ -126,23 +128,29 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Tile, warps, stages, programs per SM, alignment. Every tile fits the shared memory of the smallest GPU of its
-# generation. Without alignment an address is kept for every element: only a small tile has registers for them.
+# Tile, warps, stages, choices of programs per SM (the first by rule), alignment. Every tile fits the shared memory of
+# the smallest GPU of its generation. Without alignment an address is kept for every element: only a small tile has
+# registers for them.
 _DESIGNS = {
-    dtype: [((128, 128, 64), 8, 3, 1, 16), ((64, 64, 64), 4, 3, 4, 16), ((64, 64, 32), 8, 3, 2, 1)]
+    dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)
-} | {torch.float32: [((64, 64, 32), 8, 3, 2, 1)]}
+} | {torch.float32: [((64, 64, 32), 8, 3, (2,), 1)]}
 
 
-def _kernel(dtype: torch.dtype, design: PointerArrayDesign, alignment: int) -> PointerArrayGemm:
+def _kernels(
+    dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...], alignment: int
+) -> Iterator[PointerArrayGemm]:
     either_layout = Operand(dtype, None, alignment)
     operands = GroupedGemmListOperands(either_layout, either_layout, Operand(dtype, "row", alignment))
-    name = kernel_name("grouped_gemm_list", "pointer", dtype, design)
-    return PointerArrayGemm(KernelMetadata(name, PointerArrayGemm, 80, operands, design))
+    first = None
+    for per_sm in choices:
+        design = PointerArrayDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm)
+        name = kernel_name("grouped_gemm_list", "pointer", dtype, design, f"p{per_sm}")
+        kernel = PointerArrayGemm(KernelMetadata(name, PointerArrayGemm, 80, operands, design), first)
+        first = first or kernel
+        yield kernel
 
 
 POINTER_ARRAY_KERNELS = tuple(
-    _kernel(dtype, PointerArrayDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm), alignment)
-    for dtype, designs in _DESIGNS.items()
-    for tile, warps, stages, per_sm, alignment in designs
+    kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from .._triton import tl, triton
@@ -115,20 +117,28 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-def _kernel(dtype: torch.dtype, design: TmaArrayDesign) -> TmaArrayGemm:
-    either_layout = Operand(dtype, None, 16)
-    operands = GroupedGemmListOperands(either_layout, either_layout, Operand(dtype, "row", 16))
-    name = kernel_name("grouped_gemm_list", "tma", dtype, design)
-    return TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=90))
-
-
-_DESIGNS = tuple(
-    TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
-    for tile, warps, stages, per_sm in (
-        ((128, 256, 64), 8, 4, 1),
-        ((128, 128, 64), 8, 4, 1),
-        ((64, 64, 64), 4, 4, 3),
-    )
+# Tile, warps, stages, choices of programs per SM, the first by rule.
+_DESIGNS = (
+    ((128, 256, 64), 8, 4, (1,)),
+    ((128, 128, 64), 8, 4, (1,)),
+    ((64, 64, 64), 4, 4, (3, 1)),
 )
 
-TMA_ARRAY_KERNELS = tuple(_kernel(dtype, design) for dtype in (torch.bfloat16, torch.float16) for design in _DESIGNS)
+
+def _kernels(
+    dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...]
+) -> Iterator[TmaArrayGemm]:
+    either_layout = Operand(dtype, None, 16)
+    operands = GroupedGemmListOperands(either_layout, either_layout, Operand(dtype, "row", 16))
+    first = None
+    for per_sm in choices:
+        design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
+        name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
+        kernel = TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=90), first)
+        first = first or kernel
+        yield kernel
+
+
+TMA_ARRAY_KERNELS = tuple(
+    kernel for dtype in (torch.bfloat16, torch.float16) for design in _DESIGNS for kernel in _kernels(dtype, *design)
+)
