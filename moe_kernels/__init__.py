@@ -2,7 +2,19 @@
 
 from ._dispatch import IMPLEMENTATIONS
 from .activation import ACTIVATIONS, gated_activation
-from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
+from .batched_gemm import batched_gemm
+from .catalog import (
+    CompiledArtifact,
+    GemmArguments,
+    GroupedGemmArguments,
+    PointerDesign,
+    Status,
+    TmaDesign,
+    WarpSpecializedDesign,
+    WgradArguments,
+    get_kernels,
+    is_device_cc_supported,
+)
 from .experts import fused_experts
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
@@ -17,16 +29,22 @@ from .sorting import sort_by_expert
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
+    "CompiledArtifact",
+    "GemmArguments",
     "GroupedGemmArguments",
     "GroupedGemmListArguments",
     "GroupedProblem",
     "JaggedGemmArguments",
     "PackedGroups",
     "Permutation",
+    "PointerDesign",
     "Routing",
     "Status",
     "TileTable",
+    "TmaDesign",
+    "WarpSpecializedDesign",
     "WgradArguments",
+    "batched_gemm",
     "combine",
     "fused_experts",
     "gated_activation",
@@ -34,6 +52,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_list",
     "grouped_gemm_wgrad",
+    "is_device_cc_supported",
     "jagged_gemm",
     "linear_routing",
     "pack_groups",

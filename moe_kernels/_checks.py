@@ -5,23 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._dispatch import FLOAT8, FLOAT8_CC
 
-def check_shapes(op: str, **operands: tuple[Tensor, str]) -> dict[str, int]:
+
+def check_shapes(
+    op: str, known_sizes: dict[str, int] | None = None, /, **operands: tuple[Tensor, str]
+) -> dict[str, int]:
     """Match each tensor with its pattern of size names, and return the sizes.
 
     `check_shapes("combine", rows=(rows, "R D"), weights=(weights, "T K"))` returns {"R": .., "D": .., ...}. A name
-    keeps the size it was first met with; a number in a pattern stands for itself.
+    keeps the size it was first met with, or has in `known_sizes`; a number in a pattern stands for itself.
 
     Raises:
         ValueError: names the operand, its pattern and what it got.
     """
-    sizes: dict[str, int] = {}
+    sizes = dict(known_sizes or {})
     for name, (tensor, pattern) in operands.items():
         letters = pattern.split()
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor [{', '.join(letters)}], got {type(tensor).__name__}")
-        known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+        before = dict(sizes)
         if tensor.dim() != len(letters) or not _sizes_fit(tensor, letters, sizes):
+            known = ", ".join(f"{letter}={before[letter]}" for letter in letters if letter in before)
             raise ValueError(
                 f"{op}: {name} must be [{', '.join(letters)}]{f' with {known}' if known else ''}, "
                 f"got {list(tensor.shape)}"
@@ -39,15 +44,16 @@ def _sizes_fit(tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> boo
 
 def check_same_device(op: str, **tensors: Tensor) -> None:
     """Raises ValueError unless all tensors are on one device."""
-    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
-    if len(set(devices.values())) > 1:
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        devices = {name: str(tensor.device) for name, tensor in tensors.items()}
         raise ValueError(f"{op}: all tensors must be on one device, got {devices}")
 
 
 def check_same_dtype(op: str, **tensors: Tensor) -> None:
     """Raises ValueError unless all tensors have one floating-point dtype."""
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    if len(set(dtypes.values())) > 1 or not next(iter(dtypes.values())).is_floating_point:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         raise ValueError(f"{op}: operands must have one floating-point dtype, got {dtypes}")
 
 
@@ -62,3 +68,36 @@ def check_top_k(op: str, top_k: int, num_experts: int) -> None:
     """Raises ValueError unless 1 <= top_k <= num_experts."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"{op}: top_k must be in [1, num_experts={num_experts}], got {top_k}")
+
+
+def result_dtype(op: str, a: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a product of operands like `a`: the one asked for, else `out`'s, else theirs.
+
+    Raises:
+        ValueError: such operands do not give this dtype, or `out` and `out_dtype` disagree.
+    """
+    if a.dtype.itemsize == 1:
+        check_dtype(op, "a", a, FLOAT8)
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"{op}: out_dtype must be out's, got {out_dtype} and {out.dtype}")
+    own = torch.bfloat16 if a.dtype == FLOAT8 else a.dtype
+    chosen = out_dtype or (own if out is None else out.dtype)
+    allowed = {FLOAT8: (torch.bfloat16, torch.float16, torch.float32), torch.float64: (torch.float64,)}
+    if chosen not in allowed.get(a.dtype, (a.dtype, torch.float32)):
+        raise ValueError(f"{op}: operands of {a.dtype} do not give out_dtype {chosen}")
+    return chosen
+
+
+def check_no_gradient(op: str, reason: str, *inputs: Tensor | None) -> None:
+    """Raises ValueError if an input requires a gradient."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        raise ValueError(f"{op}: with {reason} no input may require a gradient")
+
+
+def check_float8(op: str, cc: int) -> None:
+    """Raises NotImplementedError unless a GPU of compute capability `cc` multiplies float8."""
+    if cc < FLOAT8_CC:
+        raise NotImplementedError(
+            f"{op}: float8 operands need a GPU of compute capability {FLOAT8_CC / 10}, this one has {cc / 10}; "
+            f"implementation='reference' upcasts them"
+        )

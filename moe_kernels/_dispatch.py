@@ -14,35 +14,43 @@ from ._triton import HAS_TRITON, INTERPRET
 IMPLEMENTATIONS = ("triton", "reference")
 
 # The dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
-_KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
+
+FLOAT8 = torch.float8_e4m3fn  # of the GEMM kernels alone
+FLOAT8_CC = 89  # the first GPUs that multiply it
 
 
-def kernel_obstacle(tensor: Tensor) -> str | None:
-    """Why the Triton kernels cannot take this tensor, or None if they can."""
+def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str | None:
+    """Why the Triton kernels cannot take this tensor, or None if they can.
+
+    Args:
+        dtypes: the floating-point dtypes that they compute in.
+    """
     if not HAS_TRITON:
         return "Triton is not installed"
     if not (tensor.is_cuda or INTERPRET):
         return f"Triton kernels run on CUDA tensors, got a tensor on {tensor.device.type}"
-    if tensor.is_floating_point() and tensor.dtype not in _KERNEL_DTYPES:
+    if tensor.is_floating_point() and tensor.dtype not in dtypes:
         return f"the Triton kernels {'in the interpreter ' if INTERPRET else ''}do not compute in {tensor.dtype}"
     return None
 
 
-def choose(op: str, implementation: str | None, tensor: Tensor) -> str:
+def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str:
     """The implementation to run: the one that is named, or, for None, Triton wherever its kernels can run.
 
     Args:
         tensor: the operand whose device and dtype decide.
+        dtypes: the floating-point dtypes that the op's kernels compute in.
 
     Raises:
         ValueError: `implementation` is not a known name.
         NotImplementedError: "triton" was asked for and its kernels cannot take this tensor.
     """
     if implementation is None:
-        return "reference" if kernel_obstacle(tensor) else "triton"
+        return "reference" if kernel_obstacle(tensor, dtypes) else "triton"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
-    if implementation == "triton" and (obstacle := kernel_obstacle(tensor)):
+    if implementation == "triton" and (obstacle := kernel_obstacle(tensor, dtypes)):
         raise NotImplementedError(f"{op}: implementation='triton' cannot run: {obstacle}")
     return implementation
 
@@ -55,8 +63,8 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
         return function(*args, **kwargs)
 
 
-def registered_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`torch.library.custom_op` of a function that mutates nothing, run on the GPU of its first tensor."""
+def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """`torch.library.custom_op` of a function that writes only to `mutates`, run on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
@@ -65,6 +73,6 @@ def registered_op(name: str) -> Callable[[Callable[..., Any]], Any]:
             first = first[0] if isinstance(first, list) else first
             return on_device_of(first, function, *args, **kwargs)
 
-        return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=())
+        return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)
 
     return register

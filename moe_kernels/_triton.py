@@ -34,4 +34,15 @@ else:
     INTERPRET = False
     TRITON_VERSION = None
 
-__all__ = ["HAS_TRITON", "INTERPRET", "TRITON_VERSION", "tl", "triton"]
+
+def cdiv(x: int, y: int) -> int:
+    """As `triton.cdiv`, which takes microseconds since it also serves inside kernels."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """As `triton.next_power_of_2`, for n >= 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+__all__ = ["HAS_TRITON", "INTERPRET", "TRITON_VERSION", "cdiv", "next_power_of_2", "tl", "triton"]

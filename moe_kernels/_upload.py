@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 
-def upload(op: str, values: Tensor, device: torch.device) -> Tensor:
-    """`values`, a CPU tensor, on `device`: one asynchronous copy from pinned memory.
+def upload(op: str, values: Tensor, out: Tensor) -> Tensor:
+    """Copy `values`, a CPU tensor, to `out`, on any device: one asynchronous copy from pinned memory. Returns `out`.
 
     Raises:
         NotImplementedError: a CUDA graph is being captured, which would copy again from memory that is then reused.
     """
-    if device.type != "cuda":
-        return values.to(device)
+    if not out.is_cuda:
+        return out.copy_(values)
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(f"{op}: copies integers to the GPU, which a CUDA graph cannot: call it before")
-    return values.pin_memory().to(device, non_blocking=True)
+    return out.copy_(values.pin_memory(), non_blocking=True)

@@ -1,8 +1,10 @@
 """The kernel catalog: every GEMM kernel and configuration is one object that says what it is and what it takes.
 
     args = GroupedGemmArguments(A, B, out, offsets=offsets)
-    kernels = get_kernels(args)      # those that support these arguments; all of them when args is None
-    kernels[0].run(args)
+    kernels = get_kernels(args)              # those that support these arguments, best first; all when args is None
+    kernel = kernels[0]
+    artifact = kernel.compile(args)
+    kernel.run(args, artifact)
 
 The ops of this package choose among the same objects (`tuning.select`). Listing and asking need no GPU.
 """
@@ -10,17 +12,40 @@ The ops of this package choose among the same objects (`tuning.select`). Listing
 from __future__ import annotations
 
 import abc
-import contextvars
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._dispatch import kernel_obstacle, on_device_of
-from ._triton import triton
-from .reference import TileTable
+from ._dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle
+from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
+from .launching import CompiledArtifact, Launch, compile_launch, on_stream, run_launch, static_properties
+
+__all__ = [
+    "Arguments",
+    "CompiledArtifact",
+    "Design",
+    "GemmArguments",
+    "GemmOperands",
+    "GroupedGemmArguments",
+    "GroupedGemmOperands",
+    "Kernel",
+    "KernelMetadata",
+    "Launch",
+    "Operand",
+    "PointerDesign",
+    "Status",
+    "TmaDesign",
+    "WarpSpecializedDesign",
+    "WgradArguments",
+    "WgradOperands",
+    "device_cc",
+    "get_kernels",
+    "is_device_cc_supported",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +58,9 @@ class Status:
         return self.error is None
 
 
+SUPPORTED = Status()
+
+
 @dataclass(frozen=True)
 class Operand:
     """What a kernel asks of one operand. `layout` "row": the last axis is contiguous, "column": the one before it,
@@ -41,6 +69,11 @@ class Operand:
     dtype: torch.dtype
     layout: str | None = None
     alignment_bytes: int = 1
+    other_dtypes: tuple[torch.dtype, ...] = ()  # taken as well
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.dtype, *self.other_dtypes
 
 
 @dataclass(frozen=True)
@@ -58,6 +91,15 @@ class WgradOperands:
 
     A: Operand
     dout: Operand
+    out: Operand
+
+
+@dataclass(frozen=True)
+class GemmOperands:
+    """out = A @ B."""
+
+    A: Operand
+    B: Operand
     out: Operand
 
 
@@ -96,79 +138,17 @@ class KernelMetadata:
     kernel_name: str
     kernel_class: type[Kernel]
     min_cc: int
-    operands: GroupedGemmOperands | WgradOperands
+    operands: Any  # the family's class of operands: GroupedGemmOperands, WgradOperands, GemmOperands, ...
     design: Design
     epilogue: str | None = None  # the activation applied to the product
     max_cc: int | None = None  # the last compute capability it was written for
-
-
-@dataclass(frozen=True, eq=False)
-class GroupedGemmArguments:
-    """out[start:end] = A[start:end] @ B[g] for every group g.
-
-    With an epilogue, `preactivation` holds this product, N is 2F, and `out` is its activation.
-    """
-
-    A: Tensor  # [R, K]; [T, K] with row_to_token
-    B: Tensor  # [G, K, N]
-    out: Tensor  # [R, N]; [R, F] with an epilogue
-    accumulator_type: torch.dtype = torch.float32
-    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
-    row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
-    tile_table: TileTable | None = None
-    epilogue: str | None = None  # an activation
-    preactivation: Tensor | None = None  # [R, 2F], with an epilogue
-    zero_tail: bool = True  # write zeros to the rows past the last offset; otherwise they are left alone
-
-    @property
-    def operands(self) -> dict[str, Tensor]:
-        return {"A": self.A, "B": self.B, "out": self.out}
-
-
-@dataclass(frozen=True, eq=False)
-class WgradArguments:
-    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
-
-    A: Tensor  # [R, K]; [T, K] with a_row_to_token
-    dout: Tensor  # [R, N]; [T, N] with dout_row_to_token
-    out: Tensor  # [G, K, N]
-    accumulator_type: torch.dtype = torch.float32
-    offsets: Tensor | None = None  # [G] int32; not read when bounds is given
-    a_row_to_token: Tensor | None = None  # [R] int32
-    dout_row_to_token: Tensor | None = None  # [R] int32
-    bounds: Tensor | None = None  # [G + 2] int32, as in TileTable
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.A if self.a_row_to_token is None else self.a_row_to_token)
-
-    @property
-    def operands(self) -> dict[str, Tensor]:
-        return {"A": self.A, "dout": self.dout, "out": self.out}
-
-
-Arguments = GroupedGemmArguments | WgradArguments
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch, ready to run or to compile."""
-
-    function: Any  # a Triton JIT function
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def _run(launch: Launch, device: torch.device) -> None:
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    launch.function[launch.grid](*launch.arguments, **launch.options)
+    optional_operands: tuple[str, ...] = ()  # that it takes on request, such as "bias"
 
 
 class Kernel(abc.ABC):
     """One kernel in one configuration."""
 
-    arguments_class: type
+    arguments_class: type  # has A, accumulator_type and `operands`; `Arguments` adds checks
     obstacle: str | None = None  # why it cannot run with the installed software
 
     def __init__(self, metadata: KernelMetadata):
@@ -188,47 +168,145 @@ class Kernel(abc.ABC):
                 return Status(f"Operand `{name}`: {error}")
         if not (status := self.supports_design(args)):
             return status
-        if obstacle := self.obstacle or kernel_obstacle(args.A):
+        if isinstance(args, Arguments) and (error := args.error()):
+            return Status(error)
+        if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
             return Status(obstacle)
         if args.A.is_cuda and not self.runs_on(cc := device_cc(args.A.device)):
             wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
             return Status(f"needs compute capability {wanted}, the device has {cc}")
-        return Status()
+        return SUPPORTED
 
     def runs_on(self, cc: int) -> bool:
         """Whether it was written for GPUs of this compute capability."""
         return self.metadata.min_cc <= cc and (self.metadata.max_cc is None or cc <= self.metadata.max_cc)
 
+    def run(
+        self,
+        args: Arguments,
+        compiled_artifact: CompiledArtifact | None = None,
+        stream: torch.cuda.Stream | None = None,
+        workspace: Tensor | None = None,
+        assume_supported_args: bool = False,
+    ) -> None:
+        """Launch.
+
+        Args:
+            compiled_artifact: of `compile` for arguments with the same static properties; spares the launch the
+                inspection of its arguments.
+            stream: None is the current one.
+            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, as what PyTorch
+                allocates on a GPU, which must stay until the kernel has run; None allocates.
+            assume_supported_args: launch without asking `supports`, nor whether the artifact and workspace fit.
+
+        Raises:
+            ValueError: the arguments are not supported, with the status' error, or the artifact or workspace does not
+                fit them.
+        """
+        if not assume_supported_args and getattr(args, "accepted_by", None) is not self:
+            self._require(args)
+        if stream is not None:
+            with on_stream(stream):
+                return self.run(args, compiled_artifact, None, workspace, assume_supported_args)
+        scratch = None
+        if workspace is not None:
+            args, scratch = self._into_workspace(args, workspace, assume_supported_args)
+        if launch := self.launch(args):
+            if compiled_artifact is not None and not assume_supported_args:
+                self._require_artifact(compiled_artifact, launch)
+            run_launch(launch, compiled_artifact, args.A, scratch)
+
+    def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
+        """The compiled kernel for arguments like these, on the active device or compilation target; launches nothing.
+
+        Raises:
+            ValueError: the arguments are not supported, or so empty that there is nothing to compile for.
+        """
+        if not assume_supported_args:
+            self._require(args)
+        launch = self.launch(self.with_metadata(args, None, write=False))
+        if launch is None:
+            raise ValueError(f"{self.metadata.kernel_name}: nothing to compile for empty operands")
+        return compile_launch(launch, self.metadata.kernel_name)
+
+    def get_workspace_size(self, args: Arguments) -> int:
+        """Bytes of device memory that `run` needs beside the operands; it allocates them unless given a workspace."""
+        return self.scratch_bytes(args) + self.metadata_bytes(args)
+
+    def scratch_bytes(self, args: Arguments) -> int:
+        """Bytes for the TMA descriptors that the kernel makes on the device; a multiple of 128."""
+        return 0
+
+    def metadata_bytes(self, args: Arguments) -> int:
+        """Bytes for what is computed on the device before the launch, such as a tile table that `args` lack."""
+        return 0
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        """The arguments with what is computed on the device before the launch.
+
+        Args:
+            memory: [metadata_bytes] uint8 to put it; None allocates.
+            write: False leaves it uninitialised.
+        """
+        return args
+
     @abc.abstractmethod
-    def supports_design(self, args: Arguments) -> Status:
+    def supports_design(self, args: Any) -> Status:
         """What the design asks beyond the operands' metadata."""
 
     @abc.abstractmethod
-    def launch(self, args: Arguments) -> Launch | None:
+    def launch(self, args: Any) -> Launch | None:
         """The launch for these arguments, or None when there is nothing to write."""
 
-    def run(self, args: Arguments) -> None:
-        """Launch on the current stream. The arguments must be supported."""
-        if launch := self.launch(args):
-            # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's,
-            # start with none. In a copy of the context, ours never replaces one of the caller's.
-            contextvars.copy_context().run(on_device_of, args.A, _run, launch, args.A.device)
+    def _require(self, args: Arguments) -> None:
+        if not (status := self.supports(args)):
+            raise ValueError(f"{self.metadata.kernel_name}: {status.error}")
 
-    def compile(self, args: Arguments) -> Any:
-        """The compiled kernel for arguments like these, on the active device or compilation target."""
-        launch = self.launch(args)
-        return launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+    def _require_artifact(self, artifact: CompiledArtifact, launch: Launch) -> None:
+        if artifact.static_properties != static_properties(launch):
+            raise ValueError(
+                f"{self.metadata.kernel_name}: compiled_artifact must be compiled for arguments of the same static "
+                f"properties, got one of {artifact.kernel_name} for others"
+            )
+
+    def _into_workspace(self, args: Arguments, workspace: Tensor, assume: bool) -> tuple[Arguments, Tensor]:
+        """The arguments with their metadata in the workspace, and the part of it for descriptors."""
+        scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
+        if not assume:
+            alignment = 128 if scratch_bytes else 4
+            fits = workspace.is_contiguous() and workspace.nbytes >= num_bytes and workspace.device == args.A.device
+            if not fits or workspace.data_ptr() % alignment:
+                raise ValueError(
+                    f"{self.metadata.kernel_name}: workspace must be contiguous, on {args.A.device}, aligned to "
+                    f"{alignment} bytes and hold {num_bytes} bytes, got {workspace.nbytes} bytes on {workspace.device} "
+                    f"at {workspace.data_ptr():#x}"
+                )
+        memory = workspace.view(-1).view(torch.uint8)
+        return self.with_metadata(args, memory[scratch_bytes:num_bytes]), memory[:scratch_bytes].view(torch.int8)
 
 
+@functools.cache
 def device_cc(device: torch.device) -> int:
     """Compute capability as two digits, such as 90."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
+def is_device_cc_supported(ccs: Collection[int]) -> Status:
+    """Whether the current GPU has one of these compute capabilities, such as {90, 100}."""
+    wanted = ", ".join(map(str, sorted(ccs)))
+    if not torch.cuda.is_available():
+        return Status(f"needs a GPU of compute capability {wanted}, there is no CUDA device")
+    if (cc := device_cc(torch.device("cuda", torch.cuda.current_device()))) not in ccs:
+        return Status(f"needs a GPU of compute capability {wanted}, the current one has {cc}")
+    return SUPPORTED
+
+
 def _operand_error(operand: Operand, tensor: Tensor) -> str | None:
-    if tensor.dtype != operand.dtype:
-        return f"expected {operand.dtype}, got {tensor.dtype}"
+    if tensor.dtype != operand.dtype and tensor.dtype not in operand.other_dtypes:
+        return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
+    if tensor.dim() < 2:
+        return f"expected a matrix or a batch of them, got shape {list(tensor.shape)}"
     by_columns = operand.layout == "column" or (operand.layout is None and tensor.stride(-1) != 1)
     axis = -2 if by_columns else -1
     if operand.layout is not None and tensor.stride(axis) != 1:
@@ -251,13 +329,18 @@ def get_kernels(
     cc: int | None = None,
     metadata_filter: Callable[[KernelMetadata], bool] | None = None,
 ) -> list[Kernel]:
-    """The kernels that support `args`, run on compute capability `cc` and pass the filter. None asks nothing."""
-    from .gemm import ALL_KERNELS  # the kernels are built from the classes above
+    """The kernels that support `args`, run on compute capability `cc` and pass the filter. None asks nothing.
 
-    return [
+    With `args`, the best first: the measured table's choice for them, then by a rule of thumb.
+    """
+    from .gemm import ALL_KERNELS  # the kernels are built from the classes above
+    from .tuning import best_first
+
+    kernels = [
         kernel
         for kernel in ALL_KERNELS
-        if (args is None or kernel.supports(args))
-        and (cc is None or kernel.runs_on(cc))
+        if (cc is None or kernel.runs_on(cc))
         and (metadata_filter is None or metadata_filter(kernel.metadata))
+        and (args is None or kernel.supports(args))
     ]
+    return kernels if args is None else best_first(kernels, args)

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
-from ._dispatch import choose, registered_op
-from .catalog import GroupedGemmArguments, WgradArguments
+from ._checks import (
+    check_dtype,
+    check_float8,
+    check_no_gradient,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+    result_dtype,
+)
+from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op
+from .catalog import GroupedGemmArguments, WgradArguments, device_cc
+from .gemm.epilogue import check_epilogue, launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
 from .tuning import select
 
 
@@ -25,29 +34,71 @@ def grouped_gemm(
     b: Tensor,  # [G, K, N]
     offsets: Tensor,  # [G] int32, exclusive END row of each group
     *,
+    bias: Tensor | None = None,  # [G, N]
+    row_scale: Tensor | None = None,  # [R] float32
+    activation: str | None = None,
+    scale_a: Tensor | None = None,  # [R] float32
+    scale_b: Tensor | None = None,  # [G, N] float32
+    out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
+    out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
-) -> Tensor:  # [R, N]
-    """Multiply each group of rows by its own matrix. Differentiable in `a` and `b`.
+) -> Tensor:  # as out
+    """Multiply each group of rows by its own matrix:
 
-    Any strides: a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32 and
-    rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision`. Rows at or past
-    `offsets[-1]` are zeros in the result and are never read, so NaN there reaches neither it nor a gradient. The
-    gradient of `b` has `b`'s strides, zeros for empty groups. Deterministic, and never waits for the GPU.
+        out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
+
+    so a routing weight as `row_scale` weighs the bias too, as in the weighted sum of the experts' outputs. Any strides:
+    a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32; float32 operands
+    use TF32 only after `torch.set_float32_matmul_precision`. Rows at or past `offsets[-1]` are zeros in the result and
+    are never read, so NaN there reaches neither it nor a gradient. Deterministic, and never waits for the GPU.
+
+    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s strides,
+    zeros for empty groups. Their GEMMs take upstream gradients rounded to the dtype of `a`.
 
     Args:
         offsets: on the CPU they are checked; on a GPU, where a check would wait, they are clamped to a non-decreasing
             sequence within [0, R].
+        bias: in the dtype of `a` or of the result, or float32.
+        activation: a gated one, of the gate columns [0, F) and the up columns [F, 2F) as rounded to `out_dtype`.
+        scale_a, scale_b: of the float8 values in `a` and `b`.
+        out: where to write the result; no input may require a gradient.
+        out_dtype: None is `out`'s, else `a`'s, and bfloat16 for float8. 16-bit operands also give float32, float8
+            (e4m3) ones float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, or CPU offsets are not sorted within [0, R].
+        ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
+            not sorted within [0, R], or an input requires a gradient with `out` or float8 operands.
+        NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
     """
-    check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
+    sizes = check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm", a=a, b=b)
     _check_offsets("grouped_gemm", offsets, len(a), a=a, b=b)
-    if choose("grouped_gemm", implementation, a) == "reference":
-        return reference.grouped_gemm(a, b, offsets)
-    return _grouped_gemm_op(a, b, offsets)
+    out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
+    _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
+    if activation is not None:
+        check_epilogue("grouped_gemm", activation, sizes["N"])
+    if out is not None:
+        sizes["F"] = sizes["N"] // 2
+        check_shapes("grouped_gemm", sizes, out=(out, "R N" if activation is None else "R F"))
+        check_same_device("grouped_gemm", out=out, offsets=offsets)
+    if out is not None or a.dtype == FLOAT8:
+        inputs = (a, b, bias, row_scale, scale_a, scale_b, out)
+        check_no_gradient("grouped_gemm", "out=" if out is not None else "float8 operands", *inputs)
+    options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
+    if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
+        return reference.grouped_gemm(a, b, offsets, **dict(zip(_OPTIONS, options, strict=True)), out=out)
+    if a.dtype == FLOAT8 and a.is_cuda:
+        check_float8("grouped_gemm", device_cc(a.device))
+    if out is not None:
+        _grouped_gemm_out_op(a, b, offsets, *options[:5], out)
+        return out
+    if activation is not None:
+        return _gated_gemm_op(a, b, offsets, *options)[0]
+    return _grouped_gemm_op(a, b, offsets, bias, row_scale, scale_a, scale_b, out_dtype)
+
+
+_OPTIONS = ("bias", "row_scale", "scale_a", "scale_b", "activation", "out_dtype")
 
 
 def grouped_gemm_wgrad(
@@ -55,22 +106,38 @@ def grouped_gemm_wgrad(
     dout: Tensor,  # [R, N]
     offsets: Tensor,  # [G] int32, exclusive END row of each group
     *,
+    out: Tensor | None = None,  # [G, K, N]
+    out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [G, K, N]
     """The weight gradient of `grouped_gemm`: each group's `a.T @ dout`, exact zeros for an empty group.
 
     Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
-    Not differentiable with "triton".
+    Differentiable in `a` and `dout`.
+
+    Args:
+        out: where to write the result; no input may require a gradient.
+        out_dtype: None is `out`'s, else `a`'s; 16-bit operands also give float32.
 
     Raises:
-        ValueError: as `grouped_gemm`.
+        ValueError: as `grouped_gemm`, or float8 operands.
     """
-    check_shapes("grouped_gemm_wgrad", a=(a, "R K"), dout=(dout, "R N"), offsets=(offsets, "G"))
+    sizes = check_shapes("grouped_gemm_wgrad", a=(a, "R K"), dout=(dout, "R N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm_wgrad", a=a, dout=dout)
+    if a.dtype == FLOAT8:
+        raise ValueError(f"grouped_gemm_wgrad: operands must have 16 bits or more, got {a.dtype}")
     _check_offsets("grouped_gemm_wgrad", offsets, len(a), a=a, dout=dout)
+    out_dtype = result_dtype("grouped_gemm_wgrad", a, out, out_dtype)
+    if out is not None:
+        check_shapes("grouped_gemm_wgrad", sizes, out=(out, "G K N"))
+        check_same_device("grouped_gemm_wgrad", out=out, offsets=offsets)
+        check_no_gradient("grouped_gemm_wgrad", "out=", a, dout, out)
     if choose("grouped_gemm_wgrad", implementation, a) == "reference":
-        return reference.grouped_gemm_wgrad(a, dout, offsets)
-    return _wgrad_op(a, dout, offsets, False)
+        return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
+    if out is not None:
+        _wgrad_out_op(a, dout, offsets, out)
+        return out
+    return _wgrad_op(a, dout, offsets, False, out_dtype)
 
 
 def _check_offsets(op: str, offsets: Tensor, num_rows: int, **operands: Tensor) -> None:
@@ -85,32 +152,193 @@ def _check_offsets(op: str, offsets: Tensor, num_rows: int, **operands: Tensor) 
             raise ValueError(f"{op}: offsets must be non-decreasing and within [0, R={num_rows}], got {values}")
 
 
+_PATTERNS = {"bias": "G N", "row_scale": "R", "scale_a": "R", "scale_b": "G N"}
+
+
+def _check_optional(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **optional: Tensor | None) -> None:
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    if not given:
+        return
+    patterns = {name: (tensor, _PATTERNS[name]) for name, tensor in given.items()}
+    check_shapes("grouped_gemm", {"R": len(a), "G": len(b), "N": b.shape[2]}, **patterns)
+    check_same_device("grouped_gemm", offsets=offsets, **given)
+    for name, tensor in given.items():
+        dtypes = (torch.float32, torch.float64) if a.dtype == torch.float64 else (torch.float32,)
+        check_dtype("grouped_gemm", name, tensor, *({*dtypes, out_dtype, a.dtype} if name == "bias" else dtypes))
+        if name.startswith("scale") and a.dtype != FLOAT8:
+            raise ValueError(f"grouped_gemm: {name} belongs to float8 operands, got {a.dtype}")
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+    preactivation: Tensor | None = None,
+) -> None:
+    launch_grouped_gemm(
+        GroupedGemmArguments(
+            a,
+            b,
+            out,
+            offsets=offsets,
+            epilogue=activation,
+            preactivation=preactivation,
+            bias=bias,
+            row_scale=row_scale,
+            scale_a=scale_a,
+            scale_b=scale_b,
+        )
+    )
+
+
+@registered_op("grouped_gemm_out", mutates=("out",))
+def _grouped_gemm_out_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+) -> None:
+    preactivation = None if activation is None else out.new_empty(a.shape[0], b.shape[2])
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, preactivation)
+
+
 @registered_op("grouped_gemm")
-def _grouped_gemm_op(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    out = a.new_empty(a.shape[0], b.shape[2])
-    args = GroupedGemmArguments(a, b, out, offsets=offsets)
-    select(args).run(args)
+def _grouped_gemm_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, None, out)
     return out
 
 
 @_grouped_gemm_op.register_fake
-def _(a, b, offsets):
-    return a.new_empty(a.shape[0], b.shape[2])
+def _(a, b, offsets, bias=None, row_scale=None, scale_a=None, scale_b=None, out_dtype=None):
+    return a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
 
 
 def _grouped_gemm_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    # Trailing defaults are not among the inputs.
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*(*inputs, None, None)[:5])
 
 
 def _grouped_gemm_backward(ctx, dout):
-    a, b, offsets = ctx.saved_tensors
-    needs_a, needs_b, _ = ctx.needs_input_grad
-    da = _grouped_gemm_op(dout, b.transpose(1, 2), offsets) if needs_a else None
-    db = _wgrad_op(a, dout, offsets, _is_transposed(b)) if needs_b else None
-    return da, db, None
+    return _product_backward(ctx, dout, *ctx.saved_tensors)
 
 
 _grouped_gemm_op.register_autograd(_grouped_gemm_backward, setup_context=_grouped_gemm_setup)
+
+
+@registered_op("gated_grouped_gemm")
+def _gated_gemm_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # out [R, F], preactivation [R, 2F]
+    out, preactivation = _empty_gated(a, b, out_dtype)
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, preactivation)
+    return out, preactivation
+
+
+def _empty_gated(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return tuple(a.new_empty(a.shape[0], columns, dtype=dtype) for columns in (b.shape[2] // 2, b.shape[2]))
+
+
+@_gated_gemm_op.register_fake
+def _(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out_dtype):
+    return _empty_gated(a, b, out_dtype)
+
+
+def _gated_gemm_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.num_inputs, ctx.activation = len(inputs), inputs[7]
+    ctx.save_for_backward(*inputs[:5], output[1])
+
+
+def _gated_gemm_backward(ctx, dout, _):
+    if dout is None:
+        return (None,) * 9
+    *inputs, preactivation = ctx.saved_tensors
+    dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
+    return _product_backward(ctx, dpreactivation, *inputs)
+
+
+_gated_gemm_op.register_autograd(_gated_gemm_backward, setup_context=_gated_gemm_setup)
+
+
+def _product_backward(
+    ctx,
+    dout: Tensor,  # [R, N] gradient of row_scale * (a @ b + bias)
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of all inputs; only a, b, bias and row_scale have one."""
+    needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
+    da = db = dbias = drow_scale = None
+    if row_scale is not None:
+        dout, drow_scale = _row_scale_backward_op(dout, a, b, offsets, bias, row_scale, needs_scale)
+    dout = dout.to(a.dtype)
+    if needs_a:
+        da = _grouped_gemm_op(dout, b.transpose(1, 2), offsets)
+    if needs_b:
+        db = _wgrad_op(a, dout, offsets, _is_transposed(b))
+    if needs_bias:
+        # The sum of each group's rows is their product with ones.
+        ones = dout.new_ones(1, 1).expand(len(dout), 1)
+        dbias = _wgrad_op(ones, dout, offsets, False).squeeze(1).to(bias.dtype)
+    gradients = (da, db, None, dbias, drow_scale if needs_scale else None)
+    return (*gradients, None, None, None, None)[: ctx.num_inputs]
+
+
+@registered_op("row_scale_backward")
+def _row_scale_backward_op(
+    dout: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor,
+    needs_scale: bool,
+) -> tuple[Tensor, Tensor]:  # gradient of what was scaled [R, N] in a's dtype, drow_scale [R]; empty unless needed
+    rows = None
+    if needs_scale:
+        # Computed again, in float32: what forward would have to save beside the result.
+        rows = a.new_empty(dout.shape, dtype=torch.float32)
+        launch_grouped_gemm(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
+    drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)
+    return drows, row_scale.new_empty(0) if drow_scale is None else drow_scale
+
+
+@_row_scale_backward_op.register_fake
+def _(dout, a, b, offsets, bias, row_scale, needs_scale):
+    return dout.new_empty(dout.shape, dtype=a.dtype), row_scale.new_empty(row_scale.shape if needs_scale else 0)
 
 
 def _is_transposed(b: Tensor) -> bool:
@@ -118,21 +346,48 @@ def _is_transposed(b: Tensor) -> bool:
     return b.stride(1) < b.stride(2)
 
 
-def empty_wgrad(like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool) -> Tensor:
+def empty_wgrad(
+    like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool, dtype: torch.dtype | None = None
+) -> Tensor:
     """An unwritten [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
     if transposed:
-        return like.new_empty(num_groups, size_n, size_k).transpose(1, 2)
-    return like.new_empty(num_groups, size_k, size_n)
+        return like.new_empty(num_groups, size_n, size_k, dtype=dtype).transpose(1, 2)
+    return like.new_empty(num_groups, size_k, size_n, dtype=dtype)
+
+
+@registered_op("grouped_gemm_wgrad_out", mutates=("out",))
+def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
+    args = WgradArguments(a, dout, out, offsets=offsets)
+    select(args).run(args)
 
 
 @registered_op("grouped_gemm_wgrad")
-def _wgrad_op(a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    out = empty_wgrad(a, len(offsets), a.shape[1], dout.shape[1], transposed)
+def _wgrad_op(
+    a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    out = empty_wgrad(a, len(offsets), a.shape[1], dout.shape[1], transposed, out_dtype)
     args = WgradArguments(a, dout, out, offsets=offsets)
     select(args).run(args)
     return out
 
 
 @_wgrad_op.register_fake
-def _(a, dout, offsets, transposed):
-    return empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed)
+def _(a, dout, offsets, transposed, out_dtype=None):
+    return empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+
+
+def _wgrad_setup(ctx, inputs, output):
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _wgrad_backward(ctx, dmatrices):
+    a, dout, offsets = ctx.saved_tensors
+    needs_a, needs_dout, *_ = ctx.needs_input_grad
+    dmatrices = dmatrices.to(a.dtype)  # [G, K, N]
+    da = _grouped_gemm_op(dout, dmatrices.transpose(1, 2), offsets) if needs_a else None
+    ddout = _grouped_gemm_op(a, dmatrices, offsets) if needs_dout else None
+    return (da, ddout, None, None, None)[: ctx.num_inputs]
+
+
+_wgrad_op.register_autograd(_wgrad_backward, setup_context=_wgrad_setup)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import reference
 from ._dispatch import choose, registered_op
-from .catalog import Kernel
+from .catalog import CompiledArtifact, Kernel
 from .gemm.array import GroupedGemmListArguments, leading_dimension, make_problem_table
 from .tuning import select
 
@@ -59,6 +59,7 @@ class GroupedProblem:
 
     args: GroupedGemmListArguments
     kernel: Kernel | None  # None: the reference
+    artifact: CompiledArtifact | None = None
 
     @classmethod
     def from_lists(
@@ -94,13 +95,15 @@ class GroupedProblem:
         if not (status := kernel.supports(args)):
             raise ValueError(f"{op}: {kernel.metadata.kernel_name}: {status.error}")
         table = make_problem_table(args, *kernel.metadata.design.tile_shape[:2])
-        return cls(dataclasses.replace(args, table=table), kernel)
+        args = dataclasses.replace(args, table=table)
+        artifact = kernel.compile(args, assume_supported_args=True) if args.survey.num_filled else None
+        return cls(args, kernel, artifact)
 
     def run(self) -> list[Tensor]:  # [M, N] each
         """Multiply on the current stream. Returns the same `out_list` each time."""
         args = self.args
         if self.kernel is not None:
-            self.kernel.run(args)
+            self.kernel.run(args, self.artifact, assume_supported_args=True)
         else:
             for a, b, out in zip(args.A_list, args.B_list, args.out_list, strict=True):
                 out.copy_(a @ b)

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_same_device, check_shapes
 from ._dispatch import choose, registered_op
-from ._triton import triton
+from ._triton import cdiv
 from ._upload import upload
 from .catalog import WgradArguments
 from .gemm.base import num_programs
@@ -48,7 +48,8 @@ def pack_groups(
             f"{[(list(a.shape), a.dtype, str(a.device)) for a in a_list]}"
         )
     offsets = torch.tensor([0, *accumulate(len(a) for a in a_list)], dtype=torch.int32)
-    return PackedGroups(torch.cat(tuple(a_list)), upload("pack_groups", offsets, a_list[0].device))
+    group_offsets = torch.empty_like(offsets, device=a_list[0].device)
+    return PackedGroups(torch.cat(tuple(a_list)), upload("pack_groups", offsets, group_offsets))
 
 
 def jagged_gemm(
@@ -139,7 +140,7 @@ def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed:
     """
     left, right = (dout, a) if transposed else (a, dout)
     num_rows, size_k, size_n = *left.shape, right.shape[1]
-    num_tiles = max(triton.cdiv(size_k, 128) * triton.cdiv(size_n, 128), 1)
+    num_tiles = max(cdiv(size_k, 128) * cdiv(size_n, 128), 1)
     parts = max(1, min(num_programs(left) // num_tiles, num_rows // _LEAST_PART_ROWS))
     partial = left.new_empty(parts, size_k, size_n, dtype=torch.float32)
     bounds = make_jagged_table(group_offsets, num_rows, 65536, parts=parts).bounds

@@ -122,24 +122,69 @@ def _split_groups(
     return rows.split(sizes.tolist())
 
 
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a product of operands of a dtype, unless another is asked for. A float8 result would need a scale."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
 def grouped_gemm(
     a: Tensor,  # [R, K]
     b: Tensor,  # [G, K, N]
     offsets: Tensor,  # [G] int32
-) -> Tensor:  # [R, N]
-    *groups, tail = _split_groups(a, offsets)
-    products = [group @ matrix for group, matrix in zip(groups, b.unbind(), strict=True)]
-    return torch.cat([*products, a.new_zeros(len(tail), b.shape[-1])])
+    *,
+    bias: Tensor | None = None,  # [G, N]
+    row_scale: Tensor | None = None,  # [R] float32
+    activation: str | None = None,
+    scale_a: Tensor | None = None,  # [R] float32
+    scale_b: Tensor | None = None,  # [G, N] float32
+    out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    out_dtype = out_dtype or (result_dtype(a.dtype) if out is None else out.dtype)
+    is_plain = out_dtype == a.dtype and bias is row_scale is scale_a is scale_b is None
+    dtype = a.dtype if is_plain else torch.promote_types(out_dtype, torch.float32)
+    *groups, tail = _split_groups(a.to(dtype), offsets)
+    rows = torch.cat([group @ matrix for group, matrix in zip(groups, b.to(dtype).unbind(), strict=True)])
+    sizes = torch.tensor([len(group) for group in groups], device=a.device)
+    group = torch.arange(len(b), device=a.device).repeat_interleave(sizes)  # of each row before the tail
+    if scale_a is not None:
+        rows = rows * scale_a[: len(rows), None]
+    if scale_b is not None:
+        rows = rows * scale_b[group]
+    if bias is not None:
+        rows = rows + bias.to(dtype)[group]
+    if row_scale is not None:
+        rows = rows * row_scale[: len(rows), None]
+    rows = functional.pad(rows.to(out_dtype), (0, 0, 0, len(tail)))
+    rows = rows if activation is None else gated_activation(rows, activation)
+    return rows if out is None else out.copy_(rows)
 
 
 def grouped_gemm_wgrad(
     a: Tensor,  # [R, K]
     dout: Tensor,  # [R, N]
     offsets: Tensor,  # [G] int32
+    *,
+    out: Tensor | None = None,  # [G, K, N]
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [G, K, N]
-    *a_groups, _ = _split_groups(a, offsets)
-    *dout_groups, _ = _split_groups(dout, offsets)
-    return torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)])
+    out_dtype = out_dtype or (a.dtype if out is None else out.dtype)
+    dtype = torch.promote_types(a.dtype, out_dtype)
+    *a_groups, _ = _split_groups(a.to(dtype), offsets)
+    *dout_groups, _ = _split_groups(dout.to(dtype), offsets)
+    matrices = torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)]).to(out_dtype)
+    return matrices if out is None else out.copy_(matrices)
+
+
+def batched_gemm(
+    a: Tensor,  # [M, K] or [L, M, K]
+    b: Tensor,  # [K, N] or [L, K, N]
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # [M, N] or [L, M, N]
+    out_dtype = out_dtype or a.dtype
+    dtype = torch.promote_types(a.dtype, out_dtype)
+    return torch.matmul(a.to(dtype), b.to(dtype)).to(out_dtype)
 
 
 def grouped_gemm_list(

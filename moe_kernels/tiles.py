@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
 from .reference import TileTable
 
 TABLE_BLOCK = 64  # table entries that one program writes
@@ -38,18 +38,36 @@ def empty_tile_table(num_rows: int, num_groups: int, block_rows: int, device: to
     )
 
 
+def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
+    """Memory that the tensors of a table take together."""
+    return 4 * (num_groups + 2 + 2 * tile_capacity(num_rows, num_groups, block_rows) + 2)
+
+
+def tile_table_in(memory: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
+    """A table in the first `tile_table_bytes` of a [bytes] uint8 tensor, yet to be written."""
+    capacity = tile_capacity(num_rows, num_groups, block_rows)
+    sizes = (num_groups + 2, 2 * capacity, 2)
+    bounds, tiles, num_tiles = memory[: 4 * sum(sizes)].view(torch.int32).split(sizes)
+    return TileTable(bounds, tiles.view(capacity, 2), num_tiles, block_rows)
+
+
 def make_tile_table(
     offsets: Tensor,  # [G] int32, on the device
     num_rows: int,
     block_rows: int,
 ) -> TileTable:
     """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no wait."""
-    num_groups = len(offsets)
+    table = empty_tile_table(num_rows, len(offsets), block_rows, offsets.device)
+    write_table(table, offsets, num_rows)
+    return table
+
+
+def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
+    """Write a table of these offsets."""
+    num_groups, block_rows, capacity = len(offsets), table.block_rows, len(table.tiles)
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
-    table = empty_tile_table(num_rows, num_groups, block_rows, offsets.device)
-    capacity = len(table.tiles)
-    _tile_table_kernel[(triton.cdiv(capacity, TABLE_BLOCK),)](
+    _tile_table_kernel[(cdiv(capacity, TABLE_BLOCK),)](
         offsets,
         offsets.stride(0),
         table.bounds,
@@ -58,12 +76,11 @@ def make_tile_table(
         num_rows,
         capacity,
         num_groups,
-        G_P2=triton.next_power_of_2(num_groups),
+        G_P2=next_power_of_2(num_groups),
         BLOCK_ROWS=block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
         **table_block(num_groups),
     )
-    return table
 
 
 @triton.jit

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import TRITON_VERSION, triton
+from ._triton import TRITON_VERSION, cdiv, next_power_of_2
 from .catalog import (
     Arguments,
     Design,
+    GemmArguments,
     GroupedGemmArguments,
     Kernel,
     PointerDesign,
@@ -61,20 +62,17 @@ def find(args: Arguments) -> Kernel | None:
     """As `select`, but None where no kernel supports the arguments."""
     key = _key(args)
     if key not in _selected:
-        _selected[key] = _from_table(args) or _by_rule(args)
-    return _selected[key]
+        _selected[key] = next(iter(get_kernels(args)), None)
+    kernel = _selected[key]
+    # On these very arguments, whose class is frozen: `run` need not ask again whether it supports them.
+    object.__setattr__(args, "accepted_by", kernel)
+    return kernel
 
 
-def _from_table(args: Arguments) -> Kernel | None:
-    name = table_for(args.A.device).kernels.get(table_key(args))
-    if name is None:
-        return None
-    (kernel,) = get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
-    return kernel if kernel.supports(args) else None
-
-
-def _by_rule(args: Arguments) -> Kernel | None:
-    return min(get_kernels(args), key=lambda kernel: _rule_of_thumb(kernel, args), default=None)
+def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:
+    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb."""
+    measured = table_for(args.A.device).kernels.get(table_key(args))
+    return sorted(kernels, key=lambda k: (k.metadata.kernel_name != measured, _rule_of_thumb(k, args)))
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
@@ -83,11 +81,13 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
     A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
     only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
     """
-    num_experts, num_columns, _ = w_up.shape
+    num_experts, num_columns, d_model = w_up.shape
     key = (tokens.device, _layout(tokens), _layout(w_up), tuple(w_up.shape), _rows_bucket(num_rows, num_experts))
     if key not in _copies:
-        out = tokens.new_empty(1, num_columns).expand(num_rows, num_columns)  # stands for rows, without the memory
-        kernel = find(GroupedGemmArguments(tokens, w_up.transpose(1, 2), out))
+        # These stand for rows, without the memory.
+        rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
+        offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
+        kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
         fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
         d_ff = num_columns // 2
         by_rule = Copies(fast and d_ff >= 512, fast and d_ff >= 512, fast and d_ff >= 192)
@@ -127,6 +127,10 @@ def table_key(args: Arguments) -> str:
         gather = "A" if args.row_to_token is not None else "none"
         form = f"grouped_gemm B={layout} gather={gather} epilogue={args.epilogue or 'none'}"
         num_rows = len(args.out)
+    elif isinstance(args, GemmArguments):
+        (size_k, size_n), num_groups = args.B.shape[-2:], len(args.out) if args.out.dim() == 3 else 1
+        num_rows = num_groups * args.out.shape[-2]
+        form = f"gemm B={'row' if args.B.stride(-1) == 1 else 'column'}"
     else:
         num_groups, size_k, size_n = args.out.shape
         gathers = (("A", args.a_row_to_token), ("dout", args.dout_row_to_token))
@@ -148,7 +152,10 @@ def _key(args: Arguments) -> tuple[Any, ...]:
         return type(args), args.accumulator_type, *args.selection_key()
     if isinstance(args, GroupedGemmArguments):
         sizes = (*args.B.shape, _rows_bucket(len(args.out), len(args.B)))
-        form = (args.row_to_token is not None, args.epilogue)
+        given = tuple(getattr(args, name) is not None for name in args.optional_operands)
+        form = (args.row_to_token is not None, args.epilogue, given)
+    elif isinstance(args, GemmArguments):
+        sizes, form = (args.A.shape, args.B.shape), ()
     else:
         sizes = (*args.out.shape, _rows_bucket(args.num_rows, len(args.out)))
         form = (args.a_row_to_token is not None, args.dout_row_to_token is not None)
@@ -157,7 +164,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 
 def _rows_bucket(num_rows: int, num_groups: int) -> int:
-    return triton.next_power_of_2(triton.cdiv(num_rows, num_groups))
+    return next_power_of_2(cdiv(num_rows, max(num_groups, 1)))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -175,8 +182,10 @@ def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
     tile = kernel.metadata.design.tile_shape
     if isinstance(args, GroupedGemmArguments):
         num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(triton.cdiv(len(args.out), num_groups), 1)
+        rows_per_group = max(cdiv(len(args.out), num_groups), 1)
         work = _padded(rows_per_group, tile[0]) * _padded(num_columns, tile[1])
+    elif isinstance(args, GemmArguments):
+        work = _padded(args.out.shape[-2], tile[0]) * _padded(args.out.shape[-1], tile[1])
     else:
         _, size_k, size_n = args.out.shape
         work = _padded(size_k, tile[0]) * _padded(size_n, tile[1])
@@ -184,7 +193,7 @@ def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
 
 
 def _padded(size: int, block: int) -> int:
-    return triton.cdiv(size, block) * block
+    return cdiv(size, block) * block
 
 
 def _speed(design: Design) -> float:

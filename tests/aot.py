@@ -26,9 +26,11 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
-from moe_kernels.catalog import GroupedGemmArguments, Kernel, WgradArguments
+from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
+from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.jagged import make_jagged_table
+from moe_kernels.launching import CompiledArtifact, Launch, run_launch
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -72,7 +74,7 @@ def kernels_take_cpu_tensors():
 
 
 def inspect(compiled) -> dict[str, object]:
-    """Registers, spills, shared memory and tensor-core instructions of a compiled kernel."""
+    """Registers, spills, shared and scratch memory and tensor-core instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [BIN / "cuobjdump", "-res-usage", file.name]
@@ -84,6 +86,7 @@ def inspect(compiled) -> dict[str, object]:
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]) + int(found[3]),
         "shared_bytes": compiled.metadata.shared,
+        "scratch_bytes": compiled.metadata.global_scratch_size,
         "num_warps": compiled.metadata.num_warps,
         "tensor_core": tensor_core[0] if tensor_core else None,
     }
@@ -107,7 +110,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     """Arguments for a catalog kernel.
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
-    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told.
+    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
+    every optional operand and a float32 result.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
@@ -117,12 +121,18 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     index = torch.zeros(num_rows, dtype=torch.int32)
     a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
     offsets = torch.zeros(num_groups, dtype=torch.int32)
+    if kernel.arguments_class is GemmArguments:
+        b = torch.empty(size_k, size_n, dtype=operands.B.dtype)
+        return GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype))
     if kernel.arguments_class is GroupedGemmArguments:
         b = torch.empty(num_groups, size_k, size_n, dtype=operands.B.dtype)
         if operands.B.layout == "column" or (operands.B.layout is None and transposed):
             b = b.new_empty(num_groups, size_n, size_k).transpose(1, 2)
         table = mk.reference.tile_table(offsets, num_rows, design.tile_shape[0])
-        product = torch.empty(num_rows, size_n, dtype=operands.out.dtype)
+        product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
+        shapes = {"bias": (num_groups, size_n), "row_scale": (num_rows,), "scale_a": (num_rows,)}
+        shapes["scale_b"] = shapes["bias"]
+        optional = kernel.metadata.optional_operands if form == "full" else ()
         out = product if epilogue is None else torch.empty(num_rows, size_n // 2, dtype=operands.out.dtype)
         return GroupedGemmArguments(
             a,
@@ -132,6 +142,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             tile_table=table,
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
+            **{name: torch.empty(shapes[name]) for name in optional},
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
@@ -143,9 +154,36 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
     (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
     driver.set_active(TargetDriver(cc))
+    args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
-        compiled = kernel.compile(gemm_arguments(kernel, form))
-    return {"kernel": name, "case": form, "cc": cc, "gemm": True, **inspect(compiled)}
+        artifact = kernel.compile(args, assume_supported_args=True)
+    launch = kernel.launch(args)
+    return {
+        "kernel": name,
+        "case": form,
+        "cc": cc,
+        "gemm": True,
+        "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
+        "artifact_launches_alike": artifact_launches_alike(artifact, launch),
+        **inspect(artifact.compiled),
+    }
+
+
+def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
+    """Whether a launch with the artifact hands the driver what Triton's JIT hands it, down to each argument."""
+    handed = []
+    compiled = artifact.compiled
+    compiled.module, compiled.function, compiled._run = True, 0, lambda *args: handed.append(args)
+    try:
+        for used in (artifact, None):
+            run_launch(launch, used, torch.empty(0), None)
+    finally:
+        compiled.module = compiled.function = compiled._run = None
+    metadata = 6  # an object of each launch's own, for profilers
+    first, second = ([*args[:metadata], *args[metadata + 1 :]] for args in handed)
+    return len(first) == len(second) and all(
+        x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
+    )
 
 
 def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
@@ -166,6 +204,10 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         mk.permutation.launch_combine(rows, weights, slot_to_row)
         mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
     mk.permutation._combine_dweights_op(tokens, rows, slot_to_row)
+    if dtype != torch.float32:
+        bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))
+        launch_bias_and_scale(rows, bias, row_scale, permutation.tile_table)
+        launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)
     preactivation = torch.empty(len(rows), 2 * d_ff, dtype=dtype)
     for activation in mk.activation.ACTIVATIONS:
         activated = launch_activation(preactivation, activation)
@@ -194,8 +236,8 @@ def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
     for cc in TARGETS:
-        # Elementwise code differs little between 90 and 100; the large case stands for both.
-        for case in ("jagged", *SMALL_OP_SIZES) if cc < 100 else ("jagged", "large"):
+        # Odd sizes change little from one generation to the next; on 9.0 the tests run them.
+        for case in {80: ("jagged", *SMALL_OP_SIZES), 90: ("jagged", "large"), 100: ("large",)}[cc]:
             yield compile_small_ops, (case, cc)
         for kernel in mk.get_kernels(cc=cc):
             # Some run another kernel's code, which is compiled under that one's name.
@@ -211,13 +253,22 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
     if kernel.arguments_class is GroupedGemmListArguments:
         if operands.A.alignment_bytes == 1:
             return ("other",)
-        return ("plain", "other") if is_bfloat16 and design.tile_shape[0] == 128 else ("plain",)
-    if not is_bfloat16:
-        return ("plain",)
+        is_widest = design.tile_shape[1] == (256 if design.tma else 128)
+        return ("plain", "other") if is_bfloat16 and is_widest else ("plain",)
     if design.tma:
-        return ("plain", "eights") if design.gather else ("plain",)
-    is_open = design.gather == (kernel.arguments_class is WgradArguments)
-    return ("plain", "other") if is_open else ("plain",)
+        return (
+            ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
+        )
+    if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
+        return ("full",)
+    # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
+    if design.tile_shape not in ((128, 128, 64), (64, 64, 32)) or kernel.metadata.operands.A.dtype == torch.float16:
+        return ("plain",)
+    if kernel.arguments_class is GemmArguments:
+        return ("plain",)
+    if kernel.arguments_class is WgradArguments:
+        return ("plain", "other") if design.gather else ("plain",)
+    return ("plain",) if design.gather else ("plain", "other", "full")
 
 
 def run_job(job: tuple[Callable, tuple]) -> list[dict[str, object]]:

@@ -60,12 +60,21 @@ def test_shared_memory_fits(records):
     assert not too_much
 
 
+def test_workspace_sizes_count_the_descriptors(records):
+    wrong = [where(r) for r in records if r["gemm"] and r["scratch_bytes"] != r["said_scratch_bytes"]]
+    assert not wrong
+
+
+def test_artifacts_launch_as_the_jit_does(records):
+    assert not [where(r) for r in records if r["gemm"] and not r["artifact_launches_alike"]]
+
+
 def test_registers_fit(records):
     assert not [where(record) for record in records if record["registers"] * record["num_warps"] * 32 > 65_536]
 
 
-def test_16_bit_gemms_use_tensor_cores(records):
-    gemms = [record for record in records if record["gemm"] and "float16" in record["kernel"]]
+def test_gemms_of_16_bits_or_fewer_use_tensor_cores(records):
+    gemms = [record for record in records if record["gemm"] and "float32" not in record["kernel"]]
     assert gemms
     for record in gemms:
         # A tile lower than 64 rows is below what wgmma and tcgen05 compute.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference
 from moe_kernels.grouped_gemm import _grouped_gemm_op, _wgrad_op
@@ -96,6 +97,40 @@ def test_any_size_and_stride(sizes, tail, size_k, size_n, transposed):
     a, b, dout, offsets = (tensor.to(device) for tensor in (a, b, dout, offsets))
     assert torch.equal(triton_gemm(a, b, offsets).cpu(), expected)
     assert torch.equal(triton_wgrad(a, dout, offsets).cpu(), expected_wgrad)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("triton", torch.bfloat16 if torch.cuda.is_available() else torch.float32), ("reference", torch.bfloat16)],
+)
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
+    tail=st.integers(0, 20),
+    size_k=st.integers(1, 8),
+    size_n=st.integers(1, 8),
+    transposed=st.booleans(),
+)
+def test_agrees_with_torch(implementation, dtype, sizes, tail, size_k, size_n, transposed):
+    """torch.nn.functional.grouped_mm wants strides of whole 16 bytes. Integer values, so every sum is exact."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+
+    def draw_integers(*shape):
+        return torch.randint(-4, 5, shape, generator=generator).to(device, dtype)
+
+    offsets = torch.tensor(sizes).cumsum(0).int().to(device)
+    end, size_k, size_n = sum(sizes), 8 * size_k, 8 * size_n
+    a, dout = draw_integers(end + tail, size_k), draw_integers(end + tail, size_n)
+    b = draw_integers(len(sizes), *((size_n, size_k) if transposed else (size_k, size_n)))
+    if transposed:
+        b = b.permute(0, 2, 1)
+    out = grouped_gemm(a, b, offsets, implementation=implementation)
+    assert torch.equal(out[:end], functional.grouped_mm(a, b, offs=offsets)[:end]) and not out[end:].any()
+    wgrad = grouped_gemm_wgrad(a, dout, offsets, implementation=implementation)
+    expected = functional.grouped_mm(a[:end].t(), dout[:end], offs=offsets)
+    for group, size in enumerate(sizes):
+        assert torch.equal(wgrad[group], expected[group]) if size else not wgrad[group].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

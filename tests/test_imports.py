@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OPS = {"routing", "sorting", "permutation", "activation", "grouped_gemm", "grouped_gemm_list", "jagged_gemm"}
+OPS = {"routing", "sorting", "permutation", "activation", "grouped_gemm", "batched_gemm", "grouped_gemm_list"}
+OPS |= {"jagged_gemm"}
 
 
 def imports_of(path):

@@ -3,6 +3,7 @@
 from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
 from .pointer import POINTER_KERNELS
 from .pointer_array import POINTER_ARRAY_KERNELS
+from .pointer_gemm import POINTER_GEMM_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
 from .tma import TMA_KERNELS
 from .tma_array import TMA_ARRAY_KERNELS
@@ -19,4 +20,5 @@ ALL_KERNELS = (
     *POINTER_ARRAY_KERNELS,
     *JAGGED_KERNELS,
     *FLOAT32_WGRAD_KERNELS,
+    *POINTER_GEMM_KERNELS,
 )

@@ -8,6 +8,7 @@ reductions come first, so that the last ones to finish are short.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._triton import tl, triton
+from .._triton import cdiv, tl, triton
 from .._upload import upload
 from ..catalog import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
@@ -37,7 +38,7 @@ class Problem(NamedTuple):
     by_columns: tuple[bool, bool]  # A, B
 
     def num_tiles(self, block_m: int, block_n: int) -> int:
-        return -(-self.sizes[0] // block_m) * -(-self.sizes[1] // block_n)
+        return cdiv(self.sizes[0], block_m) * cdiv(self.sizes[1], block_n)
 
 
 class ProblemTable(NamedTuple):
@@ -177,8 +178,15 @@ def _layout(by_columns: set[bool]) -> str:
     return "mixed" if len(by_columns) > 1 else "column" if by_columns == {True} else "row"
 
 
-def make_problem_table(args: GroupedGemmListArguments, block_m: int, block_n: int) -> ProblemTable:
-    """The table of these arguments for tiles of one shape: one upload, no wait."""
+def make_problem_table(
+    args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None, *, write: bool = True
+) -> ProblemTable:
+    """The table of these arguments for tiles of one shape: one upload, no wait.
+
+    Args:
+        memory: [problem_table_bytes] uint8 on the device to put it; None allocates.
+        write: False leaves it uninitialised.
+    """
     problems = args.survey.problems
     order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
     counts = [problems[g].num_tiles(block_m, block_n) for g in order]
@@ -187,13 +195,24 @@ def make_problem_table(args: GroupedGemmListArguments, block_m: int, block_n: in
     for g, count, end in zip(order, counts, ends, strict=True):
         pointers, sizes, leading, by_columns = problems[g]
         rows[g] = *pointers, *sizes, *leading, *by_columns, end - count, end
+    described = torch.tensor([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(torch.tensor(order, dtype=torch.int32), torch.tensor(counts))
     # One copy: the problems, then the tiles behind them, in pairs.
-    described = torch.tensor([field for row in rows for field in row], dtype=torch.int64)
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
-    both = upload("grouped_gemm_list", torch.cat([described, paired]), args.A.device)
+    values = torch.cat([described, paired])
+    if memory is None:
+        memory = torch.empty(values.nbytes, dtype=torch.uint8, device=args.A.device)
+    both = memory[: values.nbytes].view(torch.int64)
+    if write:
+        upload("grouped_gemm_list", values, both)
     tiles = both[len(described) :].view(torch.int32)[: ends[-1]]
     return ProblemTable(both[: len(described)].view(-1, NUM_FIELDS), tiles, (block_m, block_n))
+
+
+def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
+    problems = args.survey.problems
+    num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in problems)
+    return 8 * (len(problems) * NUM_FIELDS + cdiv(num_tiles, 2))
 
 
 @dataclass(frozen=True)
@@ -245,15 +264,30 @@ class GroupedGemmListKernel(Kernel):
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
         """What a kernel that asks for alignment asks beyond it."""
 
-    def table(self, args: GroupedGemmListArguments) -> ProblemTable:
+    def table(
+        self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
+    ) -> ProblemTable:
         """The table for this kernel's tiles; made here unless the arguments hold it."""
-        tile_shape = self.metadata.design.tile_shape[:2]
-        if args.table is None or args.table.tile_shape != tile_shape:
-            return make_problem_table(args, *tile_shape)
-        return args.table
+        if self._has_table(args):
+            return args.table
+        return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory, write=write)
 
-    def grid(self, args: GroupedGemmListArguments, table: ProblemTable) -> tuple[int]:
-        return (min(len(table.tile_to_problem), self.metadata.design.programs_per_sm * num_programs(args.A)),)
+    def _has_table(self, args: GroupedGemmListArguments) -> bool:
+        return args.table is not None and args.table.tile_shape == self.metadata.design.tile_shape[:2]
+
+    def metadata_bytes(self, args: GroupedGemmListArguments) -> int:
+        return 0 if self._has_table(args) else problem_table_bytes(args, *self.metadata.design.tile_shape[:2])
+
+    def with_metadata(
+        self, args: GroupedGemmListArguments, memory: Tensor | None, *, write: bool = True
+    ) -> GroupedGemmListArguments:
+        return dataclasses.replace(args, table=self.table(args, memory, write=write))
+
+    def num_programs(self, args: GroupedGemmListArguments) -> int:
+        """One for each tile, but no more than the design has for each SM."""
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
         """Multiplications of the SM with most tiles, and for each tile what precedes its reduction.
@@ -261,11 +295,10 @@ class GroupedGemmListKernel(Kernel):
         Programs that share an SM hide that part behind each other's reductions.
         """
         block_m, block_n, _ = self.metadata.design.tile_shape
-        num_tiles = max(sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems), 1)
-        num_sms = num_programs(args.A)
-        programs = min(num_tiles, self.metadata.design.programs_per_sm * num_sms)
-        programs_here = -(-programs // num_sms)
-        tiles_here = programs_here * -(-num_tiles // programs)
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)
+        programs_here = cdiv(programs, num_sms)
+        tiles_here = programs_here * cdiv(num_tiles, programs)
         resident = 12 // self.metadata.design.num_warps
         before = (512 if self.metadata.design.tma else 256) / min(programs_here, resident)
         return tiles_here * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 from torch import Tensor
 
+from .._dispatch import on_device_of
 from .._triton import INTERPRET
-from ..catalog import Design, GroupedGemmArguments, Kernel, Status, WgradArguments
+from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
 from ..reference import TileTable
-from ..tiles import make_tile_table
+from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
+
+_BOUNDS_BLOCK = 128  # the tile height of a table that is made for its bounds alone
 
 
 class GroupedGemmKernel(Kernel):
@@ -25,16 +31,28 @@ class GroupedGemmKernel(Kernel):
         gather = self.metadata.design.gather
         if (args.row_to_token is not None) != gather:
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
+        for name in args.optional_operands:
+            if getattr(args, name) is not None and name not in self.metadata.optional_operands:
+                return Status(f"Operand `{name}`: this kernel takes none")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
-    def tile_table(self, args: GroupedGemmArguments) -> TileTable:
+    def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""
-        height = self.metadata.design.tile_shape[0]
-        if args.tile_table is None:
-            return make_tile_table(args.offsets, len(args.out), height)
-        if args.tile_table.block_rows != height:
-            return make_tile_table(args.tile_table.bounds[1:-1], len(args.out), height)
-        return args.tile_table
+        if self._has_table(args):
+            return args.tile_table
+        offsets = args.offsets if args.tile_table is None else args.tile_table.bounds[1:-1]
+        return _table(offsets, len(args.out), self.metadata.design.tile_shape[0], memory, write)
+
+    def _has_table(self, args: GroupedGemmArguments) -> bool:
+        return args.tile_table is not None and args.tile_table.block_rows == self.metadata.design.tile_shape[0]
+
+    def metadata_bytes(self, args: GroupedGemmArguments) -> int:
+        if self._has_table(args):
+            return 0
+        return tile_table_bytes(len(args.out), len(args.B), self.metadata.design.tile_shape[0])
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
 
 
 class WgradKernel(Kernel):
@@ -48,31 +66,54 @@ class WgradKernel(Kernel):
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
         return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
-    def bounds(self, args: WgradArguments) -> Tensor:  # [G + 2] int32
+    def bounds(
+        self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True
+    ) -> Tensor:  # [G + 2] int32
         """The bounds of the groups; made here unless the arguments hold them."""
         if args.bounds is None:
-            return make_tile_table(args.offsets, args.num_rows, 128).bounds
+            return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write).bounds
         return args.bounds
+
+    def metadata_bytes(self, args: WgradArguments) -> int:
+        return 0 if args.bounds is not None else tile_table_bytes(args.num_rows, len(args.out), _BOUNDS_BLOCK)
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        return dataclasses.replace(args, bounds=self.bounds(args, memory, write=write))
+
+
+def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:
+    if memory is None:
+        table = empty_tile_table(num_rows, len(offsets), height, offsets.device)
+    else:
+        table = tile_table_in(memory, num_rows, len(offsets), height)
+    if write:
+        on_device_of(offsets, write_table, table, offsets, num_rows)
+    return table
 
 
 def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
     """TMA counts rows up to 2**30 and describes no empty tensor; gathered rows are copied in pieces of 16 bytes."""
     if not design.tma:
-        return Status()
+        return SUPPORTED
     if num_rows > MAX_ROWS:
         return Status(f"takes at most {MAX_ROWS} rows, got {num_rows}")
     if not all(tensor.numel() for tensor in operands):
         return Status("takes no empty operands")
     if design.gather and any(tensor.shape[-1] * tensor.element_size() % 16 for tensor in operands if tensor.dim() == 2):
         return Status(f"gathers rows of whole 16 bytes, got {[tuple(tensor.shape) for tensor in operands]}")
-    return Status()
+    return SUPPORTED
 
 
 def num_programs(tensor: Tensor) -> int:
     """One program per SM. Without a GPU a few, so that each walks several tiles."""
     if not tensor.is_cuda:
         return 3 if INTERPRET else 132
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return _num_sms(tensor.device)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def kernel_name(op: str, kind: str, dtype: torch.dtype, design: Design, *rest: str | None) -> str:

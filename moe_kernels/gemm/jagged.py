@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._triton import tl, triton
+from .._dispatch import on_device_of
+from .._triton import cdiv, next_power_of_2, tl, triton
 from ..catalog import GroupedGemmArguments, Kernel, KernelMetadata, Launch, Operand, Status, WgradOperands
 from ..reference import TileTable
-from ..tiles import MAX_GROUPS, TABLE_BLOCK, empty_tile_table, table_block, write_tile_table
+from ..tiles import (
+    MAX_GROUPS,
+    TABLE_BLOCK,
+    empty_tile_table,
+    table_block,
+    tile_table_bytes,
+    tile_table_in,
+    write_tile_table,
+)
 from .base import GroupedGemmKernel, num_programs
 from .pointer import POINTER_KERNELS
-from .pointer_wgrad import POINTER_WGRAD_KERNELS
 from .tma import TMA_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
@@ -36,6 +44,7 @@ class JaggedGemmArguments:
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
+    tile_table: TileTable | None = None  # as `make_jagged_table` makes it, which has then written the zeros as well
 
     @property
     def operands(self) -> dict[str, Tensor]:
@@ -45,13 +54,15 @@ class JaggedGemmArguments:
     def num_groups(self) -> int:
         return len(self.group_offsets) - 1
 
-    def grouped(self, num_groups: int, table: TileTable | None = None) -> GroupedGemmArguments:
+    def grouped(self, num_groups: int) -> GroupedGemmArguments:
         """The same product as a grouped GEMM, with B for each group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
         # One group's stride is never used, but it has to be one that TMA takes.
         group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
-        return GroupedGemmArguments(self.A, b, self.out, self.accumulator_type, tile_table=table, zero_tail=False)
+        return GroupedGemmArguments(
+            self.A, b, self.out, self.accumulator_type, tile_table=self.tile_table, zero_tail=False
+        )
 
     def selection_key(self) -> tuple[Any, ...]:
         """What support and speed depend on; the number of rows only by its power of two."""
@@ -70,7 +81,7 @@ class JaggedGemmArguments:
         return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"
 
     def _rows(self) -> int:
-        return triton.next_power_of_2(max(len(self.A), 1))
+        return next_power_of_2(max(len(self.A), 1))
 
 
 @dataclass(frozen=True)
@@ -104,17 +115,38 @@ class JaggedGemm(Kernel):
     def launch(self, args: JaggedGemmArguments) -> Launch | None:
         if not args.out.numel():
             return None
+        args = self.with_metadata(args, None)
+        return self.grouped.launch(args.grouped(self._num_table_groups(args)))
+
+    def scratch_bytes(self, args: JaggedGemmArguments) -> int:
+        return self.grouped.scratch_bytes(args.grouped(self._num_table_groups(args)))
+
+    def metadata_bytes(self, args: JaggedGemmArguments) -> int:
+        if self._has_table(args):
+            return 0
+        return tile_table_bytes(len(args.A), self._num_table_groups(args), self.metadata.design.tile_shape[0])
+
+    def with_metadata(
+        self, args: JaggedGemmArguments, memory: Tensor | None, *, write: bool = True
+    ) -> JaggedGemmArguments:
+        if self._has_table(args):
+            return args
+        height, parts = self.metadata.design.tile_shape[0], None if self.by_group else 1
+        options = {"parts": parts, "out": args.out, "memory": memory, "write": write}
+        table = on_device_of(args.A, make_jagged_table, args.group_offsets, len(args.A), height, **options)
+        return dataclasses.replace(args, tile_table=table)
+
+    def _has_table(self, args: JaggedGemmArguments) -> bool:
+        table, num_groups = args.tile_table, self._num_table_groups(args)
         height = self.metadata.design.tile_shape[0]
-        parts = None if self.by_group else 1
-        table = make_jagged_table(args.group_offsets, len(args.A), height, parts=parts, out=args.out)
-        return self.grouped.launch(args.grouped(self._num_table_groups(args), table))
+        return table is not None and table.block_rows == height and len(table.bounds) == num_groups + 2
 
     def estimate(self, args: JaggedGemmArguments) -> float:
         """Multiplications of a step of the reduction, padding included."""
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_groups = self._num_table_groups(args)
-        row_tiles = num_groups * triton.cdiv(triton.cdiv(len(args.A), num_groups), block_m)
-        return row_tiles * block_m * triton.cdiv(args.B.shape[1], block_n) * block_n
+        row_tiles = num_groups * cdiv(cdiv(len(args.A), num_groups), block_m)
+        return row_tiles * block_m * cdiv(args.B.shape[1], block_n) * block_n
 
     def _num_table_groups(self, args: JaggedGemmArguments) -> int:
         return args.num_groups if self.by_group else 1
@@ -127,6 +159,8 @@ def make_jagged_table(
     *,
     parts: int | None,  # cut the rows into so many equal parts; None: by group
     out: Tensor | None = None,  # [R, N]: zeros are written to its rows before the first offset and behind the last
+    memory: Tensor | None = None,  # [tile_table_bytes] uint8 to put the table; None allocates
+    write: bool = True,  # False leaves everything uninitialised
 ) -> TileTable:
     """The table of a grouped GEMM over packed rows. One launch, no wait.
 
@@ -135,9 +169,19 @@ def make_jagged_table(
     num_groups = len(group_offsets) - 1
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
-    table = empty_tile_table(num_rows, parts or num_groups, block_rows, group_offsets.device)
+    if memory is None:
+        table = empty_tile_table(num_rows, parts or num_groups, block_rows, group_offsets.device)
+    else:
+        table = tile_table_in(memory, num_rows, parts or num_groups, block_rows)
+    if write:
+        _write_table(table, group_offsets, num_rows, parts, out)
+    return table
+
+
+def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: int | None, out: Tensor | None) -> None:
+    num_groups = len(group_offsets) - 1
     capacity = len(table.tiles)
-    programs = triton.cdiv(capacity, TABLE_BLOCK)
+    programs = cdiv(capacity, TABLE_BLOCK)
     _jagged_table_kernel[(programs if out is None else max(programs, 2 * num_programs(out)),)](
         group_offsets,
         group_offsets.stride(0),
@@ -151,14 +195,13 @@ def make_jagged_table(
         num_groups,
         None if out is None else out.shape[1],
         PARTS=parts,
-        G_P2=triton.next_power_of_2(num_groups),
-        PARTS_P2=triton.next_power_of_2(parts or 1),
-        BLOCK_ROWS=block_rows,
+        G_P2=next_power_of_2(num_groups),
+        PARTS_P2=next_power_of_2(parts or 1),
+        BLOCK_ROWS=table.block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
         BLOCK_N=1024,
         **table_block(num_groups),
     )
-    return table
 
 
 @triton.jit
@@ -269,12 +312,9 @@ def _float32_out(kernel: Kernel) -> Kernel:
     return type(kernel)(metadata)
 
 
-# The largest tile of each design and dtype.
+# The pointer kernels write float32 results as they are.
 FLOAT32_WGRAD_KERNELS = tuple(
     _float32_out(kernel)
-    for kernels in (TMA_WGRAD_KERNELS, POINTER_WGRAD_KERNELS)
-    for kernel in kernels
-    if kernel.metadata.operands.A.dtype != torch.float32
-    and not kernel.metadata.design.gather
-    and kernel.metadata.design.tile_shape[:2] == (128, 128)
+    for kernel in TMA_WGRAD_KERNELS
+    if not kernel.metadata.design.gather and kernel.metadata.design.tile_shape[:2] == (128, 128)
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from .._triton import tl, triton
+from .._dispatch import FLOAT8, FLOAT8_CC
+from .._triton import cdiv, tl, triton
 from ..catalog import (
     GroupedGemmArguments,
     GroupedGemmOperands,
@@ -17,6 +19,40 @@ from .base import GroupedGemmKernel, kernel_name
 from .precision import input_precision
 
 
+@triton.jit
+def multiply_tile(
+    a_ptrs,  # [BLOCK_M, BLOCK_K] of the first step
+    a_stride,  # along K
+    row_mask,  # [BLOCK_M]
+    b_ptrs,  # [BLOCK_K, BLOCK_N]
+    b_stride,
+    column_mask,  # [BLOCK_N]
+    depth,  # K, or 0 for zeros
+    EVEN_K: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """a @ b over a reduction of `depth`, in float32."""
+    # The tensor cores of Hopper sum float8 products in fewer bits; this adds them to float32 after each step.
+    IMPRECISE: tl.constexpr = BLOCK_K if a_ptrs.dtype.element_ty.is_fp8() else None
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
+    for first in range(0, depth, BLOCK_K):
+        a_mask = row_mask[:, None]
+        b_mask = column_mask[None, :]
+        if not EVEN_K:
+            a_mask &= (first + k < depth)[None, :]
+            b_mask &= (first + k < depth)[:, None]
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        total = tl.dot(a, b, total, input_precision=INPUT_PRECISION, max_num_imprecise_acc=IMPRECISE)
+        a_ptrs += BLOCK_K * a_stride
+        b_ptrs += BLOCK_K * b_stride
+    return total
+
+
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def _grouped_gemm_kernel(
     a_ptr,
@@ -26,6 +62,14 @@ def _grouped_gemm_kernel(
     b_strides,  # [G, K, N]
     out_ptr,
     out_strides,  # [R, N]
+    bias_ptr,  # [G, N], or None
+    bias_strides,
+    row_scale_ptr,  # [R], or None
+    row_scale_strides,
+    scale_a_ptr,  # [R or T], or None
+    scale_a_strides,
+    scale_b_ptr,  # [G, N], or None
+    scale_b_strides,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
@@ -50,42 +94,50 @@ def _grouped_gemm_kernel(
     tile = first_tile + local % tiles_here
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
         return
-    group = tl.load(tiles_ptr + tile * 2)
+    group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
     row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = row < tl.load(bounds_ptr + group + 1)
-    column = (local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(bounds_ptr + group + 1)
+    row_mask = row < end
+    # The tail has no matrix, no bias and no scales: its rows become zeros.
+    row_inside = row < tl.where(group < G, end, 0)
+    row = row.to(tl.int64)
+    column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     column_mask = column < N
+    column_inside = column < tl.where(group < G, N, 0)
     a_row = row
     if row_to_token_ptr is not None:
-        a_row = tl.load(row_to_token_ptr + row, mask=row_mask, other=0)
-    k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + a_row.to(tl.int64)[:, None] * a_strides[0] + k.to(tl.int64)[None, :] * a_strides[1]
-    b_ptrs = (
-        b_ptr
-        + group.to(tl.int64) * b_strides[0]
-        + k.to(tl.int64)[:, None] * b_strides[1]
-        + column.to(tl.int64)[None, :] * b_strides[2]
+        a_row = tl.load(row_to_token_ptr + row, mask=row_mask, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    total = multiply_tile(
+        a_ptr + a_row[:, None] * a_strides[0] + k[None, :] * a_strides[1],
+        a_strides[1],
+        row_mask,
+        b_ptr + group * b_strides[0] + k[:, None] * b_strides[1] + column[None, :] * b_strides[2],
+        b_strides[1],
+        column_mask,
+        tl.where(group < G, K, 0),
+        EVEN_K,
+        INPUT_PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
     )
-    # The tail has no matrix: its rows become zeros.
-    depth = tl.where(group < G, K, 0)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-    for first in range(0, depth, BLOCK_K):
-        a_mask = row_mask[:, None]
-        b_mask = column_mask[None, :]
-        if not EVEN_K:
-            a_mask &= (first + k < K)[None, :]
-            b_mask &= (first + k < K)[:, None]
-        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
-        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        total = tl.dot(a, b, total, input_precision=INPUT_PRECISION)
-        a_ptrs += BLOCK_K * a_strides[1]
-        b_ptrs += BLOCK_K * b_strides[1]
-    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_strides[0] + column.to(tl.int64)[None, :] * out_strides[1]
+    if scale_a_ptr is not None:
+        total *= tl.load(scale_a_ptr + a_row * scale_a_strides[0], mask=row_inside, other=0.0)[:, None]
+    if scale_b_ptr is not None:
+        scale_b_ptrs = scale_b_ptr + group * scale_b_strides[0] + column * scale_b_strides[1]
+        total *= tl.load(scale_b_ptrs, mask=column_inside, other=0.0)[None, :]
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + group * bias_strides[0] + column * bias_strides[1]
+        total += tl.load(bias_ptrs, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+    if row_scale_ptr is not None:
+        total *= tl.load(row_scale_ptr + row * row_scale_strides[0], mask=row_inside, other=0.0)[:, None]
+    out_ptrs = out_ptr + row[:, None] * out_strides[0] + column[None, :] * out_strides[1]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 class PointerGroupedGemm(GroupedGemmKernel):
-    """`out[start:end] = A[start:end] @ B[g]`, one program per tile."""
+    """`GroupedGemmArguments` without an epilogue, one program per tile."""
 
     def launch(self, args: GroupedGemmArguments) -> Launch | None:
         num_columns = args.out.shape[1]
@@ -98,7 +150,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         capacity = len(table.tiles)
         return Launch(
             _grouped_gemm_kernel,
-            (capacity * triton.cdiv(num_columns, block_n),),
+            (capacity * cdiv(num_columns, block_n),),
             (
                 args.A,
                 args.A.stride(),
@@ -107,6 +159,10 @@ class PointerGroupedGemm(GroupedGemmKernel):
                 args.B.stride(),
                 args.out,
                 args.out.stride(),
+                *_with_strides(args.bias),
+                *_with_strides(args.row_scale),
+                *_with_strides(args.scale_a),
+                *_with_strides(args.scale_b),
                 table.bounds,
                 table.tiles,
                 table.num_tiles,
@@ -129,25 +185,44 @@ class PointerGroupedGemm(GroupedGemmKernel):
         )
 
 
+def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
+    return tensor, None if tensor is None else tensor.stride()
+
+
 # Every tile fits the shared memory of the smallest GPU of its generation (99 KiB). Float32 is computed without
 # tensor cores unless TF32 was asked for.
 _TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
     torch.float32: [((64, 64, 32), 4, 3), ((16, 64, 32), 4, 3)],
+    FLOAT8: [((128, 128, 128), 8, 3), ((16, 128, 128), 4, 3)],
 }
 
 
+def out_operand(dtype: torch.dtype) -> Operand:
+    """What the results of operands of this dtype can be: theirs, or float32; a float8 result would need a scale."""
+    if dtype == FLOAT8:
+        return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
+    return Operand(dtype, other_dtypes=() if dtype == torch.float32 else (torch.float32,))
+
+
 def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerGroupedGemm:
-    any_layout = Operand(dtype)
-    operands = GroupedGemmOperands(any_layout, any_layout, any_layout)
-    name = kernel_name("grouped_gemm", "pointer", dtype, design)
-    return PointerGroupedGemm(KernelMetadata(name, PointerGroupedGemm, 80, operands, design))
+    operands = GroupedGemmOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
+    return PointerGroupedGemm(
+        KernelMetadata(
+            kernel_name("grouped_gemm", "pointer", dtype, design),
+            PointerGroupedGemm,
+            FLOAT8_CC if dtype == FLOAT8 else 80,
+            operands,
+            design,
+            optional_operands=("bias", "row_scale", *(("scale_a", "scale_b") if dtype == FLOAT8 else ())),
+        )
+    )
 
 
 POINTER_KERNELS = tuple(
     _kernel(dtype, PointerDesign(*tile, gather=gather))
     for dtype, tiles in _TILES.items()
     for tile in tiles
-    for gather in (False, True)
+    for gather in ((False,) if dtype == FLOAT8 else (False, True))
 )

@@ -108,7 +108,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
         wide = args.survey.aligned and args.survey.whole and "mixed" not in layouts
         return Launch(
             _pointer_array_kernel,
-            self.grid(args, table),
+            (self.num_programs(args),),
             (table.problems, table.tile_to_problem, len(table.tile_to_problem)),
             {
                 "DTYPE": getattr(tl, str(args.A.dtype)[6:]),

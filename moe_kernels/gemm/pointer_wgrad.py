@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .._triton import tl, triton
+from .._triton import cdiv, tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, PointerDesign, WgradArguments, WgradOperands
 from .base import WgradKernel, kernel_name
+from .pointer import out_operand
 from .precision import input_precision
 
 
@@ -74,7 +75,7 @@ class PointerWgrad(WgradKernel):
         num_groups, size_k, size_n = args.out.shape
         return Launch(
             _wgrad_kernel,
-            (num_groups * triton.cdiv(size_k, block_k) * triton.cdiv(size_n, block_n),),
+            (num_groups * cdiv(size_k, block_k) * cdiv(size_n, block_n),),
             (
                 args.A,
                 args.A.stride(),
@@ -107,8 +108,7 @@ _TILES = {
 
 
 def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerWgrad:
-    any_layout = Operand(dtype)
-    operands = WgradOperands(any_layout, any_layout, any_layout)
+    operands = WgradOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
     name = kernel_name("wgrad", "pointer", dtype, design)
     return PointerWgrad(KernelMetadata(name, PointerWgrad, 80, operands, design))
 

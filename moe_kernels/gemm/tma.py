@@ -12,6 +12,7 @@ import torch
 from .._triton import tl, triton
 from ..activation import ACTIVATIONS
 from ..catalog import GroupedGemmArguments, GroupedGemmOperands, KernelMetadata, Launch, Operand, TmaDesign
+from ..launching import DESCRIPTOR_BYTES
 from .base import GroupedGemmKernel, kernel_name, num_programs
 from .ragged import ragged_descriptor, store_ragged
 
@@ -138,6 +139,10 @@ def _tma_kernel(
 
 class TmaGroupedGemm(GroupedGemmKernel):
     """`out[start:end] = A[start:end] @ B[g]`, optionally gathering A and with an activation behind."""
+
+    def scratch_bytes(self, args: GroupedGemmArguments) -> int:
+        num_descriptors = 2 + (not self.metadata.design.gather) + 2 * (self.metadata.epilogue is not None)
+        return DESCRIPTOR_BYTES * num_descriptors * num_programs(args.A)
 
     def launch(self, args: GroupedGemmArguments) -> Launch | None:
         design = self.metadata.design

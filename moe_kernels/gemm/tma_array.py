@@ -8,6 +8,7 @@ import torch
 
 from .._triton import tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, Status
+from ..launching import DESCRIPTOR_BYTES
 from .array import (
     NUM_FIELDS,
     GroupedGemmListArguments,
@@ -92,6 +93,9 @@ class TmaArrayGemm(GroupedGemmListKernel):
             return Status("expected leading dimensions of at least a row")
         return Status("takes no empty reduction" if 0 in args.survey.depths else None)
 
+    def scratch_bytes(self, args: GroupedGemmListArguments) -> int:
+        return DESCRIPTOR_BYTES * 3 * self.num_programs(args)
+
     def launch(self, args: GroupedGemmListArguments) -> Launch | None:
         if not args.survey.num_filled:
             return None
@@ -100,7 +104,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
         table = self.table(args)
         return Launch(
             _tma_array_kernel,
-            self.grid(args, table),
+            (self.num_programs(args),),
             (table.problems, table.tile_to_problem, len(table.tile_to_problem)),
             {
                 "DTYPE": getattr(tl, str(args.A.dtype)[6:]),

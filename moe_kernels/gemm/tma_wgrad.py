@@ -6,6 +6,7 @@ import torch
 
 from .._triton import tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, TmaDesign, WgradArguments, WgradOperands
+from ..launching import DESCRIPTOR_BYTES
 from .base import WgradKernel, kernel_name, num_programs
 from .ragged import load_ragged, ragged_descriptor
 
@@ -78,6 +79,10 @@ def _tma_wgrad_kernel(
 
 class TmaWgrad(WgradKernel):
     """`out[g] = A[start:end].T @ dout[start:end]`, optionally gathering one operand or both."""
+
+    def scratch_bytes(self, args: WgradArguments) -> int:
+        num_descriptors = 1 + (args.a_row_to_token is None) + (args.dout_row_to_token is None)
+        return DESCRIPTOR_BYTES * num_descriptors * num_programs(args.A)
 
     def launch(self, args: WgradArguments) -> Launch | None:
         design = self.metadata.design

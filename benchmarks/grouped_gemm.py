@@ -1,0 +1,313 @@
+"""Grouped GEMMs alone: those of a layer, forward and backward, and one plain problem, against PyTorch and cuBLAS.
+
+    python -m benchmarks.grouped_gemm --commit $(git rev-parse --short HEAD) --output results.json
+    python -m benchmarks.grouped_gemm --plot results.json
+
+Results of this package are checked before they are timed, and timings take turns in rounds. What is compared:
+
+    op                 grouped_gemm or grouped_gemm_wgrad, which makes the tile table and the output on each call
+    kernel             the kernel that the op selects, with table and output made before, as the layer runs it
+    torch_grouped_mm   torch.nn.functional.grouped_mm
+    mm_loop            one torch.mm (cuBLAS) per group, whose sizes the host knows
+    dense              one torch.mm of all rows with one matrix: the bound, computing as much but not the same
+
+`cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up, for
+the ops and for the best kernel of each design: `run` asks whether it supports its arguments, "assumed" does not, and
+"compiled" also has a compiled artifact, so that nothing is inspected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
+from moe_kernels.catalog import Kernel
+from moe_kernels.testing import assert_accurate, make_logits
+from moe_kernels.tuning import select
+
+from .layer import environment, print_table
+from .shapes import SHAPES, TINY, Shape
+from .timing import Timing, time_interleaved
+
+GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
+COLUMNS = ("shape", "gemm", "routing", "implementation", "kernel", "ms", "tflops", "share_of_dense", "cpu_us")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One grouped GEMM. `wgrad` reduces over rows: out[g] = a[start:end].T @ b[start:end], else out = a @ b[g]."""
+
+    shape: str
+    gemm: str
+    routing: str
+    offsets: Tensor  # [G] int32
+    num_rows: int
+    size_k: int
+    size_n: int
+    transposed: bool = False  # b is stored as [G, N, K]
+    wgrad: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.num_rows * self.size_k * self.size_n
+
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # a, b, offsets
+        generator = torch.Generator(self.offsets.device).manual_seed(0)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, device=self.offsets.device, dtype=dtype, generator=generator)
+
+        a = normal(self.num_rows, self.size_k)
+        if self.wgrad:
+            return a, normal(self.num_rows, self.size_n), self.offsets
+        if self.transposed:
+            return a, normal(len(self.offsets), self.size_n, self.size_k).transpose(1, 2), self.offsets
+        return a, normal(len(self.offsets), self.size_k, self.size_n), self.offsets
+
+
+def layer_problems(shape: Shape, routing: str, device: str) -> Iterator[Problem]:
+    """The six GEMMs of a layer, with weights stored as w_up [E, 2F, D] and w_down [E, D, F]."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = make_logits(shape.num_tokens, shape.num_experts, routing, device, generator)
+    experts = reference.topk_routing(logits, shape.top_k).topk_experts
+    offsets = reference.sort_by_expert(experts, shape.num_experts).offsets
+    problem = partial(Problem, shape.name, routing=routing, offsets=offsets, num_rows=shape.num_rows)
+    d_model, d_ff = shape.d_model, shape.d_ff
+    yield problem("up", size_k=d_model, size_n=2 * d_ff, transposed=True)
+    yield problem("down", size_k=d_ff, size_n=d_model, transposed=True)
+    yield problem("up_dgrad", size_k=2 * d_ff, size_n=d_model)
+    yield problem("down_dgrad", size_k=d_model, size_n=d_ff)
+    yield problem("up_wgrad", size_k=2 * d_ff, size_n=d_model, wgrad=True)
+    yield problem("down_wgrad", size_k=d_model, size_n=d_ff, wgrad=True)
+
+
+def plain_problem(num_rows: int, num_groups: int, size_k: int, size_n: int, device: str) -> Problem:
+    """Equal groups and matrices stored as [G, K, N]."""
+    offsets = (torch.arange(1, num_groups + 1, device=device) * num_rows // num_groups).int()
+    name = f"{num_rows}x{size_n}x{size_k}-g{num_groups}"
+    return Problem(name, "plain", "even", offsets, num_rows, size_k, size_n)
+
+
+def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """What is timed; each returns its result."""
+    ends = offsets.tolist()
+    pieces = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if problem.wgrad:
+        out = a.new_empty(len(ends), problem.size_k, problem.size_n)
+
+        def mm_loop() -> Tensor:
+            for g, rows in enumerate(pieces):
+                torch.mm(a[rows].t(), b[rows], out=out[g])
+            return out
+
+        return {
+            "op": partial(grouped_gemm_wgrad, a, b, offsets),
+            "kernel": selected_kernel(problem, a, b, offsets),
+            "torch_grouped_mm": partial(functional.grouped_mm, a.t(), b, offs=offsets),
+            "mm_loop": mm_loop,
+            "dense": partial(torch.mm, a.t(), b),
+        }
+    out = a.new_empty(problem.num_rows, problem.size_n)
+
+    def mm_loop() -> Tensor:
+        for matrix, rows in zip(b, pieces, strict=True):
+            torch.mm(a[rows], matrix, out=out[rows])
+        return out
+
+    return {
+        "op": partial(grouped_gemm, a, b, offsets),
+        "kernel": selected_kernel(problem, a, b, offsets),
+        "torch_grouped_mm": partial(functional.grouped_mm, a, b, offs=offsets),
+        "mm_loop": mm_loop,
+        "dense": partial(torch.mm, a, b[0]),
+    }
+
+
+def kernel_arguments(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> GroupedGemmArguments | WgradArguments:
+    """Arguments that hold the output and, for the selected kernel's tile height, the table."""
+    if problem.wgrad:
+        out = a.new_empty(len(offsets), problem.size_k, problem.size_n)
+        return WgradArguments(a, b, out, bounds=reference.tile_table(offsets, len(a), 128).bounds)
+    out = a.new_empty(problem.num_rows, problem.size_n)
+    height = select(GroupedGemmArguments(a, b, out, offsets=offsets)).metadata.design.tile_shape[0]
+    return GroupedGemmArguments(a, b, out, tile_table=reference.tile_table(offsets, len(a), height))
+
+
+def selected_kernel(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> Callable[[], Tensor]:
+    args = kernel_arguments(problem, a, b, offsets)
+    kernel = select(args)
+
+    def run() -> Tensor:
+        kernel.run(args)
+        return args.out
+
+    return run
+
+
+def check(problem: Problem, functions: dict[str, Callable[[], Tensor]], operands: tuple[Tensor, ...]) -> None:
+    """The tests' error budget for what is ours; float32 without TF32 is exact beside 16-bit results."""
+    op = reference.grouped_gemm_wgrad if problem.wgrad else reference.grouped_gemm
+    a, b, offsets = operands
+    wider = torch.float64 if a.dtype == torch.float32 else torch.float32
+    baseline, exact = op(a, b, offsets), op(a.to(wider), b.to(wider), offsets)
+    for name in ("op", "kernel"):
+        assert_accurate(functions[name](), baseline, exact, f"{problem.shape} {problem.gemm} {name}")
+
+
+def measure_cpu(functions: dict[str, Callable[[], object]], device: str) -> dict[str, float]:
+    """Microseconds until each call returns: the median of the means of 20 calls."""
+    num_calls, num_samples = (20, 25) if device == "cuda" else (1, 3)  # the CPU waits for what it computes itself
+    result = {}
+    for name, function in functions.items():
+        samples = []
+        for _ in range(num_samples):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(num_calls):
+                function()
+            samples.append((time.perf_counter() - start) / num_calls)
+        result[name] = 1e6 * statistics.median(samples)
+    return result
+
+
+def bench_problem(problem: Problem, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
+    """Rows of results for one problem."""
+    device = problem.offsets.device.type
+    operands = problem.operands(dtype)
+    functions = implementations(problem, *operands)
+    check(problem, functions, operands)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    kernel = select(kernel_arguments(problem, *operands)).metadata.kernel_name
+    names = {"op": kernel, "kernel": kernel}
+    return [_row(problem, name, names.get(name), timing, timings["dense"].ms) for name, timing in timings.items()]
+
+
+def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
+    """Rows with the CPU time of a call, on a problem that takes the GPU less long than a call takes the CPU."""
+    problem = plain_problem(512, 4, 128, 256, device)
+    operands = problem.operands(dtype)
+    functions = implementations(problem, *operands)
+    check(problem, functions, operands)
+    args = kernel_arguments(problem, *operands)
+    del functions["kernel"]
+    for kernel in _one_of_each_design(get_kernels(args)):
+        artifact, name = kernel.compile(args), kernel.metadata.kernel_name
+        made = kernel.with_metadata(args, None)  # the tile table of its own height
+        functions[f"run {name}"] = partial(kernel.run, made)
+        functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
+        functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
+    return [
+        {**_sizes(problem), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}
+        for name, microseconds in measure_cpu(functions, device).items()
+    ]
+
+
+def _one_of_each_design(kernels: list[Kernel]) -> list[Kernel]:
+    """The best of each."""
+    return list({type(kernel): kernel for kernel in reversed(kernels)}.values())
+
+
+def _sizes(problem: Problem) -> dict:
+    return {
+        "shape": problem.shape,
+        "gemm": problem.gemm,
+        "routing": problem.routing,
+        "R": problem.num_rows,
+        "G": len(problem.offsets),
+        "K": problem.size_k,
+        "N": problem.size_n,
+    }
+
+
+def _row(problem: Problem, implementation: str, kernel: str | None, timing: Timing, dense_ms: float) -> dict:
+    return {
+        **_sizes(problem),
+        "implementation": implementation,
+        "kernel": kernel,
+        **timing._asdict(),
+        "tflops": problem.flops / timing.ms / 1e9,
+        "share_of_dense": dense_ms / timing.ms,
+    }
+
+
+def plot(path: Path) -> Path:
+    """A line per implementation: the share of dense cuBLAS over the shapes under even routing, one panel per GEMM."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in json.loads(path.read_text()) if row["gemm"] in GEMMS and row["routing"] == "even"]
+    figure, axes = plt.subplots(2, 3, figsize=(14, 8), sharey=True)
+    for axis, gemm in zip(axes.flat, GEMMS, strict=True):
+        for implementation in ("op", "kernel", "torch_grouped_mm", "mm_loop"):
+            line = [r for r in rows if r["gemm"] == gemm and r["implementation"] == implementation]
+            shapes, shares = [r["shape"] for r in line], [r["share_of_dense"] for r in line]
+            axis.plot(shapes, shares, marker="o", label=implementation)
+        axis.tick_params(axis="x", rotation=30)
+        axis.set_title(gemm)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("share of dense cuBLAS")
+    axes[0, 0].legend()
+    figure.suptitle(f"{rows[0]['gpu']}, even routing ({path.name})")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    return path.with_suffix(".png")
+
+
+def runs(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[list[dict]]:
+    """Rows of one problem after the other."""
+    bench = partial(bench_problem, dtype=dtype, rounds=options.rounds, round_ms=options.round_ms)
+    yield bench_cpu(options.device, dtype)
+    plain = (8192, 12, 1024, 2048) if options.device == "cuda" else (64, 3, 32, 16)
+    yield bench(plain_problem(*plain, options.device))
+    for name in options.shapes:
+        shape = TINY if name == TINY.name else SHAPES[name]
+        for routing in options.routing:
+            for problem in layer_problems(shape, routing, options.device):
+                if problem.gemm in options.gemms:
+                    yield bench(problem)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, TINY.name], default=list(SHAPES))
+    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=GEMMS)
+    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=100.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
+    options = parser.parse_args()
+    if options.plot:
+        print(plot(options.plot))
+        return
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    rows = []
+    for measured in runs(options, dtype):
+        rows += [{**row, **environment(options.device, options.commit)} for row in measured]
+        print_table([{column: row.get(column) for column in COLUMNS} for row in measured], COLUMNS)
+        if options.output:  # after every problem, so that a stopped run keeps what it measured
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

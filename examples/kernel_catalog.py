@@ -1,0 +1,68 @@
+"""The catalog of GEMM kernels: discover, filter, ask, compile, and run on a stream and in memory of one's own.
+
+    python examples/kernel_catalog.py
+
+Listing and asking need no GPU. Without one the kernels run in Triton's interpreter, on smaller matrices.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Read when the kernels are defined: set before they are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from moe_kernels import GroupedGemmArguments, TmaDesign, get_kernels, is_device_cc_supported
+
+ON_GPU = torch.cuda.is_available()
+
+
+def discover() -> None:
+    print(f"{len(get_kernels())} kernels, {len(get_kernels(cc=80))} of them for compute capability 8.0")
+    persistent = get_kernels(metadata_filter=lambda m: m.design.persistent and m.operands.A.dtype == torch.bfloat16)
+    print(f"{len(persistent)} are persistent and take bfloat16")
+    tall = get_kernels(metadata_filter=lambda m: m.design.tile_shape[0] == 128 and isinstance(m.design, TmaDesign))
+    print(f"{len(tall)} load through TMA in tiles of 128 rows, such as {tall[0].metadata.kernel_name}")
+
+
+def make_arguments() -> GroupedGemmArguments:
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    num_rows, num_groups, size_k, size_n = (8192, 12, 1024, 2048) if ON_GPU else (24, 3, 32, 64)
+    a = torch.randn(num_rows, size_k, device=device, dtype=dtype)
+    b = torch.randn(num_groups, size_k, size_n, device=device, dtype=dtype)
+    offsets = (torch.arange(1, num_groups + 1, device=device) * num_rows // num_groups).int()
+    return GroupedGemmArguments(a, b, torch.empty(num_rows, size_n, device=device, dtype=dtype), offsets=offsets)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    discover()
+    print("Hopper or later:", is_device_cc_supported({90, 100}).error or "yes")
+
+    args = make_arguments()
+    kernel, *others = get_kernels(args)  # best first
+    print(f"{1 + len(others)} kernels support the arguments, the best is {kernel.metadata.kernel_name}")
+    wrong = get_kernels(metadata_filter=lambda m: m.operands.A.dtype == torch.float16)[0]
+    print(f"{wrong.metadata.kernel_name} does not: {wrong.supports(args).error}")
+
+    artifact = kernel.compile(args)  # for every call with the same static properties
+    stream = torch.cuda.Stream() if ON_GPU else None
+    num_bytes = kernel.get_workspace_size(args)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=args.A.device)
+    print(f"compiled; it needs a workspace of {num_bytes} bytes")
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())  # which makes the operands
+    kernel.run(args, artifact, stream=stream, workspace=workspace, assume_supported_args=True)
+    if stream is not None:
+        stream.synchronize()
+
+    expected = torch.nn.functional.grouped_mm(args.A, args.B, offs=args.offsets)
+    # Sums in another order differ by a little of the largest.
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(args.out, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=1e-3 * largest)
+    print("the result agrees with torch.nn.functional.grouped_mm")
+
+
+if __name__ == "__main__":
+    main()

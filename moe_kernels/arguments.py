@@ -1,0 +1,179 @@
+"""What the kernels of the catalog are asked to compute: one class of arguments per form of GEMM.
+
+Tensors may be given as any objects with `__dlpack__`; they are taken over without a copy. `error` says what is wrong
+with shapes, dtypes and devices that no kernel could compute. What one kernel asks beyond that is in its metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .reference import TileTable
+
+
+class Arguments:
+    """Base of the argument classes: A, the operands by name, and checks of what all kernels need."""
+
+    A: Tensor
+    accumulator_type: torch.dtype
+    tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
+    operand_names: ClassVar[tuple[str, ...]]  # those of them that KernelMetadata.operands describes
+
+    def __post_init__(self) -> None:
+        for name in self.tensors:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                object.__setattr__(self, name, torch.from_dlpack(value))
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.operand_names}
+
+    def error(self) -> str | None:
+        """What no kernel could compute, naming the operand; None if all is well."""
+        device = self.A.device
+        for name in self.tensors:
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != device:
+                return f"Operand `{name}`: expected device {device} as A, got {tensor.device}"
+        return self.shape_error()
+
+    def shape_error(self) -> str | None:
+        raise NotImplementedError
+
+    def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
+        """What is wrong with an optional tensor's shape and dtype."""
+        tensor = getattr(self, name)
+        if tensor is None:
+            return None
+        if tensor.shape != shape:
+            return f"Operand `{name}`: expected shape {list(shape)}, got {list(tensor.shape)}"
+        if dtype is not None and tensor.dtype != dtype:
+            return f"Operand `{name}`: expected {dtype}, got {tensor.dtype}"
+        return None
+
+    def _expect_rank(self, name: str, *ranks: int) -> str | None:
+        tensor = getattr(self, name)
+        if tensor.dim() not in ranks:
+            return f"Operand `{name}`: expected {' or '.join(map(str, ranks))} axes, got shape {list(tensor.shape)}"
+        return None
+
+    def _expect_one_of(self, *names: str) -> str | None:
+        if all(getattr(self, name) is None for name in names):
+            return f"Operand `{names[0]}`: expected it or {names[1]}, got neither"
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedGemmArguments(Arguments):
+    """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
+
+    With an epilogue, `preactivation` holds this product, N is 2F, and `out` is its activation.
+    """
+
+    tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")
+    operand_names = ("A", "B", "out")
+    optional_operands: ClassVar[tuple[str, ...]] = ("bias", "row_scale", "scale_a", "scale_b")
+
+    A: Tensor  # [R, K]; [T, K] with row_to_token
+    B: Tensor  # [G, K, N]
+    out: Tensor  # [R, N]; [R, F] with an epilogue
+    accumulator_type: torch.dtype = torch.float32
+    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
+    row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
+    tile_table: TileTable | None = None
+    epilogue: str | None = None  # an activation
+    preactivation: Tensor | None = None  # [R, 2F], with an epilogue
+    zero_tail: bool = True  # write zeros to the rows past the last offset; otherwise they are left alone
+    bias: Tensor | None = None  # [G, N]
+    row_scale: Tensor | None = None  # [R] float32
+    scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
+    scale_b: Tensor | None = None  # [G, N] float32
+
+    @property
+    def product(self) -> Tensor:  # [R, N]
+        return self.out if self.epilogue is None else self.preactivation
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
+            return error
+        (num_a_rows, depth), (num_groups, _, num_columns) = self.A.shape, self.B.shape
+        num_rows = len(self.out)
+        if self.epilogue is not None and num_columns % 2:
+            return f"Operand `B`: expected an even number of columns with an epilogue, got shape {list(self.B.shape)}"
+        return (
+            self._expect("B", num_groups, depth, num_columns)
+            or (num_a_rows != num_rows and self.row_to_token is None and self._expect("A", num_rows, depth))
+            or self._expect("out", num_rows, num_columns if self.epilogue is None else num_columns // 2)
+            or self._expect("offsets", num_groups, dtype=torch.int32)
+            or self._expect("row_to_token", num_rows, dtype=torch.int32)
+            or self._expect("preactivation", num_rows, num_columns, dtype=self.out.dtype)
+            or self._expect("bias", num_groups, num_columns)
+            or self._expect("row_scale", num_rows, dtype=torch.float32)
+            or self._expect("scale_a", num_a_rows, dtype=torch.float32)
+            or self._expect("scale_b", num_groups, num_columns, dtype=torch.float32)
+            or self._expect_one_of("offsets", "tile_table")
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class WgradArguments(Arguments):
+    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
+
+    tensors = ("A", "dout", "out", "offsets", "a_row_to_token", "dout_row_to_token", "bounds")
+    operand_names = ("A", "dout", "out")
+
+    A: Tensor  # [R, K]; [T, K] with a_row_to_token
+    dout: Tensor  # [R, N]; [T, N] with dout_row_to_token
+    out: Tensor  # [G, K, N]
+    accumulator_type: torch.dtype = torch.float32
+    offsets: Tensor | None = None  # [G] int32; not read when bounds is given
+    a_row_to_token: Tensor | None = None  # [R] int32
+    dout_row_to_token: Tensor | None = None  # [R] int32
+    bounds: Tensor | None = None  # [G + 2] int32, as in TileTable
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.A if self.a_row_to_token is None else self.a_row_to_token)
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("dout", 2) or self._expect_rank("out", 3):
+            return error
+        num_rows, num_groups = self.num_rows, len(self.out)
+        size_k, size_n = self.A.shape[1], self.dout.shape[1]
+        return (
+            (self.dout_row_to_token is None and self._expect("dout", num_rows, size_n))
+            or self._expect("out", num_groups, size_k, size_n)
+            or self._expect("offsets", num_groups, dtype=torch.int32)
+            or self._expect("a_row_to_token", num_rows, dtype=torch.int32)
+            or self._expect("dout_row_to_token", num_rows, dtype=torch.int32)
+            or self._expect("bounds", num_groups + 2, dtype=torch.int32)
+            or self._expect_one_of("offsets", "bounds")
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GemmArguments(Arguments):
+    """out = A @ B, dense, or for each l in a batch of L matrices."""
+
+    tensors = ("A", "B", "out")
+    operand_names = ("A", "B", "out")
+
+    A: Tensor  # [M, K] or [L, M, K]
+    B: Tensor  # [K, N] or [L, K, N]
+    out: Tensor  # [M, N]; [L, M, N] if A or B is batched
+    accumulator_type: torch.dtype = torch.float32
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):
+            return error
+        batch = {len(tensor) for tensor in (self.A, self.B) if tensor.dim() == 3}
+        if len(batch) > 1:
+            return f"Operand `B`: expected a batch of {len(self.A)} as A, got {list(self.B.shape)}"
+        return self._expect("B", *self.B.shape[:-2], self.A.shape[-1], self.B.shape[-1]) or self._expect(
+            "out", *batch, self.A.shape[-2], self.B.shape[-1]
+        )

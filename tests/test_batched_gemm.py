@@ -1,0 +1,140 @@
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import GemmArguments, batched_gemm, get_kernels, reference
+from moe_kernels.batched_gemm import _batched_gemm_op
+from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
+
+from .dtypes import DTYPES
+
+triton_gemm = partial(batched_gemm, implementation="triton")
+
+# (L of a, L of b, M, K, N); L is None without a batch
+CASES = {
+    "batched": (2, 2, 40, 64, 72),
+    "dense": (None, None, 130, 33, 47),
+    "shared_b": (3, None, 17, 40, 24),
+    "shared_a": (None, 3, 17, 40, 24),
+    "one_element": (1, 1, 1, 1, 1),
+    "no_rows": (2, 2, 0, 32, 16),
+    "no_batch": (0, 0, 8, 32, 16),
+}
+if torch.cuda.is_available():
+    CASES["large"] = (4, 4, 1000, 520, 328)
+
+
+def draw(case, dtype, device, seed=0):
+    batch_a, batch_b, size_m, size_k, size_n = CASES[case]
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(batch, *shape):
+        shape = shape if batch is None else (batch, *shape)
+        return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+    return normal(batch_a, size_m, size_k), normal(batch_b, size_k, size_n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_reference(case, dtype, device):
+    check_accuracy(triton_gemm, reference.batched_gemm, partial(draw, case, dtype, device), ("out", "da", "db"))
+
+
+@pytest.mark.parametrize("case", ["batched", "shared_b"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_float32_results_of_16_bit_operands(dtype, case, device):
+    def wide(op, a, b):
+        return op(a, b, out_dtype=torch.float32 if a.dtype == dtype else None)
+
+    draw_case = partial(draw, case, dtype, device)
+    check_accuracy(partial(wide, triton_gemm), partial(wide, reference.batched_gemm), draw_case, ("out", "da", "db"))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32], ids=str)
+def test_integers_are_exact(out_dtype, implementation, device):
+    """(L, M, N, K) = (2, 128, 256, 64): every sum is below 2048, which float16 holds."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-4, 5, (2, 128, 64), generator=generator)
+    b = torch.randint(-4, 5, (2, 64, 256), generator=generator)
+    out = batched_gemm(*(t.half().to(device) for t in (a, b)), out_dtype=out_dtype, implementation=implementation)
+    assert out.dtype == out_dtype and torch.equal(out.cpu().long(), a @ b)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_worked_by_hand(implementation, device):
+    a = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]], device=device)
+    b = torch.tensor([[1.0], [10.0]], device=device)
+    assert batched_gemm(a, b, implementation=implementation).tolist() == [[[21.0]], [[43.0]]]
+
+
+@pytest.mark.parametrize(
+    "kernel", get_kernels(metadata_filter=lambda m: m.kernel_class.arguments_class is GemmArguments)
+)
+def test_each_kernel(kernel, device):
+    dtype = kernel.metadata.operands.A.dtype
+    if dtype not in DTYPES:
+        pytest.skip(f"no {dtype} in the interpreter")
+    for case in CASES:
+        a, b = draw(case, dtype, device)
+        shape = reference.batched_gemm(a, b).shape
+        # Every stride is unlike a contiguous tensor's.
+        out = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=dtype, device=device)[..., ::2]
+        args = GemmArguments(a.mT.contiguous().mT, b.mT.contiguous().mT, out)
+        assert kernel.supports(args)
+        kernel.run(args)
+        assert_accurate(out, reference.batched_gemm(a, b), reference.batched_gemm(*to_float64((a, b))), case)
+
+
+def test_repeats_bitwise(device):
+    a, b = draw("shared_b", DTYPES[-1], device)
+    leaves = [a.requires_grad_(), b.requires_grad_()]
+
+    def step():
+        out = triton_gemm(*leaves)
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    first = step()
+    for _ in range(20 if device == "cuda" else 2):
+        assert all(torch.equal(x, y) for x, y in zip(step(), first, strict=True))
+
+
+def test_gradcheck_of_reference():
+    for case in ("batched", "shared_a", "shared_b"):
+        a, b = (t.requires_grad_() for t in to_float64(draw(case, torch.float32, "cpu")))
+        torch.autograd.gradcheck(reference.batched_gemm, (a[..., :3, :2], b[..., :2, :3]))
+
+
+def test_opcheck(device):
+    for case in ("batched", "shared_a", "shared_b"):
+        a, b = (t.requires_grad_() for t in draw(case, torch.float32, device))
+        torch.library.opcheck(_batched_gemm_op, (a, b, torch.float32))
+
+
+def test_compiles_without_graph_break(device):
+    a, b = draw("shared_a", torch.float32, device)
+    a.requires_grad_()
+    out = torch.compile(triton_gemm, fullgraph=True, backend="aot_eager")(a, b)
+    assert torch.equal(out, triton_gemm(a, b))
+    actual, expected = (torch.autograd.grad(o.sum(), a)[0] for o in (out, triton_gemm(a, b)))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "message"),
+    [
+        (torch.zeros(3), torch.zeros(3, 4), {}, r"a must be \[M, K\], got \[3\]"),
+        (torch.zeros(2, 3), torch.zeros(4, 4), {}, r"b must be \[K, N\] with K=3, got \[4, 4\]"),
+        (torch.zeros(2, 5, 3), torch.zeros(3, 3, 4), {}, r"b must be \[L, K, N\] with L=2, K=3, got \[3, 3, 4\]"),
+        (torch.zeros(2, 3), torch.zeros(3, 4).half(), {}, "one floating-point dtype"),
+        (torch.zeros(2, 3).int(), torch.zeros(3, 4).int(), {}, "one floating-point dtype"),
+        (torch.zeros(2, 3), torch.zeros(3, 4, device="meta"), {}, "one device"),
+        (torch.zeros(2, 3), torch.zeros(3, 4), {"out_dtype": torch.float16}, "do not give out_dtype torch.float16"),
+        (torch.zeros(2, 3).to(torch.float8_e4m3fn), torch.zeros(3, 4).to(torch.float8_e4m3fn), {}, "16 bits or more"),
+    ],
+)
+def test_bad_input(a, b, options, message):
+    with pytest.raises(ValueError, match=message):
+        batched_gemm(a, b, **options)
