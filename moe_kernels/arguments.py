@@ -167,6 +167,7 @@ class GemmArguments(Arguments):
     B: Tensor  # [K, N] or [L, K, N]
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
+    tile_table: TileTable | None = None  # of the batch as groups of rows, for kernels that need one
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):

@@ -48,9 +48,10 @@ def grouped_gemm(
         out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
 
     so a routing weight as `row_scale` weighs the bias too, as in the weighted sum of the experts' outputs. Any strides:
-    a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32; float32 operands
-    use TF32 only after `torch.set_float32_matmul_precision`. Rows at or past `offsets[-1]` are zeros in the result and
-    are never read, so NaN there reaches neither it nor a gradient. Deterministic, and never waits for the GPU.
+    a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32; of float8, after
+    every 128 products, which the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
+    `torch.set_float32_matmul_precision`. Rows at or past `offsets[-1]` are zeros in the result and are never read, so
+    NaN there reaches neither it nor a gradient. Deterministic, and never waits for the GPU.
 
     Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s strides,
     zeros for empty groups. Their GEMMs take upstream gradients rounded to the dtype of `a`.

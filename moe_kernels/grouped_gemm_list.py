@@ -87,8 +87,8 @@ class GroupedProblem:
         if out_list is None:
             out_list = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
         args = GroupedGemmListArguments(tuple(a_list), tuple(b_list), tuple(out_list))
-        if args.error:
-            raise ValueError(f"{op}: {args.error}")
+        if error := args.error():
+            raise ValueError(f"{op}: {error}")
         if kernel is None and choose(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
         kernel = kernel or select(args)

@@ -26,10 +26,10 @@ from .gemm.jagged import JaggedGemmArguments
 
 TABLES = Path(__file__).parent / "tables"
 
-_KEYED = (
-    GroupedGemmListArguments,
-    JaggedGemmArguments,
-)  # arguments that make their own keys; their kernels estimate the work
+# Arguments that make their own keys; their kernels estimate the work.
+_KEYED = (GroupedGemmListArguments, JaggedGemmArguments)
+# Multiplications in the time of the two small launches that make a table of tiles.
+_TABLE_LAUNCHES = 1e9
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
@@ -185,7 +185,9 @@ def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
         rows_per_group = max(cdiv(len(args.out), num_groups), 1)
         work = _padded(rows_per_group, tile[0]) * _padded(num_columns, tile[1])
     elif isinstance(args, GemmArguments):
-        work = _padded(args.out.shape[-2], tile[0]) * _padded(args.out.shape[-1], tile[1])
+        num_batches, num_rows, num_columns = (1, *args.out.shape)[-3:]
+        work = num_batches * _padded(num_rows, tile[0]) * _padded(num_columns, tile[1]) * args.A.shape[-1]
+        return work / _speed(kernel.metadata.design) + (_TABLE_LAUNCHES if kernel.metadata_bytes(args) else 0)
     else:
         _, size_k, size_n = args.out.shape
         work = _padded(size_k, tile[0]) * _padded(size_n, tile[1])

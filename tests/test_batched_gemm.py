@@ -3,8 +3,9 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import GemmArguments, batched_gemm, get_kernels, reference
+from moe_kernels import GemmArguments, PointerDesign, batched_gemm, get_kernels, reference
 from moe_kernels.batched_gemm import _batched_gemm_op
+from moe_kernels.catalog import device_cc
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from .dtypes import DTYPES
@@ -70,22 +71,54 @@ def test_worked_by_hand(implementation, device):
     assert batched_gemm(a, b, implementation=implementation).tolist() == [[[21.0]], [[43.0]]]
 
 
-@pytest.mark.parametrize(
-    "kernel", get_kernels(metadata_filter=lambda m: m.kernel_class.arguments_class is GemmArguments)
-)
+KERNELS = get_kernels(metadata_filter=lambda metadata: metadata.kernel_class.arguments_class is GemmArguments)
+
+
+def by_columns(tensor):
+    return tensor.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
 def test_each_kernel(kernel, device):
-    dtype = kernel.metadata.operands.A.dtype
-    if dtype not in DTYPES:
-        pytest.skip(f"no {dtype} in the interpreter")
+    operands, design = kernel.metadata.operands, kernel.metadata.design
+    dtype, is_pointer = operands.A.dtype, isinstance(design, PointerDesign)
+    if dtype not in DTYPES or kernel.obstacle:
+        pytest.skip(kernel.obstacle or f"no {dtype} in the interpreter")
+    num_supported = 0
     for case in CASES:
         a, b = draw(case, dtype, device)
         shape = reference.batched_gemm(a, b).shape
-        # Every stride is unlike a contiguous tensor's.
-        out = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=dtype, device=device)[..., ::2]
-        args = GemmArguments(a.mT.contiguous().mT, b.mT.contiguous().mT, out)
-        assert kernel.supports(args)
-        kernel.run(args)
-        assert_accurate(out, reference.batched_gemm(a, b), reference.batched_gemm(*to_float64((a, b))), case)
+        out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        args = GemmArguments(a, by_columns(b) if operands.B.layout == "column" else b, out)
+        if is_pointer:
+            # Every stride is unlike a contiguous tensor's.
+            out = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=dtype, device=device)[..., ::2]
+            args = GemmArguments(by_columns(a), by_columns(b), out)
+        if kernel.supports(args):
+            num_supported += 1
+            kernel.run(args)
+            assert_accurate(out, reference.batched_gemm(a, b), reference.batched_gemm(*to_float64((a, b))), case)
+    on_other_gpu = torch.cuda.is_available() and not kernel.runs_on(device_cc(torch.device("cuda", 0)))
+    assert num_supported >= (0 if on_other_gpu else len(CASES) if is_pointer else 2)
+
+
+def test_batches_that_are_no_rows_name_the_operand():
+    (kernel,) = get_kernels(metadata_filter=lambda m: m.kernel_name == "gemm_tma_float16_64x256x64_w4_s4_b_row")
+
+    def zeros(*shape):
+        return torch.zeros(*shape, dtype=torch.float16)
+
+    spread = zeros(4, 16, 64)[::2]
+    for operands, error in [
+        ((spread, zeros(2, 64, 32), zeros(2, 16, 32)), "Operand `A`: expected matrices behind each other"),
+        ((zeros(2, 16, 64), zeros(2, 64, 64), spread), "Operand `out`: expected matrices behind each other"),
+        (
+            (zeros(16, 64), zeros(2, 64, 32), zeros(2, 16, 32)),
+            "Operand `A`: this kernel takes none that a batch shares",
+        ),
+        ((zeros(16, 64), zeros(2, 64, 32), zeros(16, 32)), "Operand `out`: expected a batch as B"),
+    ]:
+        assert kernel.supports(GemmArguments(*operands)).error.startswith(error)
 
 
 def test_repeats_bitwise(device):

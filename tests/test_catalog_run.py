@@ -9,6 +9,7 @@ import torch
 from moe_kernels import (
     GemmArguments,
     GroupedGemmArguments,
+    JaggedGemmArguments,
     PointerDesign,
     TmaDesign,
     WarpSpecializedDesign,
@@ -43,7 +44,17 @@ def gemm_arguments(device, dtype=FLOAT16):
     return GemmArguments(args.A, args.B[0], args.out)
 
 
-ARGUMENTS = {"grouped": grouped_arguments, "wgrad": wgrad_arguments, "gemm": gemm_arguments}
+def jagged_arguments(device, dtype=FLOAT16):
+    args = grouped_arguments(device, dtype)
+    return JaggedGemmArguments(args.A, args.B[0], args.out, torch.tensor([3, 20, 37], device=device))
+
+
+ARGUMENTS = {
+    "grouped": grouped_arguments,
+    "wgrad": wgrad_arguments,
+    "gemm": gemm_arguments,
+    "jagged": jagged_arguments,
+}
 
 
 def expected_result(args):
@@ -51,6 +62,8 @@ def expected_result(args):
         return reference.grouped_gemm(args.A, args.B, args.offsets)
     if isinstance(args, WgradArguments):
         return reference.grouped_gemm_wgrad(args.A, args.dout, args.offsets)
+    if isinstance(args, JaggedGemmArguments):
+        return reference.jagged_gemm(args.A, args.B, args.group_offsets)
     return args.A @ args.B
 
 
@@ -65,6 +78,17 @@ def test_best_first(form, device, monkeypatch):
     monkeypatch.setattr(tuning, "table_for", lambda device: table)
     measured = get_kernels(args)
     assert [measured[0], *(k for k in kernels[:-1])] == [kernels[-1], *measured[1:]]
+
+
+def test_a_small_product_makes_no_table(device):
+    """Two launches for a table pay only for large products."""
+    small = gemm_arguments(device)
+    assert not tuning.select(small).metadata_bytes(small)
+    rows = small.out.new_empty(1, 4096).expand(65536, 4096)  # without the memory
+    large = GemmArguments(rows, rows[:4096], rows)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels with a table are for capability 9.0")
+    assert get_kernels(large)[0].metadata_bytes(large)
 
 
 def test_filters():
@@ -207,7 +231,7 @@ def test_workspace(form, device):
     args = ARGUMENTS[form](device)
     for kernel in get_kernels(args):
         num_bytes = kernel.get_workspace_size(args)
-        assert (num_bytes == 0) == (form == "gemm")
+        assert (num_bytes == 0) == (form == "gemm" and isinstance(kernel.metadata.design, PointerDesign))
         kernel.run(args)
         expected = args.out.clone()
         # Exactly as much as was asked for, and poisoned behind.

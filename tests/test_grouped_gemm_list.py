@@ -1,6 +1,7 @@
 import dataclasses
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -178,6 +179,33 @@ def test_prepared_problem_with_a_kernel_of_choice(device):
     other = next(kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float32)
     with pytest.raises(ValueError, match=r"Operand `A`: expected torch\.float32, got torch\.float16"):
         GroupedProblem.from_lists(a_list, b_list, kernel=other)
+
+
+def test_artifact_and_workspace(device):
+    a_list, b_list = draw("unlike", torch.float16, device)
+    outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
+    args = GroupedGemmListArguments(a_list, b_list, outs)
+    expected = joined(reference_list(a_list, b_list))
+    for kernel in get_kernels(args):
+        for out in outs:
+            out.fill_(torch.nan)
+        artifact = kernel.compile(args)
+        assert joined(outs).isnan().all(), "compiling writes nothing"
+        num_bytes = kernel.get_workspace_size(args)
+        # Exactly as much as was asked for, and poisoned behind.
+        memory = torch.full((num_bytes + 256,), 255, dtype=torch.uint8, device=device)
+        memory = memory[-memory.data_ptr() % 128 :]
+        kernel.run(args, artifact, workspace=memory[:num_bytes])
+        torch.testing.assert_close(joined(outs), expected)
+        assert (memory[num_bytes:] == 255).all() and (memory[num_bytes - 1 - args.A.element_size() :] != 255).any()
+        with pytest.raises(ValueError, match=f"hold {num_bytes} bytes"):
+            kernel.run(args, workspace=memory[: num_bytes - 1])
+
+
+def test_any_dlpack_tensor():
+    a, b, out = np.eye(3, dtype=np.float32), np.ones((3, 5), dtype=np.float32), np.zeros((3, 5), dtype=np.float32)
+    args = GroupedGemmListArguments([a], [b], [out])
+    assert args.error() is None and args.out_list[0].data_ptr() == out.ctypes.data
 
 
 def test_prepared_problem_of_the_reference(device):

@@ -1,5 +1,6 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
+from .batched import BATCHED_KERNELS
 from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
 from .pointer import POINTER_KERNELS
 from .pointer_array import POINTER_ARRAY_KERNELS
@@ -20,5 +21,6 @@ ALL_KERNELS = (
     *POINTER_ARRAY_KERNELS,
     *JAGGED_KERNELS,
     *FLOAT32_WGRAD_KERNELS,
+    *BATCHED_KERNELS,
     *POINTER_GEMM_KERNELS,
 )

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .._triton import cdiv, tl, triton
 from .._upload import upload
-from ..catalog import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
+from ..catalog import Arguments, Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
 
 # A row of the table: addresses, sizes and leading dimensions as below, 1 or 0 for A and for B stored by columns, and
@@ -87,14 +87,23 @@ def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedGemmListArguments:
+class GroupedGemmListArguments(Arguments):
     """out_list[g] = A_list[g] @ B_list[g] for every g. All sizes may differ; an empty reduction gives zeros."""
+
+    operand_names = ("A", "B", "out")
 
     A_list: Sequence[Tensor]  # [M, K] each
     B_list: Sequence[Tensor]  # [K, N] each
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
     table: ProblemTable | None = None  # of these tensors; made by the kernel when it is not given
+
+    def __post_init__(self) -> None:
+        for name in ("A_list", "B_list", "out_list"):
+            matrices = getattr(self, name)
+            if not all(isinstance(matrix, Tensor) for matrix in matrices):
+                taken = [m if isinstance(m, Tensor) else torch.from_dlpack(m) for m in matrices]
+                object.__setattr__(self, name, taken)
 
     @property
     def A(self) -> Tensor:
@@ -107,9 +116,11 @@ class GroupedGemmListArguments:
         first = next((g for g, out in enumerate(self.out_list) if out.numel()), 0)
         return {"A": self.A_list[first], "B": self.B_list[first], "out": self.out_list[first]}
 
-    @functools.cached_property
     def error(self) -> str | None:
-        """What no kernel takes."""
+        return self._error
+
+    @functools.cached_property
+    def _error(self) -> str | None:
         if not len(self.A_list) == len(self.B_list) == len(self.out_list):
             return f"as many A as B and out, got {len(self.A_list)}, {len(self.B_list)} and {len(self.out_list)}"
         dtype = self.A_list[0].dtype
@@ -120,6 +131,8 @@ class GroupedGemmListArguments:
             for name, matrix in zip(("A", "B", "out"), matrices, strict=True):
                 if matrix.dtype != dtype:
                     return f"Operand `{name}` of problem {g}: expected {dtype}, got {matrix.dtype}"
+                if matrix.device != self.A.device:
+                    return f"Operand `{name}` of problem {g}: expected device {self.A.device}, got {matrix.device}"
                 if leading_dimension(matrix) is None:
                     return f"Operand `{name}` of problem {g}: expected one contiguous axis, got {matrix.stride()}"
             if leading_dimension(matrices[2])[1]:
@@ -249,8 +262,8 @@ class GroupedGemmListKernel(Kernel):
         self.compiled_as = compiled_as or self
 
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
-        if args.error:
-            return Status(args.error)
+        if error := args.error():
+            return Status(error)
         if self.metadata.operands.A.alignment_bytes == 1:
             return Status()
         for name, layout in zip(("A", "B"), args.survey.layouts, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._dispatch import on_device_of
 from .._triton import cdiv, next_power_of_2, tl, triton
-from ..catalog import GroupedGemmArguments, Kernel, KernelMetadata, Launch, Operand, Status, WgradOperands
+from ..catalog import Arguments, GroupedGemmArguments, Kernel, KernelMetadata, Launch, Operand, Status, WgradOperands
 from ..reference import TileTable
 from ..tiles import (
     MAX_GROUPS,
@@ -36,8 +36,11 @@ from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
 
 @dataclass(frozen=True, eq=False)
-class JaggedGemmArguments:
+class JaggedGemmArguments(Arguments):
     """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for the others."""
+
+    tensors = ("A", "B", "out", "group_offsets")
+    operand_names = ("A", "B", "out")
 
     A: Tensor  # [R, K]
     B: Tensor  # [K, N]
@@ -46,9 +49,14 @@ class JaggedGemmArguments:
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # as `make_jagged_table` makes it, which has then written the zeros as well
 
-    @property
-    def operands(self) -> dict[str, Tensor]:
-        return {"A": self.A, "B": self.B, "out": self.out}
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("B", 2) or self._expect_rank("out", 2):
+            return error
+        if self.group_offsets.dim() != 1 or len(self.group_offsets) < 2:
+            return f"Operand `group_offsets`: expected shape [G + 1], got {list(self.group_offsets.shape)}"
+        num_rows, depth = self.A.shape
+        num_columns = self.B.shape[1]
+        return self._expect("B", depth, num_columns) or self._expect("out", num_rows, num_columns)
 
     @property
     def num_groups(self) -> int:
@@ -108,6 +116,8 @@ class JaggedGemm(Kernel):
         self.obstacle = grouped.obstacle
 
     def supports_design(self, args: JaggedGemmArguments) -> Status:
+        if error := args.error():
+            return Status(error)
         if args.group_offsets.dtype not in (torch.int32, torch.int64):
             return Status(f"Operand `group_offsets`: expected int32 or int64, got {args.group_offsets.dtype}")
         return self.grouped.supports_design(args.grouped(self._num_table_groups(args)))

@@ -1,0 +1,91 @@
+"""Batched GEMM by the kernels for grouped GEMM: matrices that lie behind each other are groups of equal size.
+
+The flattened A and out are the rows, and their table of tiles is made from sizes that the host knows. A matrix B
+without a batch makes one group of all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..catalog import GemmArguments, GemmOperands, GroupedGemmArguments, Kernel, Launch, Status
+from .base import GroupedGemmKernel
+from .tma import TMA_KERNELS
+from .warp_specialized import WARP_SPECIALIZED_KERNELS
+
+
+class BatchedGemm(Kernel):
+    """A kernel for grouped GEMM on batches whose matrices lie behind each other."""
+
+    arguments_class = GemmArguments
+
+    def __init__(self, grouped: GroupedGemmKernel):
+        metadata, operands = grouped.metadata, grouped.metadata.operands
+        name = metadata.kernel_name.replace("grouped_gemm", "gemm")
+        operands = GemmOperands(operands.A, operands.B, operands.out)
+        super().__init__(dataclasses.replace(metadata, kernel_name=name, kernel_class=type(self), operands=operands))
+        self.grouped = self.compiled_as = grouped
+        self.obstacle = grouped.obstacle
+
+    def supports_design(self, args: GemmArguments) -> Status:
+        if args.out.dim() == 3 and args.A.dim() == 2:
+            return Status("Operand `A`: this kernel takes none that a batch shares")
+        for name in ("A", "out"):
+            tensor = getattr(args, name)
+            if tensor.dim() == 3 and len(tensor) > 1 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+                return Status(f"Operand `{name}`: expected matrices behind each other, got strides {tensor.stride()}")
+        if args.A.dim() == 2 and args.B.dim() == 3:
+            return Status("Operand `out`: expected a batch as B")
+        return self.grouped.supports_design(_grouped(args))
+
+    def launch(self, args: GemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        grouped = _grouped(args)
+        if args.tile_table is None:
+            grouped = self.grouped.with_metadata(_with_offsets(grouped), None)
+        return self.grouped.launch(grouped)
+
+    def scratch_bytes(self, args: GemmArguments) -> int:
+        return self.grouped.scratch_bytes(_grouped(args))
+
+    def metadata_bytes(self, args: GemmArguments) -> int:
+        return self.grouped.metadata_bytes(_grouped(args))
+
+    def with_metadata(self, args: GemmArguments, memory: Tensor | None, *, write: bool = True) -> GemmArguments:
+        grouped = self.grouped.with_metadata(_with_offsets(_grouped(args)), memory, write=write)
+        return dataclasses.replace(args, tile_table=grouped.tile_table)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[L, M, C] as [L * M, C]; a view, of matrices that lie behind each other."""
+    if tensor.dim() == 2:
+        return tensor
+    num_batches, num_rows, num_columns = tensor.shape
+    return tensor.as_strided((num_batches * num_rows, num_columns), tensor.stride()[1:])
+
+
+def _grouped(args: GemmArguments) -> GroupedGemmArguments:
+    """The same product, without offsets. No row lies behind the last group."""
+    b = args.B if args.B.dim() == 3 else args.B.unsqueeze(0)
+    table = args.tile_table
+    return GroupedGemmArguments(
+        _rows(args.A), b, _rows(args.out), args.accumulator_type, tile_table=table, zero_tail=False
+    )
+
+
+def _with_offsets(grouped: GroupedGemmArguments) -> GroupedGemmArguments:
+    num_rows, num_groups = len(grouped.out), len(grouped.B)
+    size = num_rows // num_groups
+    offsets = torch.arange(size, num_rows + 1, size, dtype=torch.int32, device=grouped.out.device)
+    return dataclasses.replace(grouped, offsets=offsets)
+
+
+BATCHED_KERNELS = tuple(
+    BatchedGemm(kernel)
+    for kernel in (*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS)
+    if isinstance(kernel, GroupedGemmKernel) and kernel.metadata.epilogue is None and not kernel.metadata.design.gather
+)
