@@ -7,6 +7,7 @@ so what is compiled here is what a GPU of that target would compile. TRITON_INTE
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -27,8 +28,9 @@ import moe_kernels as mk
 from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
-from moe_kernels.gemm.base import num_programs
+from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
+from moe_kernels.gemm.jagged import make_jagged_table
 from moe_kernels.launching import CompiledArtifact, Launch, run_launch
 from moe_kernels.scored_routing import _facts
 from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
@@ -93,6 +95,20 @@ def inspect(compiled) -> dict[str, object]:
     }
 
 
+def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
+    """Two problems. "other": A by columns, and odd sizes or, where the kernel asks for alignment, multiples of 8."""
+    operands, is_open = kernel.metadata.operands, kernel.metadata.operands.A.alignment_bytes == 1
+    size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
+    a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
+    b_list = [torch.empty(size_k, size_n, dtype=operands.B.dtype) for _ in range(2)]
+    if form == "other":
+        # Open to any layout: one of both.
+        a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
+    out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
+    args = GroupedGemmListArguments(a_list, b_list, out_list)
+    return dataclasses.replace(args, table=make_problem_table(args, *kernel.metadata.design.tile_shape[:2]))
+
+
 def gemm_arguments(kernel: Kernel, form: str) -> object:
     """Arguments for a catalog kernel.
 
@@ -100,6 +116,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
     every optional operand and a float32 result.
     """
+    if kernel.arguments_class is GroupedGemmListArguments:
+        return list_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -142,13 +160,14 @@ def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
         artifact = kernel.compile(args, assume_supported_args=True)
+    launch = kernel.launch(args)
     return {
         "kernel": name,
         "case": form,
         "cc": cc,
         "gemm": True,
-        "said_scratch_bytes": kernel.scratch_bytes(args) // num_programs(args.A),
-        "artifact_launches_alike": artifact_launches_alike(artifact, kernel.launch(args)),
+        "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
+        "artifact_launches_alike": artifact_launches_alike(artifact, launch),
         **inspect(artifact.compiled),
     }
 
@@ -226,8 +245,16 @@ SMALL_OP_SIZES = {
 }
 
 
+def run_jagged_tables() -> None:
+    """The tables that turn kernels for grouped GEMM into ones for packed rows with a shared matrix."""
+    out = torch.empty(256, 512, dtype=torch.bfloat16)
+    make_jagged_table(torch.zeros(5, dtype=torch.int64), len(out), 128, parts=1, out=out)
+    make_jagged_table(torch.zeros(1001, dtype=torch.int32), len(out), 128, parts=None)
+
+
 def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
-    compiled = compile_launches(partial(run_small_ops, **SMALL_OP_SIZES[case]), cc)
+    run = run_jagged_tables if case == "jagged" else partial(run_small_ops, **SMALL_OP_SIZES[case])
+    compiled = compile_launches(run, cc)
     return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
@@ -242,6 +269,8 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
     yield compile_activations, (90,)
     for cc in TARGETS:
         yield compile_small_ops, ("large", cc)
+        if cc < 100:
+            yield compile_small_ops, ("jagged", cc)
         for kernel in mk.get_kernels(cc=cc):
             # Some run another kernel's code, which is compiled under that one's name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
@@ -250,8 +279,14 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
-    """The forms of `gemm_arguments` that compile to different code."""
-    design = kernel.metadata.design
+    """The forms of `gemm_arguments` that compile to different code; bfloat16 stands for the other dtypes in some."""
+    design, operands = kernel.metadata.design, kernel.metadata.operands
+    is_bfloat16 = operands.A.dtype == torch.bfloat16
+    if kernel.arguments_class is GroupedGemmListArguments:
+        if operands.A.alignment_bytes == 1:
+            return ("other",)
+        is_widest = design.tile_shape[1] == (256 if design.tma else 128)
+        return ("plain", "other") if is_bfloat16 and is_widest else ("plain",)
     if design.tma:
         return (
             ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
