@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 import moe_kernels as mk
 from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation_functions import EPILOGUES
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.base import num_programs
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
@@ -136,14 +137,15 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     return WgradArguments(a, dout, out, tile_table=table, **gathers)
 
 
-def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
+def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
     (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
+    kernel = kernel if epilogue is None else kernel.with_epilogue(epilogue)
     driver.set_active(TargetDriver(cc))
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
         artifact = kernel.compile(args, assume_supported_args=True)
     return {
-        "kernel": name,
+        "kernel": kernel.metadata.kernel_name,
         "case": form,
         "cc": cc,
         "gemm": True,
@@ -240,6 +242,7 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
     # Odd sizes and the names of activations change nothing that differs between targets.
     yield compile_small_ops, ("odd", 90)
     yield compile_activations, (90,)
+    yield from epilogue_jobs()
     for cc in TARGETS:
         yield compile_small_ops, ("large", cc)
         for kernel in mk.get_kernels(cc=cc):
@@ -247,6 +250,18 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
                 for form in forms(kernel):
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
+
+
+def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
+    """Epilogues other than the listed one, in the kernels that have the fewest registers to spare."""
+    for kernel in mk.get_kernels(cc=90):
+        metadata = kernel.metadata
+        spare = metadata.design.tile_shape != (128, 256, 64) or metadata.operands.A.dtype != torch.bfloat16
+        is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and not spare
+        if metadata.epilogue is not None and is_tight and kernel.obstacle is None:
+            for name in EPILOGUES:
+                if name != metadata.epilogue:
+                    yield compile_gemm, (metadata.kernel_name, "plain", 90, name)
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
