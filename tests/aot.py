@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 import moe_kernels as mk
 from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation_functions import EPILOGUES
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
@@ -156,15 +157,16 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     return WgradArguments(a, dout, out, tile_table=table, **gathers)
 
 
-def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
+def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
     (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
+    kernel = kernel if epilogue is None else kernel.with_epilogue(epilogue)
     driver.set_active(TargetDriver(cc))
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
         artifact = kernel.compile(args, assume_supported_args=True)
     launch = kernel.launch(args)
     return {
-        "kernel": name,
+        "kernel": kernel.metadata.kernel_name,
         "case": form,
         "cc": cc,
         "gemm": True,
@@ -270,12 +272,25 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
     for case, cc in (("large", 80), ("jagged", 80), ("odd", 90), ("large", 100)):
         yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
+    yield from epilogue_jobs()
     for cc in TARGETS:
         for kernel in mk.get_kernels(cc=cc):
             # Some run another kernel's code, which is compiled under that one's name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
                 for form in forms(kernel):
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
+
+
+def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
+    """Epilogues other than the listed one, in the kernels that have the fewest registers to spare."""
+    for kernel in mk.get_kernels(cc=90):
+        metadata = kernel.metadata
+        spare = metadata.design.tile_shape != (128, 256, 64) or metadata.operands.A.dtype != torch.bfloat16
+        is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and not spare
+        if metadata.epilogue is not None and is_tight and kernel.obstacle is None:
+            for name in EPILOGUES:
+                if name != metadata.epilogue:
+                    yield compile_gemm, (metadata.kernel_name, "plain", 90, name)
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
