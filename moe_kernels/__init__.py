@@ -1,8 +1,9 @@
 """Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
 
 from ._dispatch import IMPLEMENTATIONS
-from .activation import ACTIVATIONS, gated_activation
-from .activation_spec import Activation
+from .activation import gated_activation, plain_activation
+from .activation_functions import ACTIVATIONS
+from .activation_spec import Activation, as_activation
 from .catalog import GroupedGemmArguments, Status, WgradArguments, get_kernels
 from .experts import fused_experts
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
@@ -24,6 +25,7 @@ __all__ = [
     "Status",
     "TileTable",
     "WgradArguments",
+    "as_activation",
     "combine",
     "fused_experts",
     "gated_activation",
@@ -32,6 +34,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "linear_routing",
     "permute",
+    "plain_activation",
     "scored_linear_routing",
     "scored_routing",
     "sort_by_expert",

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+from .activation_spec import Activation, as_activation
 from .router_spec import RouterSpec
 
 
@@ -241,20 +242,60 @@ def grouped_gemm_wgrad(
     return torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)])
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS = {"swiglu": swiglu}
+def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def _swiglu_clamped_after(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+# Of gate and up where gated, else of one value; then of the activation's own numbers.
+_ACTIVATIONS = {
+    "swiglu": lambda gate, up: functional.silu(gate) * up,
+    "geglu": lambda gate, up: functional.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
+    "reglu": lambda gate, up: functional.relu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+    "swiglu_clamped_after": _swiglu_clamped_after,
+    "gpt_oss": _gpt_oss,
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": functional.silu,
+}
+
+
+def _activate(activation: Activation, *values: Tensor) -> Tensor:
+    dtype = torch.promote_types(values[0].dtype, torch.float32)
+    numbers = [number for number in (activation.limit, activation.alpha) if number is not None]
+    out = _ACTIVATIONS[activation.name](*(value.to(dtype) for value in values), *numbers)
+    return out.to(values[0].dtype)
 
 
 def gated_activation(
     preactivation: Tensor,  # [R, 2F] gate columns, then up columns
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
 ) -> Tensor:  # [R, F]
     gate, up = rearrange(preactivation, "r (two f) -> two r f", two=2)
-    dtype = torch.promote_types(preactivation.dtype, torch.float32)
-    return _ACTIVATIONS[activation](gate.to(dtype), up.to(dtype)).to(preactivation.dtype)
+    return _activate(as_activation("gated_activation", activation), gate, up)
+
+
+def plain_activation(
+    preactivation: Tensor,  # [R, F]
+    activation: str | Activation,
+) -> Tensor:  # [R, F]
+    return _activate(as_activation("plain_activation", activation), preactivation)
 
 
 def combine(
@@ -271,17 +312,47 @@ def combine(
     return chosen.sum(1).to(rows.dtype)
 
 
+def _add_bias(
+    rows: Tensor,  # [R, N]
+    bias: Tensor | None,  # [E, N]
+    offsets: Tensor,  # [E] int32
+) -> Tensor:  # [R, N]
+    if bias is None:
+        return rows
+    *groups, tail = _split_groups(rows, offsets)
+    return torch.cat([*(group + b for group, b in zip(groups, bias.unbind(), strict=True)), tail])
+
+
 def fused_experts(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K] float32
     permutation: Permutation,
-    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows
+    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows; [E, F, D] with a plain activation
     w_down: Tensor,  # [E, D, F]
     *,
-    activation: str = "swiglu",
+    b_up: Tensor | None = None,  # [E, 2F], or [E, F]
+    b_down: Tensor | None = None,  # [E, D]
+    activation: str | Activation = "swiglu",
+    weight_on_input: bool = False,
 ) -> Tensor:  # [T, D]
+    activation = as_activation("fused_experts", activation)
+    offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = permute(tokens, permutation)  # [R, D]
-    preactivation = grouped_gemm(rows, w_up.transpose(1, 2), permutation.offsets)  # [R, 2F]
-    activated = gated_activation(preactivation, activation)  # [R, F]
-    rows = grouped_gemm(activated, w_down.transpose(1, 2), permutation.offsets)  # [R, D]
-    return combine(rows, topk_weights, permutation.slot_to_row)
+    if weight_on_input:
+        dropped = topk_weights.new_zeros(1)  # what rows of dropped slots, past the last offset, are multiplied by
+        row_to_slot = _invert(slot_to_row)
+        weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
+        rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
+        topk_weights = None
+    preactivation = _add_bias(grouped_gemm(rows, w_up.transpose(1, 2), offsets), b_up, offsets)  # [R, 2F] or [R, F]
+    activated = (gated_activation if activation.gated else plain_activation)(preactivation, activation)  # [R, F]
+    rows = _add_bias(grouped_gemm(activated, w_down.transpose(1, 2), offsets), b_down, offsets)  # [R, D]
+    return combine(rows, topk_weights, slot_to_row)
+
+
+def _invert(slot_to_row: Tensor) -> Tensor:  # [R]
+    """The slot of each row; T * K for the rows of dropped slots."""
+    num_slots = slot_to_row.numel()
+    row = torch.where(slot_to_row >= 0, slot_to_row, num_slots).flatten().long()
+    slot = torch.arange(num_slots, device=row.device)
+    return torch.full((num_slots + 1,), num_slots, device=row.device).scatter(0, row, slot)[:num_slots]

@@ -24,8 +24,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
-from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
+from moe_kernels import segments
+from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GroupedGemmArguments, Kernel, WgradArguments
+from moe_kernels.scored_routing import _facts
+from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -132,12 +135,14 @@ def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
 def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
     """Each op that is not a GEMM, forward and backward."""
     logits = torch.empty(num_tokens, num_experts)
-    for normalize in (True, False):
+    for normalize, split_dtype in ((True, torch.bfloat16), (False, None)):
         routed = mk.routing._topk_op(logits, top_k, normalize)
         saved = None if normalize else logits
-        for split_dtype in (None, torch.bfloat16):
-            direct = None if normalize else logits
-            mk.routing._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+        direct = None if normalize else logits
+        mk.routing._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+    facts = _facts(mk.RouterSpec.sigmoid_groups(8, 4) if num_experts == 128 else mk.RouterSpec.biased_softmax())
+    launch_forward(logits, logits[0], top_k, facts)
+    launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, *facts[-5:])
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.tiles.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
@@ -147,11 +152,30 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         mk.permutation.launch_combine(rows, weights, slot_to_row)
         mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
     mk.permutation._combine_dweights_op(tokens, rows, slot_to_row)
-    preactivation = torch.empty(len(rows), 2 * d_ff, dtype=dtype)
-    for activation in mk.activation.ACTIVATIONS:
-        activated = launch_activation(preactivation, activation)
-        mk.activation._activation_backward_op(preactivation, activated, activation)
-        launch_weighted_activation_backward(preactivation, activated, routed[0], slot_to_row, activation)
+    of_row = torch.zeros(len(rows), dtype=torch.int32)
+    bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), of_row)
+    mk.permutation.launch_combine(rows, routed[0], slot_to_row, tokens[:num_experts], slot_to_row)
+    segments.launch_segment_sum(tokens, permutation.tile_table.bounds, permutation.row_to_token, routed[0].flatten())
+    swiglu = mk.Activation("swiglu")
+    activated = run_activation(swiglu, None, len(rows), d_ff, routed[0], slot_to_row, dtype)
+    mk.activation._activation_backward_op(
+        torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
+    )
+    run_activation(swiglu, bias, len(rows), d_ff, routed[0], slot_to_row, dtype)
+
+
+def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
+    preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
+    activated = launch_activation(preactivation, activation, bias)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias)
+    return activated
+
+
+def run_activations() -> None:
+    """Each activation once, forward and in the middle of the expert op's backward."""
+    weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
+    for name in mk.ACTIVATIONS:
+        run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
 
 
 SMALL_OP_SIZES = {
@@ -165,10 +189,17 @@ def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
     return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
+def compile_activations(cc: int) -> list[dict[str, object]]:
+    compiled = compile_launches(run_activations, cc)
+    return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
 def jobs() -> Iterator[tuple[Callable, tuple]]:
+    # Odd sizes and the names of activations change nothing that differs between targets.
+    yield compile_small_ops, ("odd", 90)
+    yield compile_activations, (90,)
     for cc in TARGETS:
-        for case in SMALL_OP_SIZES:
-            yield compile_small_ops, (case, cc)
+        yield compile_small_ops, ("large", cc)
         for kernel in mk.get_kernels(cc=cc):
             if kernel.obstacle is None:
                 for form in forms(kernel):
@@ -182,8 +213,9 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         return (
             ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
         )
+    # The two 16-bit types make the same code but for the instructions' names.
     is_open = design.gather == (kernel.arguments_class is WgradArguments)
-    return ("plain", "other") if is_open else ("plain",)
+    return ("plain", "other") if is_open and kernel.metadata.operands.A.dtype != torch.float16 else ("plain",)
 
 
 def run_job(job: tuple[Callable, tuple]) -> list[dict[str, object]]:

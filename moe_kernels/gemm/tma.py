@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .._triton import tl, triton
-from ..activation import ACTIVATIONS
+from ..activation_functions import EPILOGUES
 from ..catalog import GroupedGemmArguments, GroupedGemmOperands, KernelMetadata, Launch, Operand, TmaDesign
 from .base import GroupedGemmKernel, kernel_name, num_programs
 from .ragged import ragged_descriptor, store_ragged
@@ -174,7 +174,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
                 "EVEN_K": depth % block_k == 0,
                 "ZERO_TAIL": args.zero_tail,
                 "B_COLUMN": b_column,
-                "FORWARD": ACTIVATIONS[self.metadata.epilogue].forward if gated else None,
+                "FORWARD": EPILOGUES[self.metadata.epilogue].forward if gated else None,
                 "FLATTEN": design.flatten,
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,
@@ -211,5 +211,5 @@ TMA_KERNELS = tuple(
     _kernel(dtype, design, layout, epilogue)
     for dtype in (torch.bfloat16, torch.float16)
     for design in _DESIGNS
-    for layout, epilogue in (("column", None), ("row", None), *(("column", name) for name in ACTIVATIONS))
+    for layout, epilogue in (("column", None), ("row", None), *(("column", name) for name in EPILOGUES))
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._triton import INTERPRET, TRITON_VERSION, triton
-from ..activation import ACTIVATIONS
+from ..activation_functions import EPILOGUES
 from ..catalog import (
     GroupedGemmArguments,
     GroupedGemmOperands,
@@ -103,7 +103,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             {
                 "ZERO_TAIL": int(args.zero_tail),
                 "B_COLUMN": b_column,
-                "FORWARD": ACTIVATIONS[self.metadata.epilogue].forward if gated else None,
+                "FORWARD": EPILOGUES[self.metadata.epilogue].forward if gated else None,
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
                 "BLOCK_K": block_k,
@@ -176,6 +176,6 @@ WARP_SPECIALIZED_KERNELS = (
         for design in _FORWARD
         for layout in ("column", "row")
     ),
-    *(_forward(dtype, design, "column", name) for dtype in _DTYPES for design in _FORWARD for name in ACTIVATIONS),
+    *(_forward(dtype, design, "column", name) for dtype in _DTYPES for design in _FORWARD for name in EPILOGUES),
     *(_wgrad(dtype, design) for dtype in _DTYPES for design in _WGRAD),
 )
