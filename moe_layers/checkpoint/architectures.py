@@ -33,6 +33,7 @@ class BlockSpec:
     bias: bool = False
     shared_d_ff: int | None = None
     shared_gate: bool = False
+    shared_activation: Activation | None = None
     num_zero_experts: int = 0
     latent_dim: int | None = None
     capacity: int | None = None
@@ -219,9 +220,14 @@ class _OwnArchitecture(Architecture):
     """The arguments of the layer, as `save_checkpoint` writes them."""
 
     def block(self, config: Config) -> BlockSpec:
-        parts = [config.nested(name).values for name in ("block", "activation", "router")]
+        block, activation, router = (config.nested(name).values for name in ("block", "activation", "router"))
+        shared = (
+            Activation(**config.nested("shared_activation").values) if "shared_activation" in config.values else None
+        )
         try:
-            return BlockSpec(**parts[0], activation=Activation(**parts[1]), router=RouterSpec(**parts[2]))
+            return BlockSpec(
+                **block, activation=Activation(**activation), shared_activation=shared, router=RouterSpec(**router)
+            )
         except TypeError as error:
             raise ValueError(f"checkpoint: config.json does not describe a layer: {error}") from error
 
