@@ -20,7 +20,12 @@ from .source import CheckpointSource
 if TYPE_CHECKING:
     from ..feed_forward import MoEFeedForward
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def load_layer(
@@ -34,6 +39,8 @@ def load_layer(
     implementation: str | None,
 ) -> tuple[MoEFeedForward, LoadReport]:
     """Everything is matched and checked before the first byte of a tensor is read; tensors are then read one by one."""
+    if dtype not in (None, *_DTYPES.values()):
+        raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES)}, got {dtype}")
     with CheckpointFiles(directory) as files:
         values = read_json(files.directory / CONFIG)
         block = select_block(files, layer)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from .architectures import Architecture, BlockSpec
 from .blocks import OTHER_NAMES, Block, shared_keys
 from .files import CheckpointFiles
-from .layouts import Key, Layout, Sizes
+from .layouts import LAYOUTS, Key, Layout, Sizes
 from .recognition import choose_layout
 from .stored import Stored, describe
+
+_STACKED = {key.name for layout in LAYOUTS for key in layout.keys if not key.per_expert}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -156,7 +158,7 @@ class Planner:
 
     def _stacked(self, name: str) -> Stored | None:
         """Weights of all experts; what is wrong with one is reported where it is used."""
-        if not name.startswith("experts.") or name.split(".")[1].removeprefix("expert_").isdigit():
+        if name not in _STACKED:
             return None
         full, group = self.block.weights[name]
         return describe(self.files, full, group, self.float8_block, [])

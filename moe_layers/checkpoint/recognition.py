@@ -74,14 +74,15 @@ def choose_layout(
     plain = [layout for layout in fitting if layout.name != "interleaved"]
     if not stated and told_apart and len(plain) == 1:
         return plain[0]
-    held = ", ".join(f"{block.prefix}{name} {shapes[name]}" for name in sorted(shapes) if name.startswith("experts."))
+    held = ", ".join(f"{block.prefix}{name} {shape}" for name, shape in sorted(shapes.items()))
     raise ValueError(
         f"checkpoint: the layout of {held} is ambiguous, it may be {' or '.join(layout.name for layout in fitting)}"
     )
 
 
 def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> bool:
-    return all(shapes[key.name] == key.shape(sizes) for key in layout.select(bias=False))
+    stacked = [key for key in layout.select(bias=False) if not key.per_expert]
+    return all(shapes.get(key.name) == key.shape(sizes) for key in stacked)
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:

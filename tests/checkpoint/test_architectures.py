@@ -6,6 +6,7 @@ import torch
 from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED
 
+from .golden import FASTEST
 from .tiny_models import LAYER, MODELS, save_model
 
 pytest.importorskip("transformers", reason="transformers builds the models of this test")
@@ -57,7 +58,7 @@ def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
 
 
 def assert_equals(directory, block, device):
-    moe = MoEFeedForward.from_checkpoint(directory, LAYER, device=device)
+    moe = MoEFeedForward.from_checkpoint(directory, LAYER, device=device, implementation=FASTEST)
     block = block.to(device)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 9, moe.d_model, generator=generator).to(device)

@@ -347,3 +347,19 @@ def test_other_dtypes_are_refused(tmp_path):
     name = f"{PREFIX}experts.3.up_proj.weight"
     copy_case("qwen3_moe", tmp_path, lambda tensors: tensors.update({name: torch.zeros(48, 64, dtype=torch.uint16)}))
     refuses(tmp_path, rf"dtype of {re.escape(name)} must be one of .*, got U16")
+
+
+def test_two_complete_sets_of_experts_are_refused(tmp_path):
+    def change(tensors):
+        tensors[f"{PREFIX}experts.gate_up_proj"] = torch.zeros(8, 96, 64)
+        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 64, 48)
+        tensors[f"{PREFIX}input_linear.weight"] = torch.zeros(8, 96, 64)
+        tensors[f"{PREFIX}output_linear.weight"] = torch.zeros(8, 64, 48)
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, "ambiguous|left over")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float32"], ids=str)
+def test_parameters_must_be_floating_point(dtype):
+    refuses(GOLDEN / "qwen3_moe", "dtype must be one of .*'bfloat16'", dtype=dtype)

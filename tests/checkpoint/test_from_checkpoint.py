@@ -1,3 +1,4 @@
+import copy
 import json
 import shutil
 
@@ -7,7 +8,7 @@ from safetensors.torch import save_file
 
 from moe_layers import MoEFeedForward
 
-from .golden import GOLDEN, Golden
+from .golden import FASTEST, GOLDEN, Golden
 
 
 def copy_case(case, directory, change=lambda tensors: None, config=None):
@@ -117,7 +118,7 @@ def test_float8_blocks(d_model, d_ff, block, tmp_path, device):
 def test_a_range_of_experts(case, device):
     """Each rank's layer holds its experts only, and the ranks' outputs sum to the whole layer's."""
     golden = Golden(case)
-    options = {"dtype": torch.float32, "device": device}
+    options = {"dtype": torch.float32, "device": device, "implementation": FASTEST}
     whole = MoEFeedForward.from_checkpoint(golden.directory, golden.layer, **options)
     x = golden.tensors("golden")["x"].to(device)
     num_experts = whole.num_experts
@@ -204,3 +205,43 @@ def test_single_file_wins_over_a_stale_index(tmp_path):
     copy_case("qwen3_moe", tmp_path)
     shutil.copy(tmp_path / "config.json", tmp_path / "model.safetensors.index.json")
     MoEFeedForward.from_checkpoint(tmp_path, 1)
+
+
+def test_experts_are_kept_once(device):
+    layer = MoEFeedForward(8, 4, 6, 2, device=device, implementation=FASTEST)
+    weights = layer.experts.w_up.detach().clone()
+    with pytest.raises(ValueError, match="must lie in range"):
+        layer.keep_experts(range(5, 7))
+    layer.keep_experts(range(2, 5))
+    assert torch.equal(layer.experts.w_up, weights[2:5])
+    with pytest.raises(ValueError, match="all still here"):
+        layer.keep_experts(range(2, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_zero_experts": 2}, {"capacity": 3, "top_k": 1}], ids=str)
+def test_parts_know_the_routing_of_all_experts(options, device):
+    """Gradients too are those of the whole layer, part by part."""
+    torch.manual_seed(0)
+    options = {"d_model": 8, "d_ff": 4, "num_experts": 6, "top_k": 2, "init_std": 0.5, **options}
+    whole = MoEFeedForward(**options, device=device, implementation=FASTEST)
+    x = torch.randn(2, 9, 8, device=device, requires_grad=True)
+    y, routing = whole(x, return_routing=True)
+    gradients = torch.autograd.grad(y.sin().sum(), [x, *whole.experts.parameters()])
+    parts = [copy.deepcopy(whole) for _ in range(2)]
+    parts[0].keep_experts(range(0, 2))
+    parts[1].keep_experts(range(2, 6))
+    outputs = []
+    for part in parts:
+        out, part_routing = part(x, return_routing=True)
+        assert torch.equal(part_routing.tokens_per_expert, routing.tokens_per_expert)
+        outputs.append(out)
+    if options.get("num_zero_experts"):
+        return  # each part adds the zero experts' share
+    total = sum(outputs)
+    torch.testing.assert_close(total, y)
+    leaves = [x, *parts[0].experts.parameters(), *parts[1].experts.parameters()]
+    grad_x, *grads = torch.autograd.grad(total.sin().sum(), leaves)
+    torch.testing.assert_close(grad_x, gradients[0], rtol=1e-4, atol=1e-5)
+    half = len(grads) // 2
+    for first, second, expected in zip(grads[:half], grads[half:], gradients[1:], strict=True):
+        torch.testing.assert_close(torch.cat([first, second]), expected, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from moe_kernels import Activation, RouterSpec
 from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.layouts import LAYOUTS
 
-from .golden import CASES, Golden
+from .golden import CASES, FASTEST, Golden
 from .test_convert import read_model
 from .test_from_checkpoint import same_state
 
@@ -16,7 +16,9 @@ GATED = sorted({layout.name for layout in LAYOUTS if layout.gated and not layout
 
 def make_layer(**options):
     torch.manual_seed(0)
-    return MoEFeedForward(**{"d_model": 8, "d_ff": 5, "num_experts": 3, "top_k": 2, **options})
+    return MoEFeedForward(
+        **{"d_model": 8, "d_ff": 5, "num_experts": 3, "top_k": 2, "implementation": FASTEST, **options}
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +64,7 @@ OPTIONS = {
 def test_layer_that_was_not_read_from_a_checkpoint(options, layout, tmp_path):
     layer = make_layer(**options)
     layer.save_checkpoint(tmp_path / "out", layout=layout)
-    loaded, report = MoEFeedForward.from_checkpoint(tmp_path / "out", return_report=True)
+    loaded, report = MoEFeedForward.from_checkpoint(tmp_path / "out", return_report=True, implementation=FASTEST)
     assert report.layout == (layout or "per_expert")
     assert same_state(loaded, layer)
     x = torch.randn(2, 5, 8)
