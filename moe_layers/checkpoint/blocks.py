@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .layouts import LAYOUTS, Key, Layout
@@ -49,6 +49,7 @@ _SHARED_AT = (
     "../shared_mlp.",
     "../share_expert.",
 )
+_BESIDE = tuple(at.removeprefix("../") for at in _SHARED_AT if at.startswith("../"))
 _GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
 _SHARED_KEYS = (
     (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
@@ -100,12 +101,15 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
     A block is a prefix under which lie both a tensor of experts and the weight of a router.
     """
     weights = group_names(names)
-    below: dict[str, dict[str, tuple[str, Group]]] = defaultdict(dict)
     prefixes = _prefixes(weights)
-    for name, group in weights.items():
-        for prefix, relative in _holders(name, prefixes):
+    blocks_in: dict[str, list[str]] = defaultdict(list)
+    for prefix in prefixes:
+        blocks_in[_layer_of(prefix)].append(prefix)
+    below: dict[str, dict[str, tuple[str, Group]]] = defaultdict(dict)
+    for name, group in sorted(weights.items()):
+        for prefix, relative in _holders(name, prefixes, blocks_in):
             below[prefix][relative] = (name, group)
-    blocks = [Block(prefix, _layer_number(prefix), dict(sorted(below[prefix].items()))) for prefix in prefixes]
+    blocks = [Block(prefix, _layer_number(prefix), below[prefix]) for prefix in prefixes]
     return sorted(blocks, key=lambda block: (block.layer, block.prefix))
 
 
@@ -128,31 +132,39 @@ def _prefixes(weights: Iterable[str]) -> set[str]:
     """Prefixes of blocks: those of a router's weight under which there are experts too."""
     keys = {key.name.replace("{e}", "0") for layout in LAYOUTS for key in layout.keys if not key.bias}
     weights = set(weights)
-    routers = {name[: -len(suffix)] for name in weights for suffix in ROUTER_WEIGHT if name.endswith("." + suffix)} | {
-        "" for suffix in ROUTER_WEIGHT if suffix in weights
+    routers = {
+        name.removesuffix(suffix)
+        for name in weights
+        if name.endswith(ROUTER_WEIGHT)
+        for suffix in ROUTER_WEIGHT
+        if name == suffix or name.endswith("." + suffix)
     }
-    experts: dict[str, bool] = {}
+    experts = set()
     for name in weights:
-        relative_at = name.find("experts.")
-        if relative_at >= 0 and _EXPERT_NUMBER.match(name, relative_at):
-            experts[name[:relative_at]] = True
+        at = name.find("experts.")
+        if at >= 0 and name[:at] not in experts and _EXPERT_NUMBER.match(name, at):
+            experts.add(name[:at])
     return {prefix for prefix in routers if prefix in experts or any(prefix + key in weights for key in keys)}
 
 
-def _holders(name: str, prefixes: set[str]) -> Iterable[tuple[str, str]]:
+def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
     """The blocks that a tensor belongs to, with its name below them."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, -1, -1):
-        prefix = ".".join(parts[:end]) + "." if end else ""
-        relative = name[len(prefix) :]
+    end = 0
+    while True:
+        prefix, relative = name[:end], name[end:]
         if prefix in prefixes and (not _is_layer(prefix) or relative.startswith(_OWN_NAMES)):
             yield prefix, relative
-    for at in _SHARED_AT:
-        layer_at = name.find(at.removeprefix("../")) if at.startswith("../") else -1
-        if layer_at > 0 and _is_layer(name[:layer_at]):
-            for prefix in prefixes:
-                if prefix.startswith(name[:layer_at]) and prefix.count(".") == name[:layer_at].count(".") + 1:
-                    yield prefix, "../" + name[layer_at:]
+        if prefix in blocks_in and relative.startswith(_BESIDE):
+            for block in blocks_in[prefix]:
+                yield block, "../" + relative
+        end = name.find(".", end) + 1
+        if not end:
+            return
+
+
+def _layer_of(prefix: str) -> str:
+    """The prefix of the layer that holds a block with a name of its own."""
+    return prefix[: prefix.rstrip(".").rfind(".") + 1]
 
 
 def _is_layer(prefix: str) -> bool:
