@@ -2,6 +2,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_kernels import Activation, RouterSpec
 from moe_layers import MoEFeedForward
@@ -96,3 +98,25 @@ def test_directory_must_be_empty(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="must be an empty directory"):
         make_layer().save_checkpoint(tmp_path)
+
+
+SIZES = st.fixed_dictionaries(
+    {name: st.integers(1, 9) for name in ("d_model", "d_ff", "num_experts")}
+    | {"bias": st.booleans(), "shared_d_ff": st.none() | st.integers(1, 5), "seed": st.integers(0, 99)}
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(sizes=SIZES, layouts=st.lists(st.sampled_from(["per_expert", "fused", "transposed", "interleaved"]), max_size=4))
+def test_any_sizes_through_any_layouts(sizes, layouts, tmp_path_factory):
+    """Bit by bit, also where F == D or 2F == D."""
+    directory = tmp_path_factory.mktemp("chain")
+    torch.manual_seed(sizes.pop("seed"))
+    first = layer = MoEFeedForward(**sizes, top_k=1, activation="gpt_oss")
+    for parameter in first.parameters():
+        torch.nn.init.normal_(parameter)
+    for number, layout in enumerate(layouts):
+        layer.save_checkpoint(directory / str(number), layout=layout, max_shard_bytes=2_000)
+        layer, report = MoEFeedForward.from_checkpoint(directory / str(number), return_report=True)
+        assert report.layout == layout
+    assert same_state(layer, first)
