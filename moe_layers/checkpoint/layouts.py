@@ -104,7 +104,7 @@ class Layout:
 
     Attributes:
         name: as given to `save_checkpoint` and `convert`.
-        family: letter in the overview of the README.
+        family: letter in the table of the README.
         gated: experts with a gate projection. A name has up to two layouts, one of either kind.
         encoding: "mxfp4" where the matrices of this layout only occur in that form, else "".
     """
