@@ -38,6 +38,10 @@ class BlockSpec:
     latent_dim: int | None = None
     capacity: int | None = None
 
+    @property
+    def shared_is_gated(self) -> bool:
+        return (self.shared_activation or self.activation).gated
+
 
 # The functions below read one fact of a block from its configuration.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MXFP4_GROUP = 32
-_E8M0_BIAS = 127
+_SUBNORMAL = 1 << 22  # the bits of 2 ** -127
 _E8M0_NAN = 255
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -29,7 +29,7 @@ def dequantize_float8(
     Raises:
         ValueError: a scale is not finite; `name` says whose.
     """
-    scale = _e8m0_to_float32(scale) if scale.dtype == torch.uint8 else scale.float()
+    scale = _e8m0_to_float32(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
     if not scale.isfinite().all():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got {_first_bad(scale)}")
     num_rows, num_columns = weight.shape[-2:]
@@ -55,8 +55,9 @@ def dequantize_mxfp4(
 
 
 def _e8m0_to_float32(scales: Tensor) -> Tensor:
-    """2 ** (stored - 127); 255 is NaN."""
-    return scales.view(torch.float8_e8m0fnu).float()
+    """2 ** (stored - 127) by its bits, as not every device converts e8m0. 255, NaN in e8m0, comes out infinite."""
+    exponent = scales.view(torch.uint8).int() << 23
+    return torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)
 
 
 def _first_bad(scale: Tensor) -> float:

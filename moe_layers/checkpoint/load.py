@@ -55,7 +55,7 @@ def load_layer(
         if dtype is None:
             module.to(_stored_dtype(plan, values, config))
         module.to_empty(device=torch.get_default_device() if device is None else device)
-        fill_layer(module, plan, files, experts, gated=spec.activation.gated)
+        fill_layer(module, plan, files, spec, experts)
     report = _report(files, block.prefix, block.layer, config.model_type, spec, plan, module, experts)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
@@ -96,7 +96,7 @@ def build_layer(
 
 
 @torch.no_grad()
-def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, experts: range, *, gated: bool) -> None:
+def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, spec: BlockSpec, experts: range) -> None:
     """Read every weight into its place; at most one of them is in memory beside the layer."""
     state = module.state_dict()
     for fill in plan.fills:
@@ -104,11 +104,11 @@ def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, experts: r
         if fill.key is None:
             parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
         elif fill.experts is None:
-            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=gated)
+            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=spec.shared_is_gated)
         else:
             for expert in fill.experts:
                 matrix = read_expert(fill, files, expert, plan.sizes, parameter)
-                copy_expert(fill.key, matrix, parameter[expert - experts.start], gated=gated)
+                copy_expert(fill.key, matrix, parameter[expert - experts.start], gated=spec.activation.gated)
 
 
 def read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _stored_dtype(plan: Plan, values: dict, config: Config) -> torch.dtype:
         return stored.dtype
     names = ("dtype", "torch_dtype")
     named = next((source[n] for source in (config.values, values) for n in names if source.get(n)), "bfloat16")
-    if named not in _DTYPES:
+    if not isinstance(named, str) or named not in _DTYPES:
         raise ValueError(f"checkpoint: dtype in config.json must be one of {tuple(_DTYPES)}, got {named!r}")
     return _DTYPES[named]
 

@@ -111,7 +111,7 @@ class Planner:
         if spec.shared_d_ff is None:
             return
         sizes = Sizes(1, spec.shared_d_ff, spec.d_model)
-        tables = shared_keys(gated=(spec.shared_activation or spec.activation).gated)
+        tables = shared_keys(gated=spec.shared_is_gated)
         found = max(tables, key=lambda keys: sum(key.name in self.unused for key in keys))
         for key in found:
             self._fill(plan, key.name, f"shared_expert.{key.parameter}", key.matrix_shape(sizes), key, None)
@@ -139,6 +139,9 @@ class Planner:
         actual = stored.shape if key is not None else _without_leading_one(stored.shape)
         if actual != (shape if key is not None else _without_leading_one(shape)):
             self.problems.append(f"wrong shape: {self._full(name)} is {stored.shape}, must be {shape}")
+            return
+        if stored.encoding == "plain" and not stored.dtype.is_floating_point:
+            self.problems.append(f"wrong dtype: {self._full(name)} is {stored.dtype}, must be floating point")
             return
         if key is not None and key.flat and stored.encoding != "plain":
             self.problems.append(f"not supported: {self._full(name)} is {stored.encoding} in layout {plan.layout.name}")

@@ -87,8 +87,7 @@ class LoadReport:
         owner, _, name = parameter.rpartition(".")
         if owner not in ("experts", "shared_expert") or name == "w_gate":
             return [(None, "")]
-        shared_activation = self.spec.shared_activation or self.spec.activation
-        gated = (self.spec.activation if owner == "experts" else shared_activation).gated
+        gated = self.spec.activation.gated if owner == "experts" else self.spec.shared_is_gated
         up = ("gate", "up") if gated else ("up",)
         parts = ("down",) if name.endswith("_down") else up
         return [(e, part) for e in (self.experts if owner == "experts" else [None]) for part in parts]

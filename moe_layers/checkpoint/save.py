@@ -43,7 +43,7 @@ def save_layer(
         if parameter in state:
             writer.add(_other_name(parameter, source, prefix), state[parameter].cpu().contiguous())
     if spec.shared_d_ff is not None:
-        gated = (spec.shared_activation or spec.activation).gated
+        gated = spec.shared_is_gated
         sizes = Sizes(1, spec.shared_d_ff, spec.d_model)
         for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
             writer.add(key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated))

@@ -363,3 +363,18 @@ def test_two_complete_sets_of_experts_are_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float32"], ids=str)
 def test_parameters_must_be_floating_point(dtype):
     refuses(GOLDEN / "qwen3_moe", "dtype must be one of .*'bfloat16'", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["experts.3.up_proj.weight", "gate.weight"])
+def test_integers_are_not_taken_for_weights(name, tmp_path):
+    def change(tensors):
+        tensors[PREFIX + name] = torch.ones_like(tensors[PREFIX + name], dtype=torch.int8)
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, rf"wrong dtype: {re.escape(PREFIX + name)} is torch\.int8, must be floating point")
+
+
+@pytest.mark.parametrize("dtype", ["int8", 3, ["float32"], {"a": 1}], ids=str)
+def test_dtype_of_a_quantised_model(dtype, tmp_path):
+    copy_case("gpt_oss_mxfp4", tmp_path, config={"dtype": dtype})
+    refuses(tmp_path, "dtype in config.json must be one of", layer=0)

@@ -58,3 +58,11 @@ def test_mxfp4_scales_must_not_be_nan(device):
     blocks = torch.zeros(1, 1, 16, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=r"scales of model\.w must be finite, got the NaN of e8m0"):
         dequantize_mxfp4(blocks, torch.tensor([[255]], dtype=torch.uint8, device=device), "model.w")
+
+
+def test_all_powers_of_two(device):
+    blocks = torch.full((255, 1, 16), 0x22, dtype=torch.uint8, device=device)  # ones
+    scales = torch.arange(255, dtype=torch.uint8, device=device)[:, None]
+    value = dequantize_mxfp4(blocks, scales, "w")
+    expected = torch.pow(2.0, torch.arange(255, dtype=torch.float64) - 127).float()
+    assert torch.equal(value.cpu(), expected[:, None].expand(255, 32))

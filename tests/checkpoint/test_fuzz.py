@@ -50,7 +50,7 @@ def test_any_configuration(model_type, values):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=st.sampled_from(["deepseek_v3", "gpt_oss", "dbrx"]), data=st.data())
+@given(case=st.sampled_from(["deepseek_v3", "gpt_oss", "gpt_oss_mxfp4", "dbrx"]), data=st.data())
 def test_one_changed_field_of_a_golden_case(case, data, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fuzz")
     golden = Golden(case)
