@@ -103,3 +103,12 @@ def float8_block(values: dict, config: Config) -> tuple[int, int]:
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise ValueError(f"checkpoint: weight_block_size must be two positive integers, got {block!r}")
     return block[0], block[1]
+
+
+def without_quantization(values: dict) -> dict:
+    """The configuration of the dequantised model, parts of a composite model included."""
+    kept = {name: value for name, value in values.items() if name != "quantization_config"}
+    return {
+        name: without_quantization(value) if name in _NESTED and isinstance(value, dict) else value
+        for name, value in kept.items()
+    }

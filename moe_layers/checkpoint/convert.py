@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import RECORD, float8_block, read_config
+from .config import RECORD, float8_block, read_config, without_quantization
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Key, Layout, Sizes, find_layout
 from .stored import Stored, describe, group_names
@@ -63,8 +63,7 @@ def convert(
         for output in progress(outputs):
             writer.make_room(output.num_bytes)
             writer.add(output.name, output.make(files))
-        config = {name: value for name, value in values.items() if name != "quantization_config"}
-        writer.finish({**config, RECORD: layout})
+        writer.finish({**without_quantization(values), RECORD: layout})
         _copy_other_files(files.directory, writer.directory)
 
 

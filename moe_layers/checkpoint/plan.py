@@ -33,8 +33,10 @@ class Fill:
 
 @dataclass
 class Plan:
-    """Attributes:
-    others: tensors of experts that are not to be loaded.
+    """Everything that is to be read.
+
+    Attributes:
+        others: tensors of experts that are not to be loaded.
     """
 
     layout: Layout

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .architectures import OWN_MODEL_TYPE, BlockSpec
 from .blocks import OTHER_NAMES
-from .config import RECORD
+from .config import RECORD, without_quantization
 from .layouts import Key, Sizes, find_layout
 from .source import CheckpointSource
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
@@ -78,7 +78,7 @@ def spec_of(module: MoEFeedForward) -> BlockSpec:
 
 def _config(source: CheckpointSource | None, spec: BlockSpec) -> dict:
     if source is not None:
-        return {name: value for name, value in source.config.items() if name != "quantization_config"}
+        return without_quantization(source.config)
     described = ("activation", "shared_activation", "router")
     block = {name: value for name, value in vars(spec).items() if name not in described}
     router = {

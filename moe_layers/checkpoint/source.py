@@ -11,11 +11,13 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Attributes:
-    config: the whole `config.json`.
-    layout: of the experts.
-    names: full names of the tensors of the router and other single parameters, by parameter.
-    shared: key table of the shared expert; its names are full.
+    """Names of the block that a layer was read from.
+
+    Attributes:
+        config: the whole `config.json`.
+        layout: of the experts.
+        names: full names of the tensors of the router and other single parameters, by parameter.
+        shared: key table of the shared expert; its names are full.
     """
 
     config: dict

@@ -62,7 +62,7 @@ def group_names(names: Iterable[str]) -> dict[str, Group]:
             weights[weight] = ("float8", (weight, name))
             del weights[name]
         weight = name.removesuffix("_blocks")
-        if weight != name:
+        if weight != name and (f"{weight}_scales" in names or "experts." in name):
             weights[weight] = ("mxfp4", (name, f"{weight}_scales"))
             del weights[name]
             weights.pop(f"{weight}_scales", None)

@@ -16,12 +16,14 @@ from .stored import Stored, describe
 
 @dataclass(frozen=True)
 class BlockSurvey:
-    """Attributes:
-    layouts: those that fit; more than one where neither names nor shapes nor the architecture tell them apart.
-    sizes: as each of these layouts reads them.
-    bias: the experts have biases.
-    experts: the weights of the experts, by name below the block.
-    wrong: why no layout fits.
+    """A block and what its tensors may mean.
+
+    Attributes:
+        layouts: those that fit; more than one where neither names nor shapes nor the architecture tell them apart.
+        sizes: as each of these layouts reads them.
+        bias: the experts have biases.
+        experts: the weights of the experts, by name below the block.
+        wrong: why no layout fits.
     """
 
     block: Block

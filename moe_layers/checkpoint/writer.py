@@ -15,13 +15,12 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 class ShardWriter:
-    """Takes tensors in order and writes a shard whenever the next one would not fit.
+    """Takes tensors in order and writes a shard whenever the next one would not fit; a larger one gets its own.
 
     Until `finish` the files have names that nobody reads: an interrupted run leaves no half checkpoint to be loaded.
 
     Raises:
-        ValueError: the directory already holds files, or a tensor is larger than a shard may be (`add`, no: it gets
-            a shard of its own), or a name comes twice.
+        ValueError: the directory already holds files, the size is not positive, or (`add`) a name comes twice.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_shard_bytes: int = DEFAULT_SHARD_BYTES):

@@ -89,6 +89,19 @@ def test_float8_outside_of_the_experts_is_dequantised_too(tmp_path):
     assert f"{name}_scale_inv" not in converted
 
 
+def test_composite_model(tmp_path):
+    """Quantisation may be stated for the language model alone; other parts may have names like those of scales."""
+    model = Golden("gpt_oss_mxfp4").tensors("model")
+    model["vision.position_blocks"] = torch.arange(4.0)
+    save_file(model, tmp_path / "model.safetensors")
+    text = Golden("gpt_oss_mxfp4").config
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some_vlm", "text_config": text}))
+    convert(tmp_path, tmp_path / "out", "interleaved")
+    assert torch.equal(read_model(tmp_path / "out")["vision.position_blocks"], torch.arange(4.0))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"] == {name: value for name, value in text.items() if name != "quantization_config"}
+
+
 def test_target_must_be_empty(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
