@@ -78,7 +78,7 @@ class LoadReport:
             places = filled.setdefault(tensor.parameter, [])
             places += [(e, part) for e in (tensor.experts or [None]) for part in tensor.parts]
         for parameter in self.parameters:
-            places = filled.pop(parameter)
+            places = filled.pop(parameter, [])
             assert len(set(places)) == len(places), f"a part of {parameter} was filled twice"
             assert set(places) == set(self._places(parameter)), f"a part of {parameter} was not filled"
         assert not filled, f"unknown parameters: {sorted(filled)}"

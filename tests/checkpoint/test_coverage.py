@@ -1,5 +1,6 @@
 """The report proves that a layer is loaded completely; whatever does not fit is refused by name."""
 
+import dataclasses
 import json
 import re
 
@@ -40,6 +41,21 @@ def test_each_tensor_of_the_block_is_used_once(case):
     report.check()
     text = str(report)
     assert golden.prefix in text and report.layout in text and report.model_type in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors[:-1], "was not filled"),
+        (lambda tensors: (*tensors, tensors[-1]), "used twice"),
+        (lambda tensors: (*tensors, dataclasses.replace(tensors[-1], names=("another",))), "filled twice"),
+        (lambda tensors: (*tensors, dataclasses.replace(tensors[-1], names=("x",), parameter="y")), "unknown param"),
+    ],
+)
+def test_the_proof_can_fail(change, message):
+    _, report = load(GOLDEN / "qwen3_moe", return_report=True)
+    with pytest.raises(AssertionError, match=message):
+        dataclasses.replace(report, tensors=change(report.tensors)).check()
 
 
 FAMILIES = {"dbrx": "H", "deepseek_v2": "A", "gpt_oss": "F", "granitemoe": "G", "llama4": "E", "mixtral": "B"}
