@@ -5,7 +5,7 @@ import torch
 
 from moe_kernels import GemmArguments, PointerDesign, batched_gemm, get_kernels, reference
 from moe_kernels.batched_gemm import _batched_gemm_op
-from moe_kernels.catalog import device_cc
+from moe_kernels.catalog import Operand, device_cc
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from .dtypes import DTYPES
@@ -103,7 +103,8 @@ def test_each_kernel(kernel, device):
 
 
 def test_batches_that_are_no_rows_name_the_operand():
-    (kernel,) = get_kernels(metadata_filter=lambda m: m.kernel_name == "gemm_tma_float16_64x256x64_w4_s4_b_row")
+    rows_of_16_bytes = {Operand(torch.float16, "row", 16)}
+    kernel = next(kernel for kernel in KERNELS if kernel.metadata.operands.B in rows_of_16_bytes)
 
     def zeros(*shape):
         return torch.zeros(*shape, dtype=torch.float16)
