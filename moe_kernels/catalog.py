@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle
+from ._dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle, on_device_of
 from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
-from .launching import CompiledArtifact, Launch, compile_launch, on_stream, run_launch, static_properties
+from .launching import CompiledArtifact, Launch, compile_launch, run_launch, static_properties
 
 __all__ = [
     "Arguments",
@@ -205,19 +205,14 @@ class Kernel(abc.ABC):
         """
         if not assume_supported_args and getattr(args, "accepted_by", None) is not self:
             self._require(args)
-        if stream is not None:
-            with on_stream(stream):
-                return self.run(args, compiled_artifact, None, workspace, assume_supported_args)
-        scratch = None
-        if workspace is not None:
-            args, scratch = self._into_workspace(args, workspace, assume_supported_args)
-        if launch := self.launch(args):
-            if compiled_artifact is not None and not assume_supported_args:
-                self._require_artifact(compiled_artifact, launch)
-            run_launch(launch, compiled_artifact, args.A, scratch)
+        if stream is None:
+            self._run(args, compiled_artifact, workspace, assume_supported_args)
+        else:
+            with torch.cuda.stream(stream):
+                self._run(args, compiled_artifact, workspace, assume_supported_args)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
-        """The compiled kernel for arguments like these, on the active device or compilation target; launches nothing.
+        """The compiled kernel for arguments like these, on their device or the compilation target; launches nothing.
 
         Raises:
             ValueError: the arguments are not supported, or so empty that there is nothing to compile for.
@@ -227,7 +222,7 @@ class Kernel(abc.ABC):
         launch = self.launch(self.with_metadata(args, None, write=False))
         if launch is None:
             raise ValueError(f"{self.metadata.kernel_name}: nothing to compile for empty operands")
-        return compile_launch(launch, self.metadata.kernel_name)
+        return on_device_of(args.A, compile_launch, launch, self.metadata.kernel_name)
 
     def get_workspace_size(self, args: Arguments) -> int:
         """Bytes of device memory that `run` needs beside the operands; it allocates them unless given a workspace."""
@@ -258,6 +253,17 @@ class Kernel(abc.ABC):
     def launch(self, args: Any) -> Launch | None:
         """The launch for these arguments, or None when there is nothing to write."""
 
+    def _run(
+        self, args: Arguments, artifact: CompiledArtifact | None, workspace: Tensor | None, assume_fits: bool
+    ) -> None:
+        scratch = None
+        if workspace is not None:
+            args, scratch = self._into_workspace(args, workspace, assume_fits)
+        if launch := self.launch(args):
+            if artifact is not None and not assume_fits:
+                self._require_artifact(artifact, launch)
+            run_launch(launch, artifact, args.A, scratch)
+
     def _require(self, args: Arguments) -> None:
         if not (status := self.supports(args)):
             raise ValueError(f"{self.metadata.kernel_name}: {status.error}")
@@ -269,10 +275,10 @@ class Kernel(abc.ABC):
                 f"properties, got one of {artifact.kernel_name} for others"
             )
 
-    def _into_workspace(self, args: Arguments, workspace: Tensor, assume: bool) -> tuple[Arguments, Tensor]:
+    def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
         """The arguments with their metadata in the workspace, and the part of it for descriptors."""
         scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
-        if not assume:
+        if not assume_fits:
             alignment = 128 if scratch_bytes else 4
             fits = workspace.is_contiguous() and workspace.nbytes >= num_bytes and workspace.device == args.A.device
             if not fits or workspace.data_ptr() % alignment:

@@ -6,9 +6,7 @@ that kernel, so a launch with one only passes the arguments on.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +33,7 @@ class Launch:
 class CompiledArtifact:
     """A compiled kernel, for every launch with the same static properties.
 
-    Those are the properties that Triton compiles for: dtypes; which optional operands are there; constexpr values, and
+    Those are the device and what Triton compiles for: dtypes; which optional operands are there; constexpr values, and
     with them the kernel itself; whether pointers, sizes and strides are multiples of 16, and sizes and strides equal 1
     or beyond 32 bits. Numbers of rows may differ.
     """
@@ -54,15 +52,15 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     return CompiledArtifact(kernel_name, static_properties(launch), constants, compiled)
 
 
-def run_launch(launch: Launch, artifact: CompiledArtifact | None, device: Tensor, scratch: Tensor | None) -> None:
-    """Launch on the current stream of the device of a tensor.
+def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
+    """Launch on the current stream of the device of an operand.
 
     Args:
         scratch: memory for descriptors; allocated if it is None or too small.
     """
     # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
     # with none. In a copy of the context, ours never replaces one of the caller's.
-    contextvars.copy_context().run(on_device_of, device, _run, launch, artifact, device.device, scratch)
+    contextvars.copy_context().run(on_device_of, operand, _run, launch, artifact, operand.device, scratch)
 
 
 def _run(launch: Launch, artifact: CompiledArtifact | None, device: torch.device, scratch: Tensor | None) -> None:
@@ -98,18 +96,11 @@ def _static(value: Any, *, specialize: bool = True) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, value.device, value.data_ptr() % 16 == 0
     if isinstance(value, int):
         is_wide = not -(2**31) <= value < 2**31
         return (is_wide, value == 1, value % 16 == 0) if specialize else (is_wide,)
     if isinstance(value, tuple):
         return tuple(_static(item, specialize=specialize) for item in value)
     # A TMA descriptor made on the host.
-    return type(value), value.base.dtype, tuple(value.block_shape), value.layout
-
-
-@contextlib.contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
-    """Launch inside on a `torch.cuda.Stream`, or on the current stream for None."""
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield
+    return type(value), value.base.dtype, value.base.device, tuple(value.block_shape), value.layout
