@@ -25,10 +25,8 @@ from .gemm.jagged import JaggedGemmArguments
 
 TABLES = Path(__file__).parent / "tables"
 
-_KEYED = (
-    GroupedGemmListArguments,
-    JaggedGemmArguments,
-)  # arguments that make their own keys; their kernels estimate the work
+# Arguments that make their own keys; their kernels estimate the work.
+_KEYED = (GroupedGemmListArguments, JaggedGemmArguments)
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
