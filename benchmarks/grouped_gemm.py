@@ -36,7 +36,7 @@ from moe_kernels.catalog import Kernel
 from moe_kernels.testing import assert_accurate, make_logits
 from moe_kernels.tuning import select
 
-from .layer import environment, print_table
+from .layer import environment, print_rows
 from .shapes import SHAPES, TINY, Shape
 from .timing import Timing, time_interleaved
 
@@ -138,7 +138,7 @@ def kernel_arguments(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) ->
     """Arguments that hold the output and, for the selected kernel's tile height, the table."""
     if problem.wgrad:
         out = a.new_empty(len(offsets), problem.size_k, problem.size_n)
-        return WgradArguments(a, b, out, bounds=reference.tile_table(offsets, len(a), 128).bounds)
+        return WgradArguments(a, b, out, tile_table=reference.tile_table(offsets, len(a), 128))
     out = a.new_empty(problem.num_rows, problem.size_n)
     height = select(GroupedGemmArguments(a, b, out, offsets=offsets)).metadata.design.tile_shape[0]
     return GroupedGemmArguments(a, b, out, tile_table=reference.tile_table(offsets, len(a), height))
@@ -303,7 +303,7 @@ def main() -> None:
     rows = []
     for measured in runs(options, dtype):
         rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-        print_table([{column: row.get(column) for column in COLUMNS} for row in measured], COLUMNS)
+        print_rows([{column: row.get(column) for column in COLUMNS} for row in measured], COLUMNS)
         if options.output:  # after every problem, so that a stopped run keeps what it measured
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(rows, indent=1) + "\n")

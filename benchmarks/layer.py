@@ -1,6 +1,7 @@
 """The whole layer, forward and backward, against PyTorch's grouped_mm and against the dense bound.
 
     python -m benchmarks.layer --commit $(git rev-parse --short HEAD) --output benchmarks/results/layer.json
+    python -m benchmarks.layer --compare benchmarks/results/layer.json
     python -m benchmarks.layer --plot benchmarks/results/layer.json
 
 Every shape is checked before it is timed. Timings take turns in rounds. The dense bound of a pass is the sum of the
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from .shapes import SHAPES, TINY, Shape
 from .timing import Timing, time_interleaved
 
 MIB = 2**20
+PASSES = ("forward", "forward+backward")
 
 
 def make_layer(shape: Shape, device: str, dtype: torch.dtype) -> MoEFeedForward:
@@ -169,8 +171,8 @@ COLUMNS = ("shape", "routing", "pass", "implementation", "ms", "tokens_per_s", "
 COLUMNS += ("share_of_dense_bound", "saved_mib", "peak_mib")
 
 
-def print_table(rows: list[dict], columns: tuple[str, ...] = COLUMNS) -> None:
-    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+def print_rows(rows: list[dict], columns: Sequence[str] = COLUMNS) -> None:
+    cells = [columns, *([_cell(row.get(column, "")) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
@@ -184,6 +186,22 @@ def _cell(value: object) -> str:
     return str(value)
 
 
+def compare(rows: list[dict]) -> list[dict]:
+    """One row per shape and routing: shares of the dense bound, and how many times as fast as the baseline."""
+    table = {}
+    for row in rows:
+        line = table.setdefault((row["shape"], row["routing"]), {"shape": row["shape"], "routing": row["routing"]})
+        ours = row["implementation"] == "triton"
+        line[f"{'share' if ours else 'baseline_share'} {row['pass']}"] = row["share_of_dense_bound"]
+        line[f"{'ms' if ours else 'baseline_ms'} {row['pass']}"] = row["ms"]
+    for (shape, routing), line in table.items():
+        for name in PASSES:
+            line[f"speedup {name}"] = line[f"baseline_ms {name}"] / line[f"ms {name}"]
+            if routing == "zipf" and (shape, "even") in table:
+                line[f"cost of zipf {name}"] = line[f"ms {name}"] / table[shape, "even"][f"ms {name}"] - 1
+    return list(table.values())
+
+
 def plot(path: Path) -> Path:
     """A bar chart of the shares of the dense bound under even routing, beside the results file."""
     import matplotlib
@@ -192,9 +210,8 @@ def plot(path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     rows = [row for row in json.loads(path.read_text()) if row["routing"] == "even"]
-    which = ("forward", "forward+backward")
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
-    for axis, name in zip(axes, which, strict=True):
+    for axis, name in zip(axes, PASSES, strict=True):
         for i, implementation in enumerate(("triton", "torch_grouped_mm")):
             bars = [r for r in rows if r["pass"] == name and r["implementation"] == implementation]
             positions = [x + 0.4 * i - 0.2 for x in range(len(bars))]
@@ -233,10 +250,17 @@ def main() -> None:
     parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--compare", type=Path, metavar="RESULTS", help="print a results file as a table and stop")
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
     options = parser.parse_args()
     if options.plot:
         print(plot(options.plot))
+        return
+    if options.compare:
+        columns = [
+            f"{kind} {name}" for name in PASSES for kind in ("share", "baseline_share", "speedup", "cost of zipf")
+        ]
+        print_rows(compare(json.loads(options.compare.read_text())), ["shape", "routing", *columns])
         return
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     rows = []
@@ -245,7 +269,7 @@ def main() -> None:
         for routing in options.routing:
             measured = bench_layer(shape, routing, options.device, dtype, options.rounds, options.round_ms)
             rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-            print_table(measured)
+            print_rows(measured)
             if options.output:  # after every shape, so that a stopped run keeps what it measured
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,7 +1,9 @@
 """Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
 
 from ._dispatch import IMPLEMENTATIONS
-from .activation import ACTIVATIONS, gated_activation
+from .activation import gated_activation, plain_activation
+from .activation_functions import ACTIVATIONS
+from .activation_spec import Activation, as_activation
 from .batched_gemm import batched_gemm
 from .catalog import (
     CompiledArtifact,
@@ -23,12 +25,15 @@ from .grouped_gemm_list import GroupedProblem, grouped_gemm_list
 from .jagged_gemm import PackedGroups, jagged_gemm, pack_groups
 from .permutation import combine, permute
 from .reference import Permutation, Routing, TileTable
+from .router_spec import RouterSpec
 from .routing import linear_routing, topk_routing
+from .scored_routing import scored_linear_routing, scored_routing
 from .sorting import sort_by_expert
 
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
+    "Activation",
     "CompiledArtifact",
     "GemmArguments",
     "GroupedGemmArguments",
@@ -38,12 +43,14 @@ __all__ = [
     "PackedGroups",
     "Permutation",
     "PointerDesign",
+    "RouterSpec",
     "Routing",
     "Status",
     "TileTable",
     "TmaDesign",
     "WarpSpecializedDesign",
     "WgradArguments",
+    "as_activation",
     "batched_gemm",
     "combine",
     "fused_experts",
@@ -57,6 +64,9 @@ __all__ = [
     "linear_routing",
     "pack_groups",
     "permute",
+    "plain_activation",
+    "scored_linear_routing",
+    "scored_routing",
     "sort_by_expert",
     "topk_routing",
 ]

@@ -1,8 +1,6 @@
 """Activations of the expert feed-forward: forward, and backward with everything the expert op needs from one read.
 
-An activation is two small functions on float32 values: `forward(gate, up)` gives the activated value, and
-`backward(gate, up, dactivated)` gives (activated, dgate, dup). To add one, write the two functions, an entry in
-`ACTIVATIONS` and its plain form in `reference.py`.
+What each activation computes is in `activation_functions.py`; here are the ops and the kernels around it.
 """
 
 from __future__ import annotations
@@ -16,57 +14,59 @@ from . import reference
 from ._checks import check_shapes
 from ._dispatch import choose, registered_op
 from ._triton import tl, triton
-
-
-@triton.jit
-def swiglu(gate, up):
-    return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
-def swiglu_backward(gate, up, dactivated):
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    dgate = dactivated * up * (sigmoid + silu * (1.0 - sigmoid))
-    return silu * up, dgate, dactivated * silu
-
-
-class Activation(NamedTuple):
-    """The device functions of one activation."""
-
-    forward: Any
-    backward: Any
-
-
-ACTIVATIONS = {"swiglu": Activation(swiglu, swiglu_backward)}
-
-
-def check_activation(op: str, activation: str) -> None:
-    """Raises ValueError unless `activation` is known."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
+from .activation_functions import ACTIVATIONS
+from .activation_spec import Activation, as_activation
 
 
 def gated_activation(
     preactivation: Tensor,  # [R, 2F] gate columns, then up columns
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, F]
-    """activation(gate) * up, computed in float32 from the stored values and rounded once. Differentiable.
+    """A gated activation, computed in float32 from the stored values and rounded once. Differentiable.
 
-    "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202).
+    "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` says what the others are.
 
     Raises:
-        ValueError: unknown activation, or an odd number of columns.
+        ValueError: unknown or plain activation, or an odd number of columns.
     """
-    check_activation("gated_activation", activation)
+    activation = as_activation("gated_activation", activation)
+    if not activation.gated:
+        raise ValueError(f"gated_activation: activation must be gated, got {activation.name!r}")
     sizes = check_shapes("gated_activation", preactivation=(preactivation, "R 2F"))
     if sizes["2F"] % 2:
         raise ValueError(f"gated_activation: preactivation must have an even number of columns, got {sizes['2F']}")
     if choose("gated_activation", implementation, preactivation) == "reference":
         return reference.gated_activation(preactivation, activation)
-    return _activation_op(preactivation, activation)
+    return _activation_op(preactivation, activation.name, activation.limit, activation.alpha)
+
+
+def plain_activation(
+    preactivation: Tensor,  # [R, F]
+    activation: str | Activation,
+    *,
+    implementation: str | None = None,
+) -> Tensor:  # [R, F]
+    """An activation without a gate, computed in float32 from the stored values and rounded once. Differentiable.
+
+    Raises:
+        ValueError: unknown or gated activation.
+    """
+    activation = as_activation("plain_activation", activation)
+    if activation.gated:
+        raise ValueError(f"plain_activation: activation must not be gated, got {activation.name!r}")
+    check_shapes("plain_activation", preactivation=(preactivation, "R F"))
+    if choose("plain_activation", implementation, preactivation) == "reference":
+        return reference.plain_activation(preactivation, activation)
+    return _activation_op(preactivation, activation.name, activation.limit, activation.alpha)
+
+
+class RowBias(NamedTuple):
+    """A bias per expert, and whose rows are which."""
+
+    bias: Tensor  # [E, N] contiguous
+    row_to_expert: Tensor  # [R] int32, within [0, E)
 
 
 def _block(num_columns: int) -> tuple[int, int]:
@@ -75,43 +75,55 @@ def _block(num_columns: int) -> tuple[int, int]:
     return max(1, 2048 // block_f), block_f
 
 
-def launch_activation(preactivation: Tensor, activation: str) -> Tensor:
-    """activation(H) as a new tensor; arguments are already checked."""
-    num_rows, d_ff = preactivation.shape[0], preactivation.shape[1] // 2
+def _width(preactivation: Tensor, activation: Activation) -> int:
+    return preactivation.shape[1] // (1 + activation.gated)
+
+
+def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBias | None = None) -> Tensor:
+    """activation(H + bias) as a new tensor; arguments are already checked."""
+    num_rows, d_ff = preactivation.shape[0], _width(preactivation, activation)
     out = preactivation.new_empty(num_rows, d_ff)
     if out.numel():
         block_r, block_f = _block(d_ff)
         _activation_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(d_ff, block_f))](
             preactivation,
             preactivation.stride(),
+            *_bias_arguments(bias),
             out,
             num_rows,
             d_ff,
-            FORWARD=ACTIVATIONS[activation].forward,
+            activation.limit,
+            activation.alpha,
+            FORWARD=ACTIVATIONS[activation.name].forward,
+            GATED=activation.gated,
             BLOCK_R=block_r,
             BLOCK_F=block_f,
         )
     return out
 
 
-@registered_op("gated_activation")
-def _activation_op(preactivation: Tensor, activation: str) -> Tensor:
-    return launch_activation(preactivation, activation)
+def _bias_arguments(bias: RowBias | None) -> tuple[Any, Any]:
+    return (None, None) if bias is None else (bias.bias, bias.row_to_expert)
+
+
+@registered_op("activation")
+def _activation_op(preactivation: Tensor, activation: str, limit: float | None, alpha: float | None) -> Tensor:
+    return launch_activation(preactivation, Activation(activation, limit, alpha))
 
 
 @_activation_op.register_fake
-def _(preactivation, activation):
-    return preactivation.new_empty(preactivation.shape[0], preactivation.shape[1] // 2)
+def _(preactivation, activation, limit, alpha):
+    return preactivation.new_empty(preactivation.shape[0], _width(preactivation, Activation(activation)))
 
 
 def _activation_setup(ctx, inputs, output):
-    preactivation, ctx.activation = inputs
+    preactivation, *ctx.activation = inputs
     ctx.save_for_backward(preactivation)
 
 
 def _activation_backward(ctx, dactivated):
     (preactivation,) = ctx.saved_tensors
-    return _activation_backward_op(preactivation, dactivated, ctx.activation), None
+    return _activation_backward_op(preactivation, dactivated, *ctx.activation), None, None, None
 
 
 _activation_op.register_autograd(_activation_backward, setup_context=_activation_setup)
@@ -120,11 +132,16 @@ _activation_op.register_autograd(_activation_backward, setup_context=_activation
 @triton.jit(do_not_specialize=["num_rows"])
 def _activation_kernel(
     preactivation_ptr,
-    preactivation_strides,  # [R, 2F]
+    preactivation_strides,  # [R, 2F], or [R, F] if not GATED
+    bias_ptr,  # [E, 2F or F] contiguous, or None
+    row_to_expert_ptr,  # [R], with a bias
     out_ptr,  # [R, F] contiguous
     num_rows,
     F,
+    limit,
+    alpha,
     FORWARD: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -132,16 +149,36 @@ def _activation_kernel(
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
     mask = (r < num_rows) & (f < F)
-    gate_ptr = preactivation_ptr + r * preactivation_strides[0] + f * preactivation_strides[1]
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + F * preactivation_strides[1], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + r * F + f, FORWARD(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+    pointer = preactivation_ptr + r * preactivation_strides[0] + f * preactivation_strides[1]
+    gate = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(pointer + F * preactivation_strides[1], mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        expert = tl.load(row_to_expert_ptr + r, mask=r < num_rows, other=0).to(tl.int64)
+        gate, up = _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED)
+    tl.store(out_ptr + r * F + f, FORWARD(gate, up, limit, alpha).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@registered_op("gated_activation_backward")
-def _activation_backward_op(preactivation: Tensor, dactivated: Tensor, activation: str) -> Tensor:
+@triton.jit
+def _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED: tl.constexpr):
+    """Gate and up of rows and columns, with their experts' biases."""
+    if GATED:
+        pointer = bias_ptr + expert * (2 * F) + f
+        up += tl.load(pointer + F, mask=mask, other=0.0).to(tl.float32)
+    else:
+        pointer = bias_ptr + expert * F + f
+    gate += tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@registered_op("activation_backward")
+def _activation_backward_op(
+    preactivation: Tensor, dactivated: Tensor, activation: str, limit: float | None, alpha: float | None
+) -> Tensor:
+    kind = Activation(activation, limit, alpha)
     num_rows, d_ff = dactivated.shape
-    dpreactivation = preactivation.new_empty(num_rows, 2 * d_ff)
+    dpreactivation = preactivation.new_empty(preactivation.shape)
     if dpreactivation.numel():
         block_r, block_f = _block(d_ff)
         _activation_backward_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(d_ff, block_f))](
@@ -152,7 +189,10 @@ def _activation_backward_op(preactivation: Tensor, dactivated: Tensor, activatio
             dpreactivation,
             num_rows,
             d_ff,
+            kind.limit,
+            kind.alpha,
             BACKWARD=ACTIVATIONS[activation].backward,
+            GATED=kind.gated,
             BLOCK_R=block_r,
             BLOCK_F=block_f,
         )
@@ -160,46 +200,55 @@ def _activation_backward_op(preactivation: Tensor, dactivated: Tensor, activatio
 
 
 @_activation_backward_op.register_fake
-def _(preactivation, dactivated, activation):
+def _(preactivation, dactivated, activation, limit, alpha):
     return preactivation.new_empty(preactivation.shape)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _activation_backward_kernel(
     preactivation_ptr,
-    preactivation_strides,  # [R, 2F]
+    preactivation_strides,  # [R, 2F], or [R, F] if not GATED
     dactivated_ptr,
     dactivated_strides,  # [R, F]
-    dpreactivation_ptr,  # [R, 2F] contiguous
+    dpreactivation_ptr,  # as preactivation, contiguous
     num_rows,
     F,
+    limit,
+    alpha,
     BACKWARD: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes the gate and up gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
+    """One program writes the gate's, and the up, gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
     mask = (r < num_rows) & (f < F)
-    gate_ptr = preactivation_ptr + r * preactivation_strides[0] + f * preactivation_strides[1]
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + F * preactivation_strides[1], mask=mask, other=0.0).to(tl.float32)
+    pointer = preactivation_ptr + r * preactivation_strides[0] + f * preactivation_strides[1]
+    gate = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(pointer + F * preactivation_strides[1], mask=mask, other=0.0).to(tl.float32)
     dactivated = tl.load(
         dactivated_ptr + r * dactivated_strides[0] + f * dactivated_strides[1], mask=mask, other=0.0
     ).to(tl.float32)
-    _, dgate, dup = BACKWARD(gate, up, dactivated)
-    out = dpreactivation_ptr + r * (2 * F) + f
+    _, dgate, dup = BACKWARD(gate, up, dactivated, limit, alpha)
+    if GATED:
+        out = dpreactivation_ptr + r * (2 * F) + f
+        tl.store(out + F, dup.to(dpreactivation_ptr.dtype.element_ty), mask=mask)
+    else:
+        out = dpreactivation_ptr + r * F + f
     tl.store(out, dgate.to(dpreactivation_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + F, dup.to(dpreactivation_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_weighted_activation_backward(
-    preactivation: Tensor,  # [R, 2F] contiguous
+    preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous
     dweighted: Tensor,  # [R, F] contiguous: gradient of the weighted activation, weight not yet applied
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
-    activation: str,
-) -> tuple[Tensor, Tensor]:  # dpreactivation [R, 2F], dtopk_weights [T, K] float32
+    activation: Activation,
+    bias: RowBias | None = None,
+) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
     """The elementwise middle of the expert op's backward, one read of H and dA'.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
@@ -211,6 +260,7 @@ def launch_weighted_activation_backward(
     if num_slots:
         _weighted_activation_backward_kernel[(triton.cdiv(num_slots, 4),)](
             preactivation,
+            *_bias_arguments(bias),
             dweighted,
             topk_weights,
             slot_to_row,
@@ -218,7 +268,10 @@ def launch_weighted_activation_backward(
             dweights,
             num_slots,
             d_ff,
-            BACKWARD=ACTIVATIONS[activation].backward,
+            activation.limit,
+            activation.alpha,
+            BACKWARD=ACTIVATIONS[activation.name].backward,
+            GATED=activation.gated,
             BLOCK_S=4,
             BLOCK_F=min(triton.next_power_of_2(d_ff), 256),
         )
@@ -227,15 +280,20 @@ def launch_weighted_activation_backward(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _weighted_activation_backward_kernel(
-    preactivation_ptr,  # [R, 2F] contiguous
+    preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
+    bias_ptr,  # [E, 2F or F] contiguous, or None
+    row_to_expert_ptr,  # [R], with a bias
     dweighted_ptr,  # [R, F] contiguous; becomes the weighted activation
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
-    dpreactivation_ptr,  # [R, 2F] contiguous
+    dpreactivation_ptr,  # as preactivation, contiguous
     dweights_ptr,  # [T * K]
     num_slots,
     F,
+    limit,
+    alpha,
     BACKWARD: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -245,18 +303,28 @@ def _weighted_activation_backward_kernel(
     weight = tl.load(weights_ptr + slot, mask=slot < num_slots, other=0.0)
     dtype: tl.constexpr = dweighted_ptr.dtype.element_ty
     products = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)  # [BLOCK_S, BLOCK_F]
+    if bias_ptr is not None:
+        expert = tl.load(row_to_expert_ptr + row, mask=row >= 0, other=0).to(tl.int64)  # [BLOCK_S, 1]
     for first in range(0, F, BLOCK_F):
         f = first + tl.arange(0, BLOCK_F)[None, :]
         mask = (f < F) & (row >= 0)
-        gate = tl.load(preactivation_ptr + row * (2 * F) + f, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(preactivation_ptr + row * (2 * F) + F + f, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            offset = row * (2 * F) + f
+            up = tl.load(preactivation_ptr + offset + F, mask=mask, other=0.0).to(tl.float32)
+            gate = tl.load(preactivation_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        else:
+            offset = row * F + f
+            gate = tl.load(preactivation_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            up = gate
+        if bias_ptr is not None:
+            gate, up = _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED)
         dweighted = tl.load(dweighted_ptr + row * F + f, mask=mask, other=0.0).to(tl.float32)
-        activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted)
+        activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
         # Forward multiplied by the rounded activation, so its rounded value is what the weight's gradient sees.
         activated = activated.to(dtype).to(tl.float32)
         products += dweighted * activated
         tl.store(dweighted_ptr + row * F + f, (weight[:, None] * activated).to(dtype), mask=mask)
-        out = dpreactivation_ptr + row * (2 * F) + f
-        tl.store(out, dgate.to(dtype), mask=mask)
-        tl.store(out + F, dup.to(dtype), mask=mask)
+        tl.store(dpreactivation_ptr + offset, dgate.to(dtype), mask=mask)
+        if GATED:
+            tl.store(dpreactivation_ptr + offset + F, dup.to(dtype), mask=mask)
     tl.store(dweights_ptr + slot, tl.sum(products, 1), mask=slot < num_slots)

@@ -6,8 +6,9 @@ with shapes, dtypes and devices that no kernel could compute. What one kernel as
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,25 @@ from torch import Tensor
 from .reference import TileTable
 
 
-class Arguments:
+def rows_bucket(num_rows: int, num_groups: int) -> int:
+    """Rows per group, rounded up to a power of two."""
+    return 1 << max(-(-num_rows // max(num_groups, 1)) - 1, 0).bit_length()
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """dtype, which axes are contiguous, and whether the tensor satisfies the copy engine's 16-byte alignment."""
+    size = tensor.element_size()
+    contiguous = tuple(stride == 1 for stride in tensor.stride())
+    aligned = tensor.data_ptr() % 16 == 0 and all(s == 1 or s * size % 16 == 0 for s in tensor.stride())
+    return tensor.dtype, contiguous, aligned
+
+
+def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
+    rows = rows_bucket(num_rows, num_groups)
+    return f"{form} {str(dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
+
+
+class Arguments(abc.ABC):
     """Base of the argument classes: A, the operands by name, and checks of what all kernels need."""
 
     A: Tensor
@@ -35,15 +54,27 @@ class Arguments:
 
     def error(self) -> str | None:
         """What no kernel could compute, naming the operand; None if all is well."""
-        device = self.A.device
         for name in self.tensors:
             tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                return f"Operand `{name}`: expected device {device} as A, got {tensor.device}"
+            if tensor is not None and tensor.device != self.A.device:
+                return f"Operand `{name}`: expected device {self.A.device} as A, got {tensor.device}"
         return self.shape_error()
 
+    @abc.abstractmethod
     def shape_error(self) -> str | None:
-        raise NotImplementedError
+        """What is wrong with the shapes and dtypes, naming the operand."""
+
+    @abc.abstractmethod
+    def selection_key(self) -> tuple[Any, ...]:
+        """What support and speed depend on: arguments with equal keys get the same kernel. Numbers of rows only by
+        their power of two."""
+
+    @abc.abstractmethod
+    def table_key(self) -> str:
+        """The key of a table of measured kernels: the layouts and sizes that decide which kernel is fastest."""
+
+    def _layouts(self) -> tuple[Any, ...]:
+        return self.A.device, *(layout_of(tensor) for tensor in self.operands.values())
 
     def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
         """What is wrong with an optional tensor's shape and dtype."""
@@ -98,6 +129,18 @@ class GroupedGemmArguments(Arguments):
     def product(self) -> Tensor:  # [R, N]
         return self.out if self.epilogue is None else self.preactivation
 
+    def selection_key(self) -> tuple[Any, ...]:
+        given = tuple(getattr(self, name) is not None for name in self.optional_operands)
+        form = (self.row_to_token is not None, self.epilogue, given)
+        return *self.B.shape, rows_bucket(len(self.out), len(self.B)), form, self._layouts()
+
+    def table_key(self) -> str:
+        num_groups, size_k, size_n = self.B.shape
+        layout = "row" if self.B.stride(2) == 1 else "column"
+        gather = "A" if self.row_to_token is not None else "none"
+        form = f"grouped_gemm B={layout} gather={gather} epilogue={self.epilogue or 'none'}"
+        return _table_key(form, self.A.dtype, num_groups, size_k, size_n, len(self.out))
+
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
@@ -124,21 +167,30 @@ class GroupedGemmArguments(Arguments):
 class WgradArguments(Arguments):
     """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
 
-    tensors = ("A", "dout", "out", "offsets", "a_row_to_token", "dout_row_to_token", "bounds")
+    tensors = ("A", "dout", "out", "offsets", "a_row_to_token", "dout_row_to_token")
     operand_names = ("A", "dout", "out")
 
     A: Tensor  # [R, K]; [T, K] with a_row_to_token
     dout: Tensor  # [R, N]; [T, N] with dout_row_to_token
     out: Tensor  # [G, K, N]
     accumulator_type: torch.dtype = torch.float32
-    offsets: Tensor | None = None  # [G] int32; not read when bounds is given
+    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     a_row_to_token: Tensor | None = None  # [R] int32
     dout_row_to_token: Tensor | None = None  # [R] int32
-    bounds: Tensor | None = None  # [G + 2] int32, as in TileTable
+    tile_table: TileTable | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.A if self.a_row_to_token is None else self.a_row_to_token)
+
+    def selection_key(self) -> tuple[Any, ...]:
+        form = (self.a_row_to_token is not None, self.dout_row_to_token is not None)
+        return *self.out.shape, rows_bucket(self.num_rows, len(self.out)), form, self._layouts()
+
+    def table_key(self) -> str:
+        gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))
+        form = f"wgrad gather={'+'.join(name for name, index in gathers if index is not None) or 'none'}"
+        return _table_key(form, self.A.dtype, *self.out.shape, self.num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("dout", 2) or self._expect_rank("out", 3):
@@ -151,8 +203,7 @@ class WgradArguments(Arguments):
             or self._expect("offsets", num_groups, dtype=torch.int32)
             or self._expect("a_row_to_token", num_rows, dtype=torch.int32)
             or self._expect("dout_row_to_token", num_rows, dtype=torch.int32)
-            or self._expect("bounds", num_groups + 2, dtype=torch.int32)
-            or self._expect_one_of("offsets", "bounds")
+            or self._expect_one_of("offsets", "tile_table")
         )
 
 
@@ -168,6 +219,18 @@ class GemmArguments(Arguments):
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # of the batch as groups of rows, for kernels that need one
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.out) if self.out.dim() == 3 else 1
+
+    def selection_key(self) -> tuple[Any, ...]:
+        return self.A.shape, self.B.shape, self._layouts()
+
+    def table_key(self) -> str:
+        form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}"
+        num_rows = self.num_batches * self.out.shape[-2]
+        return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):

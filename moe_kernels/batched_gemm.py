@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tuning
 from ._checks import check_same_device, check_same_dtype, check_shapes, result_dtype
 from ._dispatch import FLOAT8, choose, registered_op
 from .catalog import GemmArguments
-from .tuning import select
 
 
 def batched_gemm(
@@ -49,7 +48,7 @@ def batched_gemm(
 def _batched_gemm_op(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     out = _empty_product(a, b, out_dtype)
     args = GemmArguments(a, b, out)
-    select(args).run(args)
+    tuning.run(args)
     return out
 
 

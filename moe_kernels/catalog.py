@@ -130,7 +130,7 @@ class TmaDesign(Design):
 
 @dataclass(frozen=True)
 class WarpSpecializedDesign(Design):
-    """One warpgroup loads through TMA, two multiply and store. `num_stages` counts the buffers between them."""
+    """One warpgroup loads, two multiply and store. `num_stages` counts the buffers between them."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Kernel(abc.ABC):
             ValueError: the arguments are not supported, with the status' error, or the artifact or workspace does not
                 fit them.
         """
-        if not assume_supported_args and getattr(args, "accepted_by", None) is not self:
+        if not assume_supported_args:
             self._require(args)
         if stream is None:
             self._run(args, compiled_artifact, workspace, assume_supported_args)
@@ -248,6 +248,11 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def supports_design(self, args: Any) -> Status:
         """What the design asks beyond the operands' metadata."""
+
+    @abc.abstractmethod
+    def estimate(self, args: Any) -> float:
+        """Relative time at the same speed per multiplication: those of all tiles, padding included, or more where
+        reading the operands takes longer."""
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:

@@ -9,7 +9,16 @@ Backward, with w the routing weight of a row:
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). A gather happens inside the GEMM that wants its
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). With biases H stays without b_up, which is
+added wherever H is read, and Y without b_down, which `combine` adds:
+
+    dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
+
+With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y is unweighted, and in backward
+
+    dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
+
+A gather happens inside the GEMM that wants its
 rows, or as a copy before it, whichever `tuning.choose_copies` says is faster.
 """
 
@@ -20,55 +29,96 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tuning
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ._dispatch import choose, registered_op
-from .activation import check_activation, launch_activation, launch_weighted_activation_backward
+from .activation import RowBias, launch_activation, launch_weighted_activation_backward
+from .activation_functions import EPILOGUES
+from .activation_spec import Activation, as_activation
 from .catalog import GroupedGemmArguments, WgradArguments
-from .permutation import launch_combine, launch_spread
+from .permutation import launch_combine, launch_slot_products, launch_spread
 from .reference import Permutation, TileTable
-from .tuning import choose_copies, find, select
+from .segments import launch_segment_sum, row_to_expert, slot_to_expert
 
 
 def fused_experts(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K] float32
     permutation: Permutation,
-    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows
+    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows; [E, F, D] with a plain activation
     w_down: Tensor,  # [E, D, F]
     *,
-    activation: str = "swiglu",
+    b_up: Tensor | None = None,  # [E, 2F], or [E, F]
+    b_down: Tensor | None = None,  # [E, D]
+    activation: str | Activation = "swiglu",
+    weight_on_input: bool = False,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
     """Each token through its experts, summed with its routing weights.
 
     Keeps for backward `tokens`, the pre-activations [R, 2F] and the routing; what a frozen operand would need is
     skipped. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, never
-    waits for the GPU. Differentiable in `tokens`, `topk_weights`, `w_up` and `w_down`.
+    waits for the GPU. Differentiable in `tokens`, `topk_weights`, weights and biases.
 
     Args:
         permutation: of the same choice of experts as `topk_weights`, from `sort_by_expert`. Dropped slots add nothing.
+        weight_on_input: the routing weight multiplies the token before the expert, not its output.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, or the activation is unknown.
     """
-    check_activation("fused_experts", activation)
+    activation = as_activation("fused_experts", activation)
+    biases = {name: bias for name, bias in (("b_up", b_up), ("b_down", b_down)) if bias is not None}
+    _check_operands(tokens, topk_weights, permutation, w_up, w_down, biases, activation)
+    if choose("fused_experts", implementation, tokens) == "reference":
+        options = {"activation": activation, "weight_on_input": weight_on_input, **biases}
+        return reference.fused_experts(tokens, topk_weights, permutation, w_up, w_down, **options)
+    out, _ = _fused_experts_op(
+        tokens,
+        topk_weights.float().contiguous(),
+        w_up,
+        w_down,
+        b_up,
+        b_down,
+        permutation.slot_to_row.contiguous(),
+        permutation.row_to_token,
+        *permutation.tile_table,
+        activation.name,
+        activation.limit,
+        activation.alpha,
+        weight_on_input,
+    )
+    return out
+
+
+def _check_operands(
+    tokens: Tensor,
+    topk_weights: Tensor,
+    permutation: Permutation,
+    w_up: Tensor,
+    w_down: Tensor,
+    biases: dict[str, Tensor],
+    activation: Activation,
+) -> None:
+    width = "2F" if activation.gated else "F"
+    patterns = {"b_up": f"E {width}", "b_down": "E D"}
     sizes = check_shapes(
         "fused_experts",
         tokens=(tokens, "T D"),
         topk_weights=(topk_weights, "T K"),
         slot_to_row=(permutation.slot_to_row, "T K"),
         offsets=(permutation.offsets, "E"),
-        w_up=(w_up, "E 2F D"),
+        w_up=(w_up, f"E {width} D"),
         w_down=(w_down, "E D F"),
+        **{name: (bias, patterns[name]) for name, bias in biases.items()},
     )
-    if sizes["2F"] != 2 * sizes["F"]:
+    if activation.gated and sizes["2F"] != 2 * sizes["F"]:
         raise ValueError(
             f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
             f"got {list(w_up.shape)} and {list(w_down.shape)}"
         )
-    check_same_dtype("fused_experts", tokens=tokens, w_up=w_up, w_down=w_down)
+    check_same_dtype("fused_experts", tokens=tokens, w_up=w_up, w_down=w_down, **biases)
     check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
     check_same_device(
         "fused_experts",
@@ -77,20 +127,8 @@ def fused_experts(
         permutation=permutation.offsets,
         w_up=w_up,
         w_down=w_down,
+        **biases,
     )
-    if choose("fused_experts", implementation, tokens) == "reference":
-        return reference.fused_experts(tokens, topk_weights, permutation, w_up, w_down, activation=activation)
-    out, _ = _fused_experts_op(
-        tokens,
-        topk_weights.float().contiguous(),
-        w_up,
-        w_down,
-        permutation.slot_to_row.contiguous(),
-        permutation.row_to_token,
-        *permutation.tile_table,
-        activation,
-    )
-    return out
 
 
 class _Rows(NamedTuple):
@@ -105,11 +143,21 @@ class _Rows(NamedTuple):
         out = a.new_empty(len(self.row_to_token), b.shape[2])
         index = self.row_to_token if gather else None
         args = GroupedGemmArguments(a, b, out, row_to_token=index, tile_table=self.table, zero_tail=False)
-        select(args).run(args)
+        tuning.run(args)
         return out
 
-    def gated_gemm(self, a: Tensor, b: Tensor, activation: str, *, gather: bool) -> tuple[Tensor, Tensor]:
-        """(product [R, 2F], its activation [R, F])."""
+    def activated_gemm(
+        self, a: Tensor, b: Tensor, activation: Activation, bias: RowBias | None, *, gather: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(product [R, 2F or F], the activation [R, F] of product and bias)."""
+        fusible = bias is None and activation.published and activation.name in EPILOGUES
+        if fusible and (fused := self._fused_gemm(a, b, activation, gather)):
+            return fused
+        preactivation = self.gemm(a, b, gather=gather)
+        return preactivation, launch_activation(preactivation, activation, bias)
+
+    def _fused_gemm(self, a: Tensor, b: Tensor, activation: Activation, gather: bool) -> tuple[Tensor, Tensor] | None:
+        """Product and activation from one kernel, or None if there is none for these arguments."""
         num_rows, num_columns = len(self.row_to_token), b.shape[2]
         args = GroupedGemmArguments(
             a,
@@ -117,15 +165,14 @@ class _Rows(NamedTuple):
             a.new_empty(num_rows, num_columns // 2),
             row_to_token=self.row_to_token if gather else None,
             tile_table=self.table,
-            epilogue=activation,
+            epilogue=activation.name,
             preactivation=a.new_empty(num_rows, num_columns),
             zero_tail=False,
         )
-        if kernel := find(args):
-            kernel.run(args)
+        if kernel := tuning.find(args):
+            kernel.run(args, assume_supported_args=True)
             return args.preactivation, args.out
-        preactivation = self.gemm(a, b, gather=gather)
-        return preactivation, launch_activation(preactivation, activation)
+        return None
 
     def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]."""
@@ -136,20 +183,40 @@ class _Rows(NamedTuple):
             out,
             a_row_to_token=self.row_to_token if gather_a else None,
             dout_row_to_token=self.row_to_token if gather_dout else None,
-            bounds=self.table.bounds,
+            tile_table=self.table,
         )
-        select(args).run(args)
+        tuning.run(args)
         return out
 
-    def spread(self, tokens: Tensor) -> Tensor:  # [R, D]
-        """Each token copied to its rows."""
+    def spread(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
+        """Each token, times the slot's weight, copied to its rows."""
         rows = tokens.new_empty(len(self.row_to_token), tokens.shape[1])
-        launch_spread(tokens, None, self.slot_to_row, rows)
+        launch_spread(tokens, topk_weights, self.slot_to_row, rows)
         return rows
 
-    def collect(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
-        """Each token's rows, weighted and summed."""
-        return launch_combine(rows, topk_weights, self.slot_to_row)
+    def collect(
+        self, rows: Tensor, topk_weights: Tensor | None, bias: Tensor | None = None, experts: Tensor | None = None
+    ) -> Tensor:  # [T, D]
+        """Each token's rows, with the biases of the slots' `experts`, weighted and summed."""
+        bias = None if bias is None else bias.contiguous()
+        return launch_combine(rows, topk_weights, self.slot_to_row, bias, experts)
+
+    def experts(self, *biases: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(expert of each row [R], of each slot [T, K]); (None, None) where there is no bias."""
+        if all(bias is None for bias in biases):
+            return None, None
+        of_row = row_to_expert(self.table.bounds, len(self.row_to_token))
+        return of_row, slot_to_expert(of_row, self.slot_to_row)
+
+    def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
+        """The sum over each expert's rows of weight * token."""
+        ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
+        row_weights = None if ones is None else self.spread(ones, topk_weights)
+        return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
+
+
+def _row_bias(bias: Tensor | None, experts: Tensor | None) -> RowBias | None:
+    return None if bias is None else RowBias(bias.contiguous(), experts)
 
 
 @registered_op("fused_experts")
@@ -158,42 +225,52 @@ def _fused_experts_op(
     topk_weights: Tensor,
     w_up: Tensor,
     w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     slot_to_row: Tensor,
     row_to_token: Tensor,
     bounds: Tensor,
     tiles: Tensor,
     num_tiles: Tensor,
+    order: Tensor,
     block_rows: int,
     activation: str,
-) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F]
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, block_rows))
-    copy = choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
-    up_input = rows.spread(tokens) if copy else tokens
-    preactivation, activated = rows.gated_gemm(up_input, w_up.transpose(1, 2), activation, gather=not copy)
+    limit: float | None,
+    alpha: float | None,
+    weight_on_input: bool,
+) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F]
+    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
+    experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
+    input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
+    copy = weight_on_input or tuning.choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
+    up_input = rows.spread(tokens, input_weights) if copy else tokens
+    kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
+    preactivation, activated = rows.activated_gemm(up_input, w_up.transpose(1, 2), kind, bias, gather=not copy)
     del up_input
     expert_out = rows.gemm(activated, w_down.transpose(1, 2))  # [R, D]
     del activated
-    return rows.collect(expert_out, topk_weights), preactivation
+    return rows.collect(expert_out, output_weights, b_down, experts_of_slots), preactivation
 
 
 @_fused_experts_op.register_fake
-def _(tokens, topk_weights, w_up, w_down, slot_to_row, row_to_token, bounds, tiles, num_tiles, block_rows, activation):
+def _(tokens, topk_weights, w_up, w_down, b_up, b_down, slot_to_row, row_to_token, *rest):
     return tokens.new_empty(tokens.shape), tokens.new_empty(row_to_token.shape[0], w_up.shape[1])
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.block_rows, ctx.activation = inputs
+    *tensors, ctx.block_rows, activation, limit, alpha, weight_on_input = inputs
+    ctx.options = activation, limit, alpha, weight_on_input
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 11
+        return (None,) * 17
     *tensors, preactivation = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    gradients = _experts_backward_op(dout, preactivation, *tensors, ctx.block_rows, ctx.activation, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 7
+    needs = list(ctx.needs_input_grad[:6])
+    gradients = _experts_backward_op(dout, preactivation, *tensors, ctx.block_rows, *ctx.options, needs)
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 11
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -207,44 +284,66 @@ def _experts_backward_op(
     topk_weights: Tensor,
     w_up: Tensor,
     w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     slot_to_row: Tensor,
     row_to_token: Tensor,
     bounds: Tensor,
     tiles: Tensor,
     num_tiles: Tensor,
+    order: Tensor,
     block_rows: int,
     activation: str,
+    limit: float | None,
+    alpha: float | None,
+    weight_on_input: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dtokens, dtopk_weights, dw_up, dw_down; empty where not needed
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, block_rows))
-    copies = choose_copies(tokens, w_up, len(row_to_token))
-    needs_tokens, _, needs_up, needs_down = needs
-    dtokens, dw_up, dw_down = (dout.new_empty(0) for _ in range(3))
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # of the first six operands; empty where not needed
+    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
+    experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
+    copies = tuning.choose_copies(tokens, w_up, len(row_to_token))
+    input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
+    needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
+    dtokens, dw_up, dw_down, db_up, db_down = (dout.new_empty(0) for _ in range(5))
     # At most H, dH, A_w and one [R, D] are alive at any time.
     drows = rows.spread(dout) if copies.dout else dout.contiguous()
     weighted = rows.gemm(drows, w_down, gather=not copies.dout)  # [R, F] dA'
     dpreactivation, dweights = launch_weighted_activation_backward(
-        preactivation, weighted, topk_weights, slot_to_row, activation
+        preactivation,
+        weighted,
+        torch.ones_like(topk_weights) if weight_on_input else topk_weights,
+        slot_to_row,
+        Activation(activation, limit, alpha),
+        _row_bias(b_up, experts_of_rows),
     )  # and dA' has become A_w
     if needs_down:
         dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]
     del drows, weighted
-    if needs_tokens:
-        dtokens = rows.collect(rows.gemm(dpreactivation, w_up), None)
+    if b_down is not None and needs_weights and not weight_on_input:
+        dweights += launch_slot_products(dout, b_down, experts_of_slots)
+    if needs_b_down:
+        db_down = rows.bias_gradient(dout, output_weights).to(b_down.dtype)  # [E, D]
+    if needs_b_up:
+        db_up = launch_segment_sum(dpreactivation, bounds).to(b_up.dtype)  # [E, 2F]
+    if needs_tokens or (weight_on_input and needs_weights):
+        dup_input = rows.gemm(dpreactivation, w_up)  # [R, D]
+        dtokens = rows.collect(dup_input, input_weights)
+        if weight_on_input:
+            dweights = launch_slot_products(tokens, dup_input, slot_to_row)
+        del dup_input
     if needs_up:
-        up_input = rows.spread(tokens) if copies.tokens_backward else tokens
-        dw_up = rows.wgrad(dpreactivation, up_input, gather_dout=not copies.tokens_backward)  # [E, 2F, D]
-    return dtokens, dweights, dw_up, dw_down
+        copy = weight_on_input or copies.tokens_backward
+        up_input = rows.spread(tokens, input_weights) if copy else tokens
+        dw_up = rows.wgrad(dpreactivation, up_input, gather_dout=not copy)  # [E, 2F, D]
+    return dtokens, dweights, dw_up, dw_down, db_up, db_down
 
 
 @_experts_backward_op.register_fake
-def _(
-    dout, preactivation, tokens, topk_weights, w_up, w_down, slot_to_row, row_to_token, bounds, tiles, num_tiles,
-    block_rows, activation, needs,
-):  # fmt: skip
-    def like(tensor: Tensor, needed: bool) -> Tensor:
+def _(dout, preactivation, tokens, topk_weights, w_up, w_down, b_up, b_down, *rest):
+    def like(tensor: Tensor | None, needed: bool) -> Tensor:
         return dout.new_empty(tensor.shape if needed else 0)
 
-    needs_tokens, _, needs_up, needs_down = needs
-    dweights = torch.empty_like(topk_weights)
-    return like(tokens, needs_tokens), dweights, like(w_up, needs_up), like(w_down, needs_down)
+    needs_tokens, needs_weights, *needs = rest[-1]
+    dtokens = like(tokens, needs_tokens or (rest[-2] and needs_weights))
+    rest = map(like, (w_up, w_down, b_up, b_down), needs)
+    return dtokens, torch.empty_like(topk_weights), *rest

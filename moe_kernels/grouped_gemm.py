@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tuning
 from ._checks import (
     check_dtype,
     check_float8,
@@ -26,7 +26,6 @@ from ._checks import (
 from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op
 from .catalog import GroupedGemmArguments, WgradArguments, device_cc
 from .gemm.epilogue import check_epilogue, launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
-from .tuning import select
 
 
 def grouped_gemm(
@@ -359,7 +358,7 @@ def empty_wgrad(
 @registered_op("grouped_gemm_wgrad_out", mutates=("out",))
 def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
     args = WgradArguments(a, dout, out, offsets=offsets)
-    select(args).run(args)
+    tuning.run(args)
 
 
 @registered_op("grouped_gemm_wgrad")
@@ -368,7 +367,7 @@ def _wgrad_op(
 ) -> Tensor:
     out = empty_wgrad(a, len(offsets), a.shape[1], dout.shape[1], transposed, out_dtype)
     args = WgradArguments(a, dout, out, offsets=offsets)
-    select(args).run(args)
+    tuning.run(args)
     return out
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tuning
 from ._dispatch import choose, registered_op
 from .catalog import CompiledArtifact, Kernel
 from .gemm.array import GroupedGemmListArguments, leading_dimension, make_problem_table
-from .tuning import select
 
 
 def grouped_gemm_list(
@@ -91,7 +90,7 @@ class GroupedProblem:
             raise ValueError(f"{op}: {error}")
         if kernel is None and choose(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
-        kernel = kernel or select(args)
+        kernel = kernel or tuning.select(args)
         if not (status := kernel.supports(args)):
             raise ValueError(f"{op}: {kernel.metadata.kernel_name}: {status.error}")
         table = make_problem_table(args, *kernel.metadata.design.tile_shape[:2])
@@ -138,7 +137,7 @@ def _grouped_gemm_list_op(a_list: list[Tensor], b_list: list[Tensor], by_columns
         problems = zip(*operands, by_columns, strict=True)
         operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
     args = GroupedGemmListArguments(*(_with_contiguous_axes(matrices) for matrices in operands))
-    select(args).run(args)
+    tuning.run(args)
     return outs
 
 

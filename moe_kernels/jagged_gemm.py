@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, tuning
 from ._checks import check_dtype, check_same_device, check_shapes
 from ._dispatch import choose, registered_op
 from ._triton import cdiv
@@ -22,7 +22,6 @@ from ._upload import upload
 from .catalog import WgradArguments
 from .gemm.base import num_programs
 from .gemm.jagged import JaggedGemmArguments, make_jagged_table
-from .tuning import select
 
 
 class PackedGroups(NamedTuple):
@@ -106,7 +105,7 @@ def _check_offsets(group_offsets: Tensor, num_rows: int) -> None:
 def _jagged_gemm_op(a: Tensor, b: Tensor, group_offsets: Tensor) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
     args = JaggedGemmArguments(a, b, out, group_offsets)
-    select(args).run(args)
+    tuning.run(args)
     return out
 
 
@@ -143,9 +142,9 @@ def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed:
     num_tiles = max(cdiv(size_k, 128) * cdiv(size_n, 128), 1)
     parts = max(1, min(num_programs(left) // num_tiles, num_rows // _LEAST_PART_ROWS))
     partial = left.new_empty(parts, size_k, size_n, dtype=torch.float32)
-    bounds = make_jagged_table(group_offsets, num_rows, 65536, parts=parts).bounds
-    args = WgradArguments(left, right, partial, bounds=bounds)
-    select(args).run(args)
+    table = make_jagged_table(group_offsets, num_rows, 65536, parts=parts)
+    args = WgradArguments(left, right, partial, tile_table=table)
+    tuning.run(args)
     total = partial.sum(0).to(a.dtype)
     return total.t() if transposed else total
 

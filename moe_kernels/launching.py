@@ -7,6 +7,7 @@ that kernel, so a launch with one only passes the arguments on.
 from __future__ import annotations
 
 import contextvars
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +64,24 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tenso
     contextvars.copy_context().run(on_device_of, operand, _run, launch, artifact, operand.device, scratch)
 
 
+_thread = threading.local()
+
+
+def _need_context(device: torch.device) -> None:
+    """Let this thread have the device's context. Encoding a descriptor wants one, launches or not, and a thread that
+    has launched nothing yet, as autograd's at first, has none."""
+    if device.type == "cuda" and device.index not in _thread.__dict__.setdefault("devices", set()):
+        torch.empty(1, device=device).zero_()
+        _thread.devices.add(device.index)
+
+
 def _run(launch: Launch, artifact: CompiledArtifact | None, device: torch.device, scratch: Tensor | None) -> None:
     def allocate(size: int, alignment: int, stream: int) -> Tensor:
         if scratch is None or len(scratch) < size:
             return torch.empty(size, dtype=torch.int8, device=device)
         return scratch
 
+    _need_context(device)
     triton.set_allocator(allocate)
     if artifact is None or artifact.compiled is None:
         launch.function[launch.grid](*launch.arguments, **launch.options)

@@ -17,6 +17,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+from .activation_spec import Activation, as_activation
+from .router_spec import RouterSpec
+
 
 class Routing(NamedTuple):
     """What a router decided for each token."""
@@ -32,6 +35,7 @@ class TileTable(NamedTuple):
     bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
     num_tiles: Tensor  # [2] int32: entries that belong to groups, and with the tail's; further ones go on counting it
+    order: Tensor  # [G] int32: the groups by falling number of rows, equal ones by id
     block_rows: int
 
 
@@ -71,6 +75,104 @@ def linear_routing(
     return topk_routing(functional.linear(tokens.to(dtype), w_router.to(dtype)), top_k, normalize=normalize)
 
 
+_SCORES = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: functional.softplus(logits).sqrt(),
+}
+
+
+def _rankable(keys: Tensor) -> Tensor:
+    """NaN ranks with the highest."""
+    return keys.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _top(keys: Tensor, k: int) -> Tensor:
+    """Indices of the k largest by falling value; the lower index first on ties."""
+    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _choose_experts(
+    scores: Tensor,  # [T, E]
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    spec: RouterSpec,
+    selection_bias: Tensor | None,  # [E]
+) -> Tensor:  # [T, K]
+    keys = (logits if spec.chooses_by_logit else scores).detach()
+    if selection_bias is not None:
+        keys = keys + selection_bias.detach().to(keys.dtype)
+    keys = _rankable(keys)
+    if spec.num_groups > 1:
+        groups = rearrange(keys, "t (g e) -> t g e", g=spec.num_groups)
+        best = groups.topk(min(2 if spec.group_score == "top2_sum" else 1, groups.shape[-1])).values.sum(-1)
+        kept = torch.zeros_like(best).scatter(1, _top(_rankable(best), spec.top_groups), 1.0).bool()
+        keys = torch.where(kept[..., None], groups, spec.excluded_score).flatten(1)
+    return _top(keys, top_k)
+
+
+def shape_logits(
+    logits: Tensor,  # [T, E]
+    spec: RouterSpec,
+) -> Tensor:  # [T, E]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if spec.logit_multiplier != 1.0:
+        logits = logits * spec.logit_multiplier
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    return logits
+
+
+def scored_routing(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    spec: RouterSpec,
+    selection_bias: Tensor | None = None,  # [E]
+) -> Routing:
+    logits = shape_logits(logits, spec)
+    if spec.sparsemixer_jitter is not None:
+        experts, weights = _sparsemixer(logits, spec.sparsemixer_jitter)
+        return Routing(experts.int(), weights * spec.scale, logits)
+    scores = _SCORES[spec.score](logits)
+    experts = _choose_experts(scores, logits, top_k, spec, selection_bias)
+    weights = scores.gather(1, experts)
+    if spec.normalize:
+        norm = weights.pow(spec.norm_power).sum(-1, keepdim=True).pow(1 / spec.norm_power)
+        weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
+    return Routing(experts.int(), weights * spec.scale, logits)
+
+
+def _sparsemixer(
+    logits: Tensor,  # [T, E]
+    jitter: float,
+) -> tuple[Tensor, Tensor]:  # experts, weights [T, 2]
+    experts = _top(_rankable(logits.detach()), 2)
+    weights, left = [], logits
+    for expert in experts.split(1, dim=1):  # [T, 1]
+        highest = left.detach().gather(1, expert)
+        distance = (highest - logits.detach()) / logits.detach().abs().clamp(min=highest)
+        probabilities = left.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1)
+        weights.append(probabilities.gather(1, expert))
+        left = left.scatter(1, expert, -torch.inf)
+    return experts, torch.cat(weights, 1)
+
+
+def scored_linear_routing(
+    tokens: Tensor,  # [T, D]
+    w_router: Tensor,  # [E, D]
+    top_k: int,
+    spec: RouterSpec,
+    logit_bias: Tensor | None = None,  # [E]
+    selection_bias: Tensor | None = None,  # [E]
+) -> Routing:
+    dtype = tokens.dtype
+    if not spec.logits_in_token_dtype:
+        dtype = torch.promote_types(dtype, torch.float32)
+    bias = None if logit_bias is None else logit_bias.to(dtype)
+    logits = functional.linear(tokens.to(dtype), w_router.to(dtype), bias)
+    return scored_routing(logits, top_k, spec, selection_bias)
+
+
 def tile_table(
     offsets: Tensor,  # [G] int32
     num_rows: int,
@@ -85,7 +187,8 @@ def tile_table(
     first = functional.pad(counts.cumsum(0)[:-1], (1, 0))  # [G + 1]
     tiles = torch.stack([group, entry - first[group]], dim=1)
     num_tiles = torch.stack([counts[:-1].sum(), counts.sum()])
-    return TileTable(bounds.int(), tiles.int(), num_tiles.int(), block_rows)
+    order = bounds.diff()[:-1].argsort(descending=True, stable=True)
+    return TileTable(bounds.int(), tiles.int(), num_tiles.int(), order.int(), block_rows)
 
 
 def sort_by_expert(
@@ -206,20 +309,60 @@ def jagged_gemm(
     return torch.cat([zeros[0], *products, zeros[1]])
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS = {"swiglu": swiglu}
+def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def _swiglu_clamped_after(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+# Of gate and up where gated, else of one value; then of the activation's own numbers.
+_ACTIVATIONS = {
+    "swiglu": lambda gate, up: functional.silu(gate) * up,
+    "geglu": lambda gate, up: functional.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
+    "reglu": lambda gate, up: functional.relu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+    "swiglu_clamped_after": _swiglu_clamped_after,
+    "gpt_oss": _gpt_oss,
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": functional.silu,
+}
+
+
+def _activate(activation: Activation, *values: Tensor) -> Tensor:
+    dtype = torch.promote_types(values[0].dtype, torch.float32)
+    numbers = [number for number in (activation.limit, activation.alpha) if number is not None]
+    out = _ACTIVATIONS[activation.name](*(value.to(dtype) for value in values), *numbers)
+    return out.to(values[0].dtype)
 
 
 def gated_activation(
     preactivation: Tensor,  # [R, 2F] gate columns, then up columns
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
 ) -> Tensor:  # [R, F]
     gate, up = rearrange(preactivation, "r (two f) -> two r f", two=2)
-    dtype = torch.promote_types(preactivation.dtype, torch.float32)
-    return _ACTIVATIONS[activation](gate.to(dtype), up.to(dtype)).to(preactivation.dtype)
+    return _activate(as_activation("gated_activation", activation), gate, up)
+
+
+def plain_activation(
+    preactivation: Tensor,  # [R, F]
+    activation: str | Activation,
+) -> Tensor:  # [R, F]
+    return _activate(as_activation("plain_activation", activation), preactivation)
 
 
 def combine(
@@ -236,17 +379,47 @@ def combine(
     return chosen.sum(1).to(rows.dtype)
 
 
+def _add_bias(
+    rows: Tensor,  # [R, N]
+    bias: Tensor | None,  # [E, N]
+    offsets: Tensor,  # [E] int32
+) -> Tensor:  # [R, N]
+    if bias is None:
+        return rows
+    *groups, tail = _split_groups(rows, offsets)
+    return torch.cat([*(group + b for group, b in zip(groups, bias.unbind(), strict=True)), tail])
+
+
 def fused_experts(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K] float32
     permutation: Permutation,
-    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows
+    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows; [E, F, D] with a plain activation
     w_down: Tensor,  # [E, D, F]
     *,
-    activation: str = "swiglu",
+    b_up: Tensor | None = None,  # [E, 2F], or [E, F]
+    b_down: Tensor | None = None,  # [E, D]
+    activation: str | Activation = "swiglu",
+    weight_on_input: bool = False,
 ) -> Tensor:  # [T, D]
+    activation = as_activation("fused_experts", activation)
+    offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = permute(tokens, permutation)  # [R, D]
-    preactivation = grouped_gemm(rows, w_up.transpose(1, 2), permutation.offsets)  # [R, 2F]
-    activated = gated_activation(preactivation, activation)  # [R, F]
-    rows = grouped_gemm(activated, w_down.transpose(1, 2), permutation.offsets)  # [R, D]
-    return combine(rows, topk_weights, permutation.slot_to_row)
+    if weight_on_input:
+        dropped = topk_weights.new_zeros(1)  # what rows of dropped slots, past the last offset, are multiplied by
+        row_to_slot = _invert(slot_to_row)
+        weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
+        rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
+        topk_weights = None
+    preactivation = _add_bias(grouped_gemm(rows, w_up.transpose(1, 2), offsets), b_up, offsets)  # [R, 2F] or [R, F]
+    activated = (gated_activation if activation.gated else plain_activation)(preactivation, activation)  # [R, F]
+    rows = _add_bias(grouped_gemm(activated, w_down.transpose(1, 2), offsets), b_down, offsets)  # [R, D]
+    return combine(rows, topk_weights, slot_to_row)
+
+
+def _invert(slot_to_row: Tensor) -> Tensor:  # [R]
+    """The slot of each row; T * K for the rows of dropped slots."""
+    num_slots = slot_to_row.numel()
+    row = torch.where(slot_to_row >= 0, slot_to_row, num_slots).flatten().long()
+    slot = torch.arange(num_slots, device=row.device)
+    return torch.full((num_slots + 1,), num_slots, device=row.device).scatter(0, row, slot)[:num_slots]

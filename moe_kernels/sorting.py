@@ -56,7 +56,7 @@ def sort_by_expert(
 @registered_op("sort_by_expert")
 def _sort_op(
     topk_experts: Tensor, num_experts: int, block_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
     table = TileTable(*tensors, block_rows)
@@ -78,6 +78,7 @@ def _sort_op(
         table.bounds,
         table.tiles,
         table.num_tiles,
+        table.order,
         num_slots,
         num_blocks,
         capacity,
@@ -89,7 +90,7 @@ def _sort_op(
         PROGRAM_ENTRIES=TABLE_BLOCK,
         **table_block(num_experts),
     )
-    return offsets, slot_to_row, row_to_token, table.bounds, table.tiles, table.num_tiles
+    return offsets, slot_to_row, row_to_token, *table[:4]
 
 
 @_sort_op.register_fake
@@ -100,9 +101,7 @@ def _empty_sort(topk_experts, num_experts, block_rows):
         topk_experts.new_empty(num_experts),
         torch.empty_like(topk_experts),
         topk_experts.new_empty(num_slots),
-        table.bounds,
-        table.tiles,
-        table.num_tiles,
+        *table[:4],
     )
 
 
@@ -158,6 +157,7 @@ def _place_kernel(
     bounds_ptr,
     tiles_ptr,
     num_tiles_ptr,
+    order_ptr,
     num_slots,
     num_blocks,
     capacity,
@@ -188,6 +188,7 @@ def _place_kernel(
             bounds_ptr,
             tiles_ptr,
             num_tiles_ptr,
+            order_ptr,
             num_slots,
             capacity,
             E,

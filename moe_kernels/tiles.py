@@ -34,21 +34,22 @@ def empty_tile_table(num_rows: int, num_groups: int, block_rows: int, device: to
         torch.empty(num_groups + 2, dtype=torch.int32, device=device),
         torch.empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int32, device=device),
+        torch.empty(num_groups, dtype=torch.int32, device=device),
         block_rows,
     )
 
 
 def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
     """Memory that the tensors of a table take together."""
-    return 4 * (num_groups + 2 + 2 * tile_capacity(num_rows, num_groups, block_rows) + 2)
+    return 4 * (num_groups + 2 + 2 * tile_capacity(num_rows, num_groups, block_rows) + 2 + num_groups)
 
 
 def tile_table_in(memory: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
     """A table in the first `tile_table_bytes` of a [bytes] uint8 tensor, yet to be written."""
     capacity = tile_capacity(num_rows, num_groups, block_rows)
-    sizes = (num_groups + 2, 2 * capacity, 2)
-    bounds, tiles, num_tiles = memory[: 4 * sum(sizes)].view(torch.int32).split(sizes)
-    return TileTable(bounds, tiles.view(capacity, 2), num_tiles, block_rows)
+    sizes = (num_groups + 2, 2 * capacity, 2, num_groups)
+    bounds, tiles, num_tiles, order = memory[: 4 * sum(sizes)].view(torch.int32).split(sizes)
+    return TileTable(bounds, tiles.view(capacity, 2), num_tiles, order, block_rows)
 
 
 def make_tile_table(
@@ -73,6 +74,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         table.bounds,
         table.tiles,
         table.num_tiles,
+        table.order,
         num_rows,
         capacity,
         num_groups,
@@ -85,12 +87,14 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
 
 @triton.jit
 def write_tile_table(
-    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES); block 0 also the bounds and the number
+    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES) and the ranks of as many groups; block 0 also
+    # the bounds and the number
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
+    order_ptr,  # [G]
     num_rows,
     capacity,
     G,
@@ -117,6 +121,11 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
+        # There are more entries than groups, so the same numbers reach every group.
+        size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
+        larger = (ends - starts)[None, :] > size[:, None]
+        before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))
+        tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), entry, mask=entry < G)
 
 
 @triton.jit
@@ -131,6 +140,7 @@ def _tile_table_kernel(
     bounds_ptr,
     tiles_ptr,
     num_tiles_ptr,
+    order_ptr,
     num_rows,
     capacity,
     G,
@@ -153,6 +163,7 @@ def _tile_table_kernel(
         bounds_ptr,
         tiles_ptr,
         num_tiles_ptr,
+        order_ptr,
         num_rows,
         capacity,
         G,

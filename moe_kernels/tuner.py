@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -23,12 +24,12 @@ from torch import Tensor
 from . import reference
 from ._triton import triton
 from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
+from .experts import fused_experts
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm_list import GroupedProblem
-from .permutation import launch_spread
-from .testing import Case, assert_accurate, make_inputs, make_permutation, to_float64
-from .tuning import TABLES, copies_key, table_key, table_name
+from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
+from .tuning import TABLES, Copies, copies_key, pin, pin_copies, table_name
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 
@@ -70,7 +71,7 @@ def check(kernel: Kernel, args: Arguments) -> None:
         operands = args.A, args.B, args.group_offsets
         assert_accurate(args.out, reference.jagged_gemm(*operands), reference.jagged_gemm(*to_float64(operands)), name)
         return
-    bounds = (args.tile_table.bounds if isinstance(args, GroupedGemmArguments) else args.bounds).tolist()
+    bounds = args.tile_table.bounds.tolist()
     num_groups = len(bounds) - 2
     for group in {0, num_groups // 2, num_groups - 1}:
         rows = slice(bounds[group], bounds[group + 1])
@@ -95,8 +96,8 @@ def _rows_of(operand: Tensor, row_to_token: Tensor | None, rows: slice) -> Tenso
     return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
 
 
-def fastest(args: Arguments) -> tuple[Kernel, float]:
-    """The fastest kernel for these arguments, checked, and its milliseconds."""
+def fastest(args: Arguments) -> Kernel:
+    """The fastest kernel for these arguments, checked."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -104,9 +105,8 @@ def fastest(args: Arguments) -> tuple[Kernel, float]:
     for kernel in kernels:
         check(kernel, args)
     times = measure({k.metadata.kernel_name: partial(k.run, args, assume_supported_args=True) for k in kernels})
-    print("  " + table_key(args), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
-    best = min(kernels, key=lambda kernel: times[kernel.metadata.kernel_name])
-    return best, times[best.metadata.kernel_name]
+    print("  " + args.table_key(), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    return min(kernels, key=lambda kernel: times[kernel.metadata.kernel_name])
 
 
 def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dict]:
@@ -126,7 +126,7 @@ def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dic
         return GroupedGemmArguments(a, b, out, tile_table=table, zero_tail=False, **options)
 
     up = {"epilogue": activation, "preactivation": out_2f}
-    up_b, bounds = w_up.transpose(1, 2), table.bounds
+    up_b = w_up.transpose(1, 2)
     forms = {
         "up": gemm(rows_d, up_b, out_f, **up),
         "up_gather": gemm(inputs.tokens, up_b, out_f, row_to_token=index, **up),
@@ -135,28 +135,41 @@ def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dic
         "down_dgrad": gemm(rows_d, w_down, out_f),
         "down_dgrad_gather": gemm(inputs.tokens, w_down, out_f, row_to_token=index),
         "up_dgrad": gemm(rows_2f, w_up, out_d),
-        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), bounds=bounds),
+        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), tile_table=table),
         "up_wgrad_gather": WgradArguments(
-            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, bounds=bounds
+            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, tile_table=table
         ),
-        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), bounds=bounds),
+        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), tile_table=table),
         "down_wgrad_gather": WgradArguments(
-            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, bounds=bounds
+            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, tile_table=table
         ),
     }
     best = {name: fastest(args) for name, args in forms.items()}
-    ms = {name: milliseconds for name, (_, milliseconds) in best.items()}
-    copy_ms = measure({"copy": lambda: launch_spread(inputs.tokens, None, permutation.slot_to_row, out_d)})["copy"]
-    copies = [
-        ms["up"] + copy_ms < ms["up_gather"],
-        ms["down_dgrad"] + ms["down_wgrad"] + copy_ms < ms["down_dgrad_gather"] + ms["down_wgrad_gather"],
-        ms["up_wgrad"] + copy_ms < ms["up_wgrad_gather"],
-    ]
-    print(f"  a copy takes {copy_ms:.3f} ms; copies: {copies}", flush=True)
+    names = {forms[name].table_key(): kernel.metadata.kernel_name for name, kernel in best.items()}
+    for name, kernel in best.items():
+        pin(forms[name], kernel)
+    del forms, rows_d, rows_f, rows_2f, out_d, out_f, out_2f
     return {
-        "kernels": {table_key(forms[name]): kernel.metadata.kernel_name for name, (kernel, _) in best.items()},
-        "copies": {copies_key(inputs.tokens, w_up, num_rows): copies},
+        "kernels": names,
+        "copies": {copies_key(inputs.tokens, w_up, num_rows): fastest_copies(inputs, case.top_k, activation)},
     }
+
+
+def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
+    """The whole op, forward and backward, with each gather as a copy and as part of its GEMM."""
+    topk_weights, permutation = make_permutation(inputs, top_k)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.tokens, inputs.w_up, inputs.w_down)]
+    dout = torch.randn_like(inputs.tokens)
+
+    def step(copies: Copies) -> None:
+        pin_copies(inputs.tokens, inputs.w_up, len(permutation.row_to_token), copies)
+        out = fused_experts(leaves[0], topk_weights, permutation, *leaves[1:], activation=activation)
+        torch.autograd.grad(out, leaves, dout)
+
+    candidates = [Copies(*choice) for choice in itertools.product([False, True], repeat=3)]
+    times = measure({str(tuple(map(int, copies))): partial(step, copies) for copies in candidates})
+    print("  copies", *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    return candidates[min(range(len(candidates)), key=list(times.values()).__getitem__)]
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Kernel:
@@ -173,7 +186,7 @@ def fastest_list(args: GroupedGemmListArguments) -> Kernel:
             graph.outs = problem.run()
         graphs[name] = graph
     times = measure({name: graph.replay for name, graph in graphs.items()})
-    print("  " + table_key(args), *(f"\n    {ms:8.4f} ms  {name}" for name, ms in times.items()), flush=True)
+    print("  " + args.table_key(), *(f"\n    {ms:8.4f} ms  {name}" for name, ms in times.items()), flush=True)
     return kernels[min(times, key=times.get)]
 
 
@@ -184,7 +197,7 @@ def tune_list(num_problems: int, size: int, dtype: torch.dtype) -> dict[str, str
         a, b = (torch.randn(num_problems, size, size, device="cuda", dtype=dtype) for _ in range(2))
         a, b = a.mT if a_by_columns else a, b.mT if b_by_columns else b
         args = GroupedGemmListArguments(a.unbind(), b.unbind(), torch.empty_like(a).contiguous().unbind())
-        entries[table_key(args)] = fastest_list(args).metadata.kernel_name
+        entries[args.table_key()] = fastest_list(args).metadata.kernel_name
     return entries
 
 
@@ -195,7 +208,7 @@ def tune_jagged(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype:
     entries = {}
     for b in (a.new_empty(size_k, size_n).normal_(), a.new_empty(size_n, size_k).normal_().t()):
         args = JaggedGemmArguments(a, b, a.new_empty(num_rows, size_n), offsets)
-        entries[table_key(args)] = fastest(args)[0].metadata.kernel_name
+        entries[args.table_key()] = fastest(args).metadata.kernel_name
     return entries
 
 

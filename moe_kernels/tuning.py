@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -10,26 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import TRITON_VERSION, cdiv, next_power_of_2
+from ._triton import TRITON_VERSION
+from .activation_functions import EPILOGUES
+from .arguments import layout_of, rows_bucket
 from .catalog import (
     Arguments,
     Design,
-    GemmArguments,
     GroupedGemmArguments,
     Kernel,
     PointerDesign,
     WarpSpecializedDesign,
     get_kernels,
 )
-from .gemm.array import GroupedGemmListArguments
-from .gemm.jagged import JaggedGemmArguments
 
 TABLES = Path(__file__).parent / "tables"
 
-# Arguments that make their own keys; their kernels estimate the work.
-_KEYED = (GroupedGemmListArguments, JaggedGemmArguments)
-# Multiplications in the time of the two small launches that make a table of tiles.
-_TABLE_LAUNCHES = 1e9
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
@@ -62,44 +58,75 @@ def find(args: Arguments) -> Kernel | None:
     """As `select`, but None where no kernel supports the arguments."""
     key = _key(args)
     if key not in _selected:
-        _selected[key] = next(iter(get_kernels(args)), None)
-    kernel = _selected[key]
-    # On these very arguments, whose class is frozen: `run` need not ask again whether it supports them.
-    object.__setattr__(args, "accepted_by", kernel)
-    return kernel
+        _selected[key] = _by_epilogue(args) or next(iter(get_kernels(args)), None)
+    return _selected[key]
+
+
+def run(args: Arguments) -> None:
+    """Launch the kernel that `select` chooses. It was asked whether it supports such arguments when it was chosen."""
+    select(args).run(args, assume_supported_args=True)
+
+
+def pin(args: Arguments, kernel: Kernel) -> None:
+    """Let `select` take this kernel for arguments like these, in this process."""
+    _selected[_key(args)] = kernel
+
+
+def _by_epilogue(args: Arguments) -> Kernel | None:
+    """Of the epilogues the catalog lists "swiglu"; another takes the kernel that would run with that one."""
+    if not isinstance(args, GroupedGemmArguments) or args.epilogue in (None, "swiglu"):
+        return None
+    listed = find(dataclasses.replace(args, epilogue="swiglu"))
+    return listed.with_epilogue(args.epilogue) if listed and args.epilogue in EPILOGUES else None
 
 
 def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:
-    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb."""
-    measured = table_for(args.A.device).kernels.get(table_key(args))
-    return sorted(kernels, key=lambda k: (k.metadata.kernel_name != measured, _rule_of_thumb(k, args)))
+    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb.
+
+    The rule is each kernel's estimate of its work over the speed of its design.
+    """
+    measured = table_for(args.A.device).kernels.get(args.table_key())
+
+    def rank(kernel: Kernel) -> tuple[bool, float]:
+        return kernel.metadata.kernel_name != measured, kernel.estimate(args) / _speed(kernel.metadata.design)
+
+    return sorted(kernels, key=rank)
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
     """What the table says; without an entry, a rule.
 
-    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
-    only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
+    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy: most
+    in the forward and least in the weight gradient. And only where the GEMM behind the copy then runs warp-specialised.
     """
-    num_experts, num_columns, d_model = w_up.shape
-    key = (tokens.device, _layout(tokens), _layout(w_up), tuple(w_up.shape), _rows_bucket(num_rows, num_experts))
+    key = _copies_key(tokens, w_up, num_rows)
     if key not in _copies:
+        num_experts, num_columns, d_model = w_up.shape
         # These stand for rows, without the memory.
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
         kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
         fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
         d_ff = num_columns // 2
-        by_rule = Copies(fast and d_ff >= 512, fast and d_ff >= 512, fast and d_ff >= 192)
+        by_rule = Copies(fast and d_ff >= 1024, fast and d_ff >= 2560, fast and d_ff >= 8192)
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
         _copies[key] = Copies(*entry) if entry and fast else by_rule
     return _copies[key]
 
 
+def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> None:
+    """Let `choose_copies` take these for arguments like these, in this process."""
+    _copies[_copies_key(tokens, w_up, num_rows)] = copies
+
+
+def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
+    return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, len(w_up))
+
+
 class Table(NamedTuple):
     """What was measured on one kind of GPU with one version of Triton."""
 
-    kernels: dict[str, str]  # by `table_key`
+    kernels: dict[str, str]  # by `Arguments.table_key`
     copies: dict[str, list[bool]]  # by `copies_key`
 
 
@@ -117,85 +144,14 @@ def table_name(gpu: str) -> str:
     return f"{gpu.lower().replace(' ', '_')}_triton_{major}.{minor}.json"
 
 
-def table_key(args: Arguments) -> str:
-    """The arguments of a table entry: the layouts and sizes that decide which kernel is fastest."""
-    if isinstance(args, _KEYED):
-        return args.table_key()
-    if isinstance(args, GroupedGemmArguments):
-        num_groups, size_k, size_n = args.B.shape
-        layout = "row" if args.B.stride(2) == 1 else "column"
-        gather = "A" if args.row_to_token is not None else "none"
-        form = f"grouped_gemm B={layout} gather={gather} epilogue={args.epilogue or 'none'}"
-        num_rows = len(args.out)
-    elif isinstance(args, GemmArguments):
-        (size_k, size_n), num_groups = args.B.shape[-2:], len(args.out) if args.out.dim() == 3 else 1
-        num_rows = num_groups * args.out.shape[-2]
-        form = f"gemm B={'row' if args.B.stride(-1) == 1 else 'column'}"
-    else:
-        num_groups, size_k, size_n = args.out.shape
-        gathers = (("A", args.a_row_to_token), ("dout", args.dout_row_to_token))
-        form = f"wgrad gather={'+'.join(name for name, index in gathers if index is not None) or 'none'}"
-        num_rows = args.num_rows
-    rows = _rows_bucket(num_rows, num_groups)
-    return f"{form} {str(args.A.dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
-
-
 def copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> str:
     num_experts, num_columns, d_model = w_up.shape
-    rows = _rows_bucket(num_rows, num_experts)
+    rows = rows_bucket(num_rows, num_experts)
     return f"experts {str(tokens.dtype)[6:]} E={num_experts} D={d_model} F={num_columns // 2} rows={rows}"
 
 
 def _key(args: Arguments) -> tuple[Any, ...]:
-    """Everything that support and speed depend on; the number of rows per group only by its power of two."""
-    if isinstance(args, _KEYED):
-        return type(args), args.accumulator_type, *args.selection_key()
-    if isinstance(args, GroupedGemmArguments):
-        sizes = (*args.B.shape, _rows_bucket(len(args.out), len(args.B)))
-        given = tuple(getattr(args, name) is not None for name in args.optional_operands)
-        form = (args.row_to_token is not None, args.epilogue, given)
-    elif isinstance(args, GemmArguments):
-        sizes, form = (args.A.shape, args.B.shape), ()
-    else:
-        sizes = (*args.out.shape, _rows_bucket(args.num_rows, len(args.out)))
-        form = (args.a_row_to_token is not None, args.dout_row_to_token is not None)
-    layouts = tuple(_layout(tensor) for tensor in args.operands.values())
-    return type(args), args.accumulator_type, args.A.device, sizes, form, layouts
-
-
-def _rows_bucket(num_rows: int, num_groups: int) -> int:
-    return next_power_of_2(cdiv(num_rows, max(num_groups, 1)))
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """dtype, which axes are contiguous, and whether the tensor satisfies the copy engine's 16-byte alignment."""
-    size = tensor.element_size()
-    contiguous = tuple(stride == 1 for stride in tensor.stride())
-    aligned = tensor.data_ptr() % 16 == 0 and all(s == 1 or s * size % 16 == 0 for s in tensor.stride())
-    return tensor.dtype, contiguous, aligned
-
-
-def _rule_of_thumb(kernel: Kernel, args: Arguments) -> float:
-    """An estimate of the time: the multiplications of all tiles, padding included, over the speed of the design."""
-    if isinstance(args, _KEYED):
-        return kernel.estimate(args) / _speed(kernel.metadata.design)
-    tile = kernel.metadata.design.tile_shape
-    if isinstance(args, GroupedGemmArguments):
-        num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(cdiv(len(args.out), num_groups), 1)
-        work = _padded(rows_per_group, tile[0]) * _padded(num_columns, tile[1])
-    elif isinstance(args, GemmArguments):
-        num_batches, num_rows, num_columns = (1, *args.out.shape)[-3:]
-        work = num_batches * _padded(num_rows, tile[0]) * _padded(num_columns, tile[1]) * args.A.shape[-1]
-        return work / _speed(kernel.metadata.design) + (_TABLE_LAUNCHES if kernel.metadata_bytes(args) else 0)
-    else:
-        _, size_k, size_n = args.out.shape
-        work = _padded(size_k, tile[0]) * _padded(size_n, tile[1])
-    return work / _speed(kernel.metadata.design)
-
-
-def _padded(size: int, block: int) -> int:
-    return cdiv(size, block) * block
+    return type(args), args.accumulator_type, args.selection_key()
 
 
 def _speed(design: Design) -> float:

@@ -1,7 +1,8 @@
-"""The experts: the parameters of E gated feed-forwards, and one call into `moe_kernels`.
+"""The experts: the parameters of E feed-forwards, and one call into `moe_kernels`.
 
 Weights are [E, out, in], like nn.Linear with an expert axis in front. `w_up` [E, 2F, D] holds the gate rows, then the
-up rows of each expert; `w_down` is [E, D, F].
+up rows of each expert, or with a plain activation [E, F, D] the up rows alone; `w_down` is [E, D, F]. Biases are `b_up`
+[E, 2F] or [E, F], and `b_down` [E, D].
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ACTIVATIONS, IMPLEMENTATIONS, Permutation, fused_experts
+from moe_kernels import IMPLEMENTATIONS, Activation, Permutation, as_activation, fused_experts
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
@@ -19,8 +20,13 @@ class GroupedExperts(nn.Module):
     """`num_experts` feed-forwards `w_down @ activation(w_up @ token)`, computed for all tokens together.
 
     Args:
-        activation: "swiglu".
+        activation: "swiglu" or another name or `Activation`. A gated one makes the experts gated.
+        bias: both projections have one.
+        weight_on_input: the routing weight multiplies the token before the expert, not its output.
         implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a size is not positive, or a name is unknown.
     """
 
     def __init__(
@@ -29,20 +35,37 @@ class GroupedExperts(nn.Module):
         d_ff: int,
         num_experts: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        weight_on_input: bool = False,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive("GroupedExperts", d_model=d_model, d_ff=d_ff, num_experts=num_experts)
-        check_choice("GroupedExperts", "activation", activation, tuple(ACTIVATIONS))
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
         self.num_experts = num_experts
-        self.activation = activation
+        self.activation = as_activation("GroupedExperts", activation)
+        self.weight_on_input = weight_on_input
         self.implementation = implementation
-        self.w_up = nn.Parameter(torch.empty(num_experts, 2 * d_ff, d_model, device=device, dtype=dtype))
-        self.w_down = nn.Parameter(torch.empty(num_experts, d_model, d_ff, device=device, dtype=dtype))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        d_up = (1 + self.activation.gated) * d_ff
+        self.w_up = parameter(d_up, d_model)
+        self.w_down = parameter(d_model, d_ff)
+        self.b_up = parameter(d_up) if bias else None
+        self.b_down = parameter(d_model) if bias else None
+
+    def reset_parameters(self, std: float) -> None:
+        """Draw the weights from a normal distribution; biases become zero."""
+        for weight in (self.w_up, self.w_down):
+            nn.init.normal_(weight, std=std)
+        if self.b_up is not None:
+            nn.init.zeros_(self.b_up)
+            nn.init.zeros_(self.b_down)
 
     def forward(
         self,
@@ -50,19 +73,23 @@ class GroupedExperts(nn.Module):
         topk_weights: Tensor,  # [T, K] float32
         permutation: Permutation,
     ) -> Tensor:  # [T, D]
-        def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
             return fused_experts(
                 tokens,
                 topk_weights,
                 permutation,
                 w_up,
                 w_down,
+                **dict(zip(("b_up", "b_down"), biases, strict=False)),
                 activation=self.activation,
+                weight_on_input=self.weight_on_input,
                 implementation=self.implementation,
             )
 
-        return call_with_autocast_rules(experts, tokens, self.w_up, self.w_down)
+        biases = () if self.b_up is None else (self.b_up, self.b_down)
+        return call_with_autocast_rules(experts, tokens, self.w_up, self.w_down, *biases)
 
     def extra_repr(self) -> str:
         num_experts, d_model, d_ff = self.w_down.shape
-        return f"num_experts={num_experts}, d_model={d_model}, d_ff={d_ff}, activation={self.activation}"
+        sizes = f"num_experts={num_experts}, d_model={d_model}, d_ff={d_ff}, activation={self.activation}"
+        return f"{sizes}, bias={self.b_up is not None}, weight_on_input={self.weight_on_input}"

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from moe_kernels import Routing
+from moe_kernels import Activation, RouterSpec, Routing, sort_by_expert
 
 from ._checks import check_positive
 from .checkpoint import load_safetensors, save_safetensors
 from .dispatcher import LocalDispatcher
+from .dropping import drop_beyond_capacity, identity_output
 from .experts import GroupedExperts
 from .losses import attach_loss, load_balancing_loss, router_z_loss
 from .router import TopKRouter
@@ -22,14 +24,14 @@ from .shared_expert import SharedExpert
 class LayerRouting(NamedTuple):
     """What the router decided in one forward of a layer; T counts the tokens over all leading axes."""
 
-    topk_experts: Tensor  # [T, K] int32
+    topk_experts: Tensor  # [T, K] int32; -1 for a slot beyond an expert's capacity
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E] float32
-    tokens_per_expert: Tensor  # [E] int32
+    tokens_per_expert: Tensor  # [E] int32; E counts the zero experts too
 
 
 class MoEFeedForward(nn.Module):
-    """A feed-forward whose tokens each pass `top_k` of `num_experts` gated experts.
+    """A feed-forward whose tokens each pass `top_k` of `num_experts` experts.
 
         y = sum over the chosen experts of weight * w_down @ activation(w_up @ x)   [+ shared expert]
 
@@ -38,19 +40,28 @@ class MoEFeedForward(nn.Module):
     forward and backward are deterministic and never wait for the GPU.
 
     All weights start from a normal distribution of mean 0 and standard deviation `init_std` (0.02, as transformer
-    language models commonly do); `reset_parameters` draws them again.
+    language models commonly do), biases from zero and learned scales from one; `reset_parameters` does it again.
 
     Args:
         d_ff: hidden size of one expert.
-        activation: "swiglu".
+        activation: of the experts: "swiglu", another name, or an `Activation` with its numbers. Gated ones have gates.
         normalize: the routing weights of a token sum to one; otherwise they are probabilities over all experts.
+        router: the facts of a router other than these two.
+        bias: the experts' projections have biases.
         shared_d_ff: hidden size of a shared expert that every token passes; None for none.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a linear map of the token.
+        shared_activation: of the shared expert; None for that of the experts.
+        num_zero_experts: experts without parameters, behind the others, that return their token as it is.
+        latent_dim: the experts work on `w_latent_in @ x`, of this size, and their sum goes through `w_latent_out`. The
+            router and the shared expert see x.
+        capacity: how many slots of one sequence (the last axis but one of x) an expert takes, in the order of the
+            tokens; the slots beyond add nothing. None for no limit.
         load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
         z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, top_k > num_experts, or a name is unknown.
+        ValueError: a size is not positive, the router cannot choose top_k experts, or a name is unknown.
     """
 
     def __init__(
@@ -60,9 +71,16 @@ class MoEFeedForward(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Activation = "swiglu",
         normalize: bool = True,
+        router: RouterSpec | None = None,
+        bias: bool = False,
         shared_d_ff: int | None = None,
+        shared_gate: bool = False,
+        shared_activation: str | Activation | None = None,
+        num_zero_experts: int = 0,
+        latent_dim: int | None = None,
+        capacity: int | None = None,
         load_balancing_coefficient: float = 0.0,
         z_loss_coefficient: float = 0.0,
         init_std: float = 0.02,
@@ -77,23 +95,49 @@ class MoEFeedForward(nn.Module):
                 "MoEFeedForward: load_balancing_coefficient, z_loss_coefficient and init_std must not be negative, "
                 f"got {load_balancing_coefficient}, {z_loss_coefficient} and {init_std}"
             )
+        optional = {"latent_dim": latent_dim, "capacity": capacity, "num_zero_experts": num_zero_experts or None}
+        check_positive("MoEFeedForward", **{name: size for name, size in optional.items() if size is not None})
+        if num_zero_experts and latent_dim is not None:
+            raise ValueError("MoEFeedForward: zero experts return x, so there is no latent_dim with them, got both")
+        if shared_d_ff is None and (shared_gate or shared_activation is not None):
+            raise ValueError("MoEFeedForward: shared_gate and shared_activation need a shared_d_ff, got None")
         factory = {"implementation": implementation, "device": device, "dtype": dtype}
         self.d_model = d_model
+        self.num_zero_experts = num_zero_experts
+        self.capacity = capacity
         self.load_balancing_coefficient = load_balancing_coefficient
         self.z_loss_coefficient = z_loss_coefficient
         self.aux_loss_scale: Tensor | None = None
-        self.router = TopKRouter(d_model, num_experts, top_k, normalize=normalize, **factory)
+        num_choices = num_experts + num_zero_experts
+        self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, spec=router, **factory)
         self.dispatcher = LocalDispatcher()
-        self.experts = GroupedExperts(d_model, d_ff, num_experts, activation=activation, **factory)
+        self.experts = GroupedExperts(
+            latent_dim or d_model,
+            d_ff,
+            num_experts,
+            activation=activation,
+            bias=bias,
+            weight_on_input=self.router.spec.weight_on_input,
+            **factory,
+        )
+        self.w_latent_in, self.w_latent_out = None, None
+        if latent_dim is not None:
+            self.w_latent_in = nn.Parameter(torch.empty(latent_dim, d_model, device=device, dtype=dtype))
+            self.w_latent_out = nn.Parameter(torch.empty(d_model, latent_dim, device=device, dtype=dtype))
         self.shared_expert = None
         if shared_d_ff is not None:
-            self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=activation, **factory)
+            kind = activation if shared_activation is None else shared_activation
+            self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=kind, gate=shared_gate, **factory)
         self.reset_parameters(init_std)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Draw every weight from a normal distribution of mean 0 and standard deviation `std`."""
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=std)
+        for part in (self.router, self.experts, self.shared_expert):
+            if part is not None:
+                part.reset_parameters(std)
+        if self.w_latent_in is not None:
+            nn.init.normal_(self.w_latent_in, std=std)
+            nn.init.normal_(self.w_latent_out, std=std)
 
     def forward(
         self,
@@ -113,16 +157,40 @@ class MoEFeedForward(nn.Module):
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         tokens = x.reshape(-1, self.d_model)  # [T, D]
         routed = self.router(tokens)
-        out, offsets = self.dispatcher(tokens, routed, self.experts)
+        if self.capacity is not None:
+            experts, sequence = routed.topk_experts, x.shape[-2] if x.dim() > 1 else 1
+            routed = routed._replace(
+                topk_experts=drop_beyond_capacity(experts, sequence, self.router.num_experts, self.capacity)
+            )
+        out, offsets = self._routed_experts(tokens, routed)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
         if not return_routing and not self._has_auxiliary_loss():
             return out.view(x.shape)
-        routing = _layer_routing(routed, offsets)
+        routing = self._layer_routing(routed, offsets)
         if self._has_auxiliary_loss():
             out = attach_loss(out, self._auxiliary_loss(routing), self.aux_loss_scale)
         out = out.view(x.shape)
         return (out, routing) if return_routing else out
+
+    def _routed_experts(self, tokens: Tensor, routed: Routing) -> tuple[Tensor, Tensor]:  # [T, D], offsets [E]
+        if self.w_latent_in is not None:
+            latent = functional.linear(tokens, self.w_latent_in)
+            out, offsets = self.dispatcher(latent, routed, self.experts)
+            return functional.linear(out, self.w_latent_out), offsets
+        out, offsets = self.dispatcher(tokens, routed, self.experts)
+        if self.num_zero_experts:
+            identity = identity_output(tokens, routed, self.experts.num_experts, self.experts.implementation)
+            out = out + identity.to(out.dtype)
+        return out, offsets
+
+    def _layer_routing(self, routed: Routing, offsets: Tensor) -> LayerRouting:
+        counts = _counts(offsets)
+        if self.num_zero_experts:
+            choices = routed.topk_experts - self.experts.num_experts
+            zero = sort_by_expert(choices, self.num_zero_experts, implementation=self.experts.implementation)
+            counts = torch.cat([counts, _counts(zero.offsets)])
+        return LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, counts)
 
     def set_aux_loss_scale(self, scale: Tensor | None) -> None:
         """Multiply the gradients of the auxiliary losses by `scale`, a scalar on the layer's device (None: 1).
@@ -175,6 +243,5 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
             module.set_aux_loss_scale(scale)
 
 
-def _layer_routing(routed: Routing, offsets: Tensor) -> LayerRouting:
-    tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    return LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, tokens_per_expert)
+def _counts(offsets: Tensor) -> Tensor:
+    return torch.diff(offsets, prepend=offsets.new_zeros(1))

@@ -6,21 +6,34 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from moe_kernels import IMPLEMENTATIONS, Routing, linear_routing
+from moe_kernels import IMPLEMENTATIONS, RouterSpec, Routing, linear_routing, scored_linear_routing
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
 
 
 class TopKRouter(nn.Module):
-    """Chooses `top_k` experts per token and weighs them by softmax. Logits and weights are float32.
+    """Chooses `top_k` experts per token and weighs them. Logits and weights are float32.
+
+    Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
+    `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
+    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small.
 
     Args:
-        normalize: the weights of a token sum to one (softmax over the chosen experts, as in Mixtral and Qwen3);
-            otherwise they are probabilities under the softmax over all experts (as in OLMoE).
+        normalize: short for `spec=RouterSpec(normalize=...)`: the weights of a token sum to one (softmax over the
+            chosen experts, as in Mixtral and Qwen3); otherwise they are probabilities under the softmax over all
+            experts (as in OLMoE).
+        spec: the facts of any other router. Its `weight_on_input` concerns the experts, not the router.
         implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a size is not positive, `spec` cannot choose `top_k` of `num_experts`, or it is given besides
+            `normalize=False`.
     """
+
+    selection_bias: Tensor | None
 
     def __init__(
         self,
@@ -29,6 +42,7 @@ class TopKRouter(nn.Module):
         top_k: int,
         *,
         normalize: bool = True,
+        spec: RouterSpec | None = None,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -38,18 +52,67 @@ class TopKRouter(nn.Module):
         check_choice("TopKRouter", "implementation", implementation, (*IMPLEMENTATIONS, None))
         if top_k > num_experts:
             raise ValueError(f"TopKRouter: top_k must be at most num_experts={num_experts}, got {top_k}")
+        if spec is None:
+            spec = RouterSpec(normalize=normalize)
+        elif not normalize:
+            raise ValueError("TopKRouter: normalize=False must be said in spec when there is one, got both")
+        spec.check_sizes("TopKRouter", num_experts, top_k)
         self.num_experts = num_experts
         self.top_k = top_k
-        self.normalize = normalize
+        self.spec = spec
+        self._is_plain_softmax = spec.is_plain_softmax
         self.implementation = implementation
-        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+
+        def parameter(*shape: int, wanted: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)) if wanted else None
+
+        self.weight = parameter(num_experts, d_model)
+        self.bias = parameter(num_experts, wanted=spec.logit_bias)
+        self.input_scale = parameter(d_model, wanted=spec.input_norm_epsilon is not None)
+        self.per_expert_scale = parameter(num_experts, wanted=spec.per_expert_scale)
+        has_bias = spec.selection_bias is not None
+        selection_bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if has_bias else None
+        self.register_buffer("selection_bias", selection_bias)
+
+    @property
+    def normalize(self) -> bool:
+        return self.spec.normalize
+
+    def reset_parameters(self, std: float) -> None:
+        """Draw the weight from a normal distribution; biases become zero, scales one."""
+        nn.init.normal_(self.weight, std=std)
+        for parameter, value in ((self.bias, 0.0), (self.input_scale, 1.0), (self.per_expert_scale, 1.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
 
     def forward(
         self,
         tokens: Tensor,  # [T, D]
     ) -> Routing:
-        route = partial(linear_routing, top_k=self.top_k, normalize=self.normalize, implementation=self.implementation)
-        return call_with_autocast_rules(route, tokens, self.weight)
+        if self.input_scale is not None:
+            d_model = tokens.shape[-1]
+            normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
+            tokens = normed * (self.input_scale * d_model**-0.5)
+        routed = call_with_autocast_rules(self._route, tokens, self.weight)
+        if self.per_expert_scale is not None:
+            scale = self.per_expert_scale[routed.topk_experts.long()]
+            routed = routed._replace(topk_weights=routed.topk_weights * scale)
+        return routed
+
+    def _route(self, tokens: Tensor, weight: Tensor) -> Routing:
+        if self._is_plain_softmax:
+            route = partial(linear_routing, normalize=self.spec.normalize)
+        else:
+            biases = {"logit_bias": self.bias, "selection_bias": self.selection_bias}
+            route = partial(scored_linear_routing, spec=self.spec, **biases)
+        return route(tokens, weight, top_k=self.top_k, implementation=self.implementation)
+
+    def _apply(self, fn, recurse: bool = True):
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.selection_bias.dtype.itemsize < 4:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}, normalize={self.normalize}"
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.spec}"

@@ -25,12 +25,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
-from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
+from moe_kernels import segments
+from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.jagged import make_jagged_table
 from moe_kernels.launching import CompiledArtifact, Launch, run_launch
+from moe_kernels.scored_routing import _facts
+from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -146,9 +149,9 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
-    bounds = torch.zeros(num_groups + 2, dtype=torch.int32)
+    table = mk.reference.tile_table(offsets, num_rows, 128)
     gathers = {"dout_row_to_token" if transposed else "a_row_to_token": index} if design.gather else {}
-    return WgradArguments(a, dout, out, bounds=bounds, **gathers)
+    return WgradArguments(a, dout, out, tile_table=table, **gathers)
 
 
 def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
@@ -189,12 +192,14 @@ def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
 def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
     """Each op that is not a GEMM, forward and backward."""
     logits = torch.empty(num_tokens, num_experts)
-    for normalize in (True, False):
+    for normalize, split_dtype in ((True, torch.bfloat16), (False, None)):
         routed = mk.routing._topk_op(logits, top_k, normalize)
         saved = None if normalize else logits
-        for split_dtype in (None, torch.bfloat16):
-            direct = None if normalize else logits
-            mk.routing._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+        direct = None if normalize else logits
+        mk.routing._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+    facts = _facts(mk.RouterSpec.sigmoid_groups(8, 4) if num_experts == 128 else mk.RouterSpec.biased_softmax())
+    launch_forward(logits, logits[0], top_k, facts)
+    launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, *facts[-5:])
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.tiles.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
@@ -208,11 +213,30 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))
         launch_bias_and_scale(rows, bias, row_scale, permutation.tile_table)
         launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)
-    preactivation = torch.empty(len(rows), 2 * d_ff, dtype=dtype)
-    for activation in mk.activation.ACTIVATIONS:
-        activated = launch_activation(preactivation, activation)
-        mk.activation._activation_backward_op(preactivation, activated, activation)
-        launch_weighted_activation_backward(preactivation, activated, routed[0], slot_to_row, activation)
+    of_row = torch.zeros(len(rows), dtype=torch.int32)
+    bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), of_row)
+    mk.permutation.launch_combine(rows, routed[0], slot_to_row, tokens[:num_experts], slot_to_row)
+    segments.launch_segment_sum(tokens, permutation.tile_table.bounds, permutation.row_to_token, routed[0].flatten())
+    swiglu = mk.Activation("swiglu")
+    activated = run_activation(swiglu, None, len(rows), d_ff, routed[0], slot_to_row, dtype)
+    mk.activation._activation_backward_op(
+        torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
+    )
+    run_activation(swiglu, bias, len(rows), d_ff, routed[0], slot_to_row, dtype)
+
+
+def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
+    preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
+    activated = launch_activation(preactivation, activation, bias)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias)
+    return activated
+
+
+def run_activations() -> None:
+    """Each activation once, forward and in the middle of the expert op's backward."""
+    weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
+    for name in mk.ACTIVATIONS:
+        run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
 
 
 SMALL_OP_SIZES = {
@@ -234,11 +258,19 @@ def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
     return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
+def compile_activations(cc: int) -> list[dict[str, object]]:
+    compiled = compile_launches(run_activations, cc)
+    return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
 def jobs() -> Iterator[tuple[Callable, tuple]]:
+    # Odd sizes and the names of activations change nothing that differs between targets.
+    yield compile_small_ops, ("odd", 90)
+    yield compile_activations, (90,)
     for cc in TARGETS:
-        # Odd sizes change little from one generation to the next; on 9.0 the tests run them.
-        for case in {80: ("jagged", *SMALL_OP_SIZES), 90: ("jagged", "large"), 100: ("large",)}[cc]:
-            yield compile_small_ops, (case, cc)
+        yield compile_small_ops, ("large", cc)
+        if cc < 100:
+            yield compile_small_ops, ("jagged", cc)
         for kernel in mk.get_kernels(cc=cc):
             # Some run another kernel's code, which is compiled under that one's name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:

@@ -1,40 +1,88 @@
+import inspect
+import math
+
 import pytest
 import torch
 
-from moe_kernels import ACTIVATIONS, gated_activation, reference
+from moe_kernels import ACTIVATIONS, Activation, gated_activation, plain_activation, reference
 from moe_kernels.activation import _activation_op, launch_weighted_activation_backward
+from moe_kernels.activation_functions import EPILOGUES
+from moe_kernels.activation_spec import ACTIVATION_KINDS
 from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from .dtypes import DTYPES
 
+# Limits within the range of the inputs, so that both sides of every clamp are met.
+KINDS = [Activation(name, limit=None if kind.limit is None else 2.0) for name, kind in ACTIVATION_KINDS.items()] + [
+    Activation("gpt_oss", limit=1.5, alpha=0.7)
+]
 
-def make_preactivation(num_rows, d_ff, dtype, device, seed=0):
+
+def op_of(activation):
+    return gated_activation if activation.gated else plain_activation
+
+
+def reference_of(activation):
+    return reference.gated_activation if activation.gated else reference.plain_activation
+
+
+def make_preactivation(num_rows, d_ff, dtype, device, seed=0, gated=True):
     generator = torch.Generator(device).manual_seed(seed)
-    return (3 * torch.randn(num_rows, 2 * d_ff, device=device, generator=generator)).to(dtype)
+    return (3 * torch.randn(num_rows, (1 + gated) * d_ff, device=device, generator=generator)).to(dtype)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_rows", "d_ff"), [(40, 32), (1, 1), (0, 8), (7, 47), (3, 700)])
+@pytest.mark.parametrize(("num_rows", "d_ff"), [(40, 32), (0, 8), (7, 47)])
 def test_matches_reference(num_rows, d_ff, dtype, activation, device):
     check_accuracy(
-        lambda h: gated_activation(h, activation, implementation="triton"),
-        lambda h: reference.gated_activation(h, activation),
-        lambda seed: (make_preactivation(num_rows, d_ff, dtype, device, seed),),
+        lambda h: op_of(activation)(h, activation, implementation="triton"),
+        lambda h: reference_of(activation)(h, activation),
+        lambda seed: (make_preactivation(num_rows, d_ff, dtype, device, seed, activation.gated),),
         ("out", "dpreactivation"),
     )
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("num_rows", "d_ff"), [(1, 1), (3, 700)])
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_odd_sizes(name, num_rows, d_ff, device):
+    activation = Activation(name)
+    check_accuracy(
+        lambda h: op_of(activation)(h, name, implementation="triton"),
+        lambda h: reference_of(activation)(h, name),
+        lambda seed: (make_preactivation(num_rows, d_ff, DTYPES[-1], device, seed, activation.gated),),
+        ("out", "dpreactivation"),
+    )
+
+
+def test_every_name_has_all_its_parts():
+    assert list(ACTIVATION_KINDS) == list(ACTIVATIONS) == list(reference._ACTIVATIONS)
+    for name, functions in EPILOGUES.items():
+        # An epilogue is called without numbers, so its defaults must be the published ones.
+        assert ACTIVATION_KINDS[name].gated
+        _, _, *numbers = inspect.signature(functions.forward.fn).parameters.values()
+        assert [number.default for number in numbers] == [Activation(name).limit, Activation(name).alpha]
+
+
+@pytest.mark.parametrize("activation", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d_ff", [32, 47, 1100])
+@pytest.mark.parametrize("d_ff", [47])
 def test_weighted_backward_matches_autograd(d_ff, dtype, activation, device):
     """The fused middle of the expert op against autograd of w * activation(H), per slot."""
+    _check_weighted_backward(d_ff, dtype, activation, device)
+
+
+@pytest.mark.parametrize("d_ff", [32, 1100])
+def test_weighted_backward_of_odd_sizes(d_ff, device):
+    _check_weighted_backward(d_ff, DTYPES[-1], Activation("swiglu"), device)
+
+
+def _check_weighted_backward(d_ff, dtype, activation, device):
     experts = torch.tensor([[1, 0], [0, 1], [5, 0]], dtype=torch.int32, device=device)
     slot_to_row = reference.sort_by_expert(experts, 2).slot_to_row
     generator = torch.Generator(device).manual_seed(0)
     weights = torch.rand(3, 2, device=device, generator=generator)
-    preactivation = make_preactivation(6, d_ff, dtype, device)
+    preactivation = make_preactivation(6, d_ff, dtype, device, gated=activation.gated)
     dweighted = torch.randn(6, d_ff, device=device, generator=generator).to(dtype)
     weighted = dweighted.clone()
     dpreactivation, dweights = launch_weighted_activation_backward(
@@ -44,7 +92,7 @@ def test_weighted_backward_matches_autograd(d_ff, dtype, activation, device):
 
     def autograd(preactivation, dweighted, weights):
         preactivation, weights = preactivation.detach().requires_grad_(), weights.detach().requires_grad_()
-        activated = reference.gated_activation(preactivation, activation)
+        activated = reference_of(activation)(preactivation, activation)
         row_weights = weights.new_zeros(6).index_put((slot_to_row[slot_to_row >= 0].long(),), weights[slot_to_row >= 0])
         weighted = activated * row_weights[:, None].to(activated.dtype)
         dpreactivation, dweights = torch.autograd.grad(weighted, (preactivation, weights), dweighted)
@@ -83,31 +131,101 @@ def test_strided_preactivation(device):
     assert torch.equal(actual, gated_activation(preactivation, implementation="triton"))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_numbers_by_hand(implementation, device):
+    """Each activation at gate 2 (then 4), up 3 (then -5), limit 2.5 where there is one."""
+    gate, up = torch.tensor([2.0, 4.0], device=device), torch.tensor([3.0, -5.0], device=device)
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    def normal_cdf(x):
+        return (1 + math.erf(x / math.sqrt(2))) / 2
+
+    def tanh_cdf(x):
+        return (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+    expected = {
+        "swiglu": [6 * sigmoid(2), -20 * sigmoid(4)],
+        "geglu": [6 * normal_cdf(2), -20 * normal_cdf(4)],
+        "geglu_tanh": [6 * tanh_cdf(2), -20 * tanh_cdf(4)],
+        "reglu": [6.0, -20.0],
+        "clamped_swiglu": [2 * sigmoid(2) * 2.5, 2.5 * sigmoid(2.5) * -2.5],
+        "swiglu_clamped_after": [2 * sigmoid(2) * 2.5, 2.5 * -2.5],
+        "gpt_oss": [3.5 * 2 * sigmoid(1.702 * 2), -1.5 * 2.5 * sigmoid(1.702 * 2.5)],
+        "relu_squared": [4.0, 16.0],
+        "relu": [2.0, 4.0],
+        "gelu": [2 * normal_cdf(2), 4 * normal_cdf(4)],
+        "gelu_tanh": [2 * tanh_cdf(2), 4 * tanh_cdf(4)],
+        "silu": [2 * sigmoid(2), 4 * sigmoid(4)],
+    }
+    for name, values in expected.items():
+        activation = Activation(name, limit=2.5 if ACTIVATION_KINDS[name].limit else None)
+        preactivation = torch.cat([gate, up] if activation.gated else [gate])[None]
+        out = op_of(activation)(preactivation, activation, implementation=implementation)
+        torch.testing.assert_close(out[0].tolist(), values, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("activation", KINDS, ids=str)
+def test_nan_is_not_lost(activation, implementation, device):
+    preactivation = torch.full((2, 4), 1.0, device=device)
+    preactivation[1] = torch.nan
+    out = op_of(activation)(preactivation, activation, implementation=implementation)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("activation", KINDS, ids=str)
 def test_gradcheck_of_reference(activation):
-    preactivation = make_preactivation(3, 4, torch.float64, "cpu").requires_grad_()
-    torch.autograd.gradcheck(lambda h: reference.gated_activation(h, activation), preactivation)
+    preactivation = make_preactivation(3, 4, torch.float64, "cpu", gated=activation.gated).requires_grad_()
+    torch.autograd.gradcheck(lambda h: reference_of(activation)(h, activation), preactivation)
 
 
 def test_opcheck(device):
-    torch.library.opcheck(_activation_op, (torch.randn(3, 8, device=device, requires_grad=True), "swiglu"))
+    for activation in (("swiglu", None, None), ("gpt_oss", 1.5, 1.702), ("relu_squared", None, None)):
+        torch.library.opcheck(_activation_op, (torch.randn(3, 8, device=device, requires_grad=True), *activation))
 
 
 def test_compiles_without_graph_break(device):
     preactivation = torch.randn(3, 8, device=device)
-    compiled = torch.compile(gated_activation, fullgraph=True, backend="aot_eager")
-    expected = gated_activation(preactivation, implementation="triton")
-    assert torch.equal(compiled(preactivation, implementation="triton"), expected)
+    for activation in (Activation("swiglu"), Activation("gpt_oss", limit=1.5), Activation("silu")):
+        compiled = torch.compile(op_of(activation), fullgraph=True, backend="aot_eager")
+        expected = op_of(activation)(preactivation, activation, implementation="triton")
+        assert torch.equal(compiled(preactivation, activation, implementation="triton"), expected)
 
 
 @pytest.mark.parametrize(
-    ("preactivation", "activation", "message"),
+    ("op", "preactivation", "activation", "message"),
     [
-        (torch.zeros(3, 4), "swish", r"activation must be one of \['swiglu'\], got 'swish'"),
-        (torch.zeros(3, 5), "swiglu", "even number of columns, got 5"),
-        (torch.zeros(3), "swiglu", r"preactivation must be \[R, 2F\]"),
+        (gated_activation, torch.zeros(3, 4), "swish", r"gated_activation: activation must be one of .*, got 'swish'"),
+        (gated_activation, torch.zeros(3, 4), "relu", "activation must be gated, got 'relu'"),
+        (gated_activation, torch.zeros(3, 5), "swiglu", "even number of columns, got 5"),
+        (gated_activation, torch.zeros(3), "swiglu", r"preactivation must be \[R, 2F\]"),
+        (plain_activation, torch.zeros(3, 4), "swish", r"plain_activation: activation must be one of .*, got 'swish'"),
+        (plain_activation, torch.zeros(3, 4), "reglu", "activation must not be gated, got 'reglu'"),
+        (plain_activation, torch.zeros(3), "relu", r"preactivation must be \[R, F\]"),
     ],
 )
-def test_bad_input(preactivation, activation, message):
+def test_bad_input(op, preactivation, activation, message):
     with pytest.raises(ValueError, match=message):
-        gated_activation(preactivation, activation)
+        op(preactivation, activation)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"name": "swish"}, "activation must be one of .*, got 'swish'"),
+        ({"name": "swiglu", "limit": 7.0}, "activation 'swiglu' has no limit, got 7.0"),
+        ({"name": "clamped_swiglu", "alpha": 1.0}, "activation 'clamped_swiglu' has no alpha, got 1.0"),
+        ({"name": "gpt_oss", "limit": -1.0}, "limit of an activation must be positive, got -1.0"),
+    ],
+)
+def test_bad_facts(facts, message):
+    with pytest.raises(ValueError, match=message):
+        Activation(**facts)
+
+
+def test_numbers_are_published_unless_given():
+    assert Activation("gpt_oss") == Activation("gpt_oss", limit=7.0, alpha=1.702)
+    assert str(Activation("gpt_oss")) == "gpt_oss" and Activation("gpt_oss").published
+    assert str(Activation("gpt_oss", limit=1.5)) == "gpt_oss(limit=1.5, alpha=1.702)"

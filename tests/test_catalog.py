@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, reference
+from moe_kernels.activation_functions import EPILOGUES
 from moe_kernels.testing import assert_accurate, to_float64
+from moe_kernels.tuning import find
 
 from .dtypes import DTYPES
 
@@ -94,6 +96,37 @@ def test_forward_kernel(kernel, case, transposed, device):
         # The activation is of the product as stored.
         baseline = reference.gated_activation(product, args.epilogue)
         assert_accurate(args.out, baseline, reference.gated_activation(product.double(), args.epilogue), "activation")
+
+
+GATED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy, in the interpreter
+@pytest.mark.parametrize("activation", [name for name in EPILOGUES if name != "swiglu"])
+@pytest.mark.parametrize("kernel", GATED, ids=name_of)
+def test_other_epilogues(kernel, activation, device):
+    kernel = kernel.with_epilogue(activation)
+    assert activation in name_of(kernel) and "_swiglu" not in name_of(kernel).replace(activation, "")
+    args, operands = forward_arguments(kernel, "multiples_of_eight", device, transposed=True)
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    exact = reference.grouped_gemm(*to_float64(operands))
+    assert_accurate(args.preactivation, reference.grouped_gemm(*operands), exact, "product")
+    baseline = reference.gated_activation(args.preactivation, activation)
+    assert_accurate(args.out, baseline, reference.gated_activation(args.preactivation.double(), activation))
+
+
+@pytest.mark.parametrize("activation", ["geglu", "gpt_oss"])
+def test_an_epilogue_takes_the_kernel_that_swiglu_would(activation, device):
+    dtype = DTYPES[-1]
+    a, b = torch.zeros(256, 64, dtype=dtype, device=device), torch.zeros(2, 128, 64, dtype=dtype, device=device).mT
+    args = GroupedGemmArguments(a, b, a.new_empty(256, 64), epilogue="swiglu", preactivation=a.new_empty(256, 128))
+    listed, derived = find(args), find(dataclasses.replace(args, epilogue=activation))
+    assert (listed is None) == (derived is None)
+    if listed is not None:
+        assert derived.metadata.design == listed.metadata.design and derived.metadata.epilogue == activation
+    assert find(dataclasses.replace(args, epilogue="relu")) is None
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)

@@ -3,7 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import fused_experts, reference, sort_by_expert
+from moe_kernels import Activation, fused_experts, reference, sort_by_expert
+from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts import _fused_experts_op
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 
@@ -62,7 +63,7 @@ def test_saves_tokens_preactivation_and_routing_only(device):
     assert preactivation.shape == (num_rows, 2 * case.d_ff)
     integers = {t.data_ptr(): t.numel() for t in saved if not t.is_floating_point()}
     # slot_to_row, row_to_token, and a table that is small beside them at real sizes.
-    table = sum(t.numel() for t in permutation.tile_table[:3])
+    table = sum(t.numel() for t in permutation.tile_table[:4])
     assert sum(integers.values()) == 2 * num_rows + table
 
 
@@ -168,12 +169,22 @@ def test_gradcheck_of_reference():
 def test_opcheck(device):
     tokens, weights, experts, w_up, w_down = draw(Case(6, 8, 4, 3, 2), torch.float32, device)
     permutation = reference.sort_by_expert(experts, 3)
-    for tensor in (tokens, weights, w_up, w_down):
-        tensor.requires_grad_()
+    leaves = [tensor.requires_grad_() for tensor in (tokens, weights, w_up, w_down)]
     table = permutation.tile_table
     torch.library.opcheck(
         _fused_experts_op,
-        (tokens, weights, w_up, w_down, permutation.slot_to_row, permutation.row_to_token, *table, "swiglu"),
+        (
+            *leaves[:4],
+            None,
+            None,
+            permutation.slot_to_row,
+            permutation.row_to_token,
+            *table,
+            "swiglu",
+            None,
+            None,
+            False,
+        ),
     )
 
 
@@ -187,6 +198,164 @@ def test_compiles_without_graph_break(device):
 
     expected = layer(*inputs)
     actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(actual, expected)
+    gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
+    assert all(torch.equal(a, b) for a, b in gradients)
+
+
+# Every further fact of an expert op, alone and together.
+VARIANTS = {
+    "geglu": {"activation": "geglu"},
+    "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
+    "relu_squared": {"activation": "relu_squared"},
+    "relu_bias": {"activation": "relu", "bias": True},
+    "bias": {"bias": True},
+    "weight_on_input": {"weight_on_input": True},
+    "weight_on_input_bias": {"weight_on_input": True, "bias": True},
+}
+
+
+def draw_variant(case, variant, dtype, device, seed=0):
+    """(tokens, weights, experts, w_up, w_down, b_up, b_down), without biases where the variant has none"""
+    operands = list(draw(case, dtype, device, seed))
+    activation = as_activation("draw", VARIANTS[variant].get("activation", "swiglu"))
+    if not activation.gated:
+        operands[3] = operands[3][:, : case.d_ff].contiguous()
+    if VARIANTS[variant].get("bias"):
+        generator = torch.Generator(device).manual_seed(seed + 50)
+        for size in (operands[3].shape[1], case.d_model):
+            operands.append(torch.randn(case.num_experts, size, device=device, generator=generator).to(dtype))
+    return tuple(operands)
+
+
+def run_variant(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant, op=triton_experts):
+    options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
+    permutation = reference.sort_by_expert(experts, len(w_up))
+    return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **options)
+
+
+ODD = Case(33, 21, 13, 4, 2)
+TWO_EMPTY = Case(33, 21, 13, 4, 2, "first")
+
+
+@pytest.mark.parametrize(
+    ("variant", "case", "dtype"),
+    [
+        *((variant, ODD, torch.float32) for variant in VARIANTS),
+        ("gpt_oss", TWO_EMPTY, torch.float32),
+        ("weight_on_input_bias", TWO_EMPTY, torch.float32),
+        ("gpt_oss", CASES["zero_tokens"], torch.float32),
+        ("gpt_oss", ODD, DTYPES[-1]),
+        ("weight_on_input_bias", ODD, DTYPES[-1]),
+        ("relu_squared", ODD, DTYPES[-1]),
+    ],
+)
+def test_variants_match_reference(variant, case, dtype, device):
+    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
+    check_accuracy(
+        partial(run_variant, variant=variant),
+        partial(run_variant, variant=variant, op=reference.fused_experts),
+        partial(draw_variant, case, variant, dtype, device),
+        names if VARIANTS[variant].get("bias") else names[:5],
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_biases_and_input_weight_by_hand(implementation, device):
+    # One token, one expert of one hidden unit: relu(2 w x + 1) * 3 + 5, with the weight w = 0.5 before or after.
+    tokens, w_up, w_down, b_up, b_down = (
+        torch.tensor(value, device=device).view(shape)
+        for value, shape in ((4.0, (1, 1)), (2.0, (1, 1, 1)), (3.0, (1, 1, 1)), (1.0, (1, 1)), (5.0, (1, 1)))
+    )
+    permutation = sort_by_expert(torch.zeros(1, 1, dtype=torch.int32, device=device), 1, implementation=implementation)
+    weights = torch.tensor([[0.5]], device=device)
+    options = {"activation": "relu", "b_up": b_up, "b_down": b_down, "implementation": implementation}
+    out = fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+    assert out.item() == 0.5 * (9 * 3 + 5)
+    out = fused_experts(tokens, weights, permutation, w_up, w_down, weight_on_input=True, **options)
+    assert out.item() == 5 * 3 + 5
+
+
+@pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
+@pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
+def test_dropped_slots_add_no_bias(variant, op, device):
+    tokens, weights, experts, *rest = draw_variant(Case(20, 16, 8, 8, 2), variant, torch.float32, device)
+    leaves = [t.detach().requires_grad_() for t in (tokens, weights, *rest)]
+    dropped = experts.clone()
+    dropped[3, 0] = -1
+    dropped[8] = 8
+    out = run_variant(*leaves[:2], dropped, *leaves[2:], variant=variant, op=op)
+    assert not out[8].any() and out[3].any()
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][8].any() and not gradients[1][8].any()
+    assert gradients[1][3, 0] == 0 and gradients[1][3, 1] != 0
+    expert = int(experts[3, 0])
+    alone = torch.where(experts == expert, experts, -1)  # nobody else's bias gets a gradient
+    out = run_variant(*leaves[:2], alone, *leaves[2:], variant=variant, op=op)
+    for gradient in torch.autograd.grad(out.square().sum(), leaves[-2:]):
+        assert gradient[expert].any() and not gradient[torch.arange(8, device=device) != expert].any()
+
+
+@pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
+def test_frozen_operands_of_variants_are_skipped(variant, device):
+    operands = draw_variant(Case(5, 8, 4, 2, 2), variant, torch.float32, device)
+    indices = [i for i in range(len(operands)) if i != 2]
+
+    def gradients(wanted):
+        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands)]
+        out = run_variant(*leaves, variant=variant)
+        return dict(zip(wanted, torch.autograd.grad(out.sum(), [leaves[i] for i in wanted]), strict=True))
+
+    every = gradients(indices)
+    for frozen in indices:
+        for i, gradient in gradients([i for i in indices if i != frozen]).items():
+            assert torch.equal(gradient, every[i]), (frozen, i)
+
+
+@pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
+def test_variants_repeat_bitwise(variant, device):
+    operands = draw_variant(ODD, variant, DTYPES[-1], device)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
+
+    def once():
+        out = run_variant(*leaves, variant=variant)
+        return out, *torch.autograd.grad(out.float().square().sum(), [t for t in leaves if t.requires_grad])
+
+    first = once()
+    for _ in range(20 if device == "cuda" else 1):
+        assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck_of_reference_variants(variant):
+    operands = draw_variant(Case(5, 4, 3, 3, 2), variant, torch.float64, "cpu")
+    leaves = [t.double().requires_grad_() if t.is_floating_point() else t for t in operands]
+    run = partial(run_variant, variant=variant, op=reference.fused_experts)
+    torch.autograd.gradcheck(lambda x, w, *rest: run(x, w, operands[2], *rest), [t for t in leaves if t.requires_grad])
+
+
+def test_opcheck_of_variants(device):
+    tokens, weights, experts, *rest = draw_variant(Case(6, 8, 4, 3, 2), "gpt_oss", torch.float32, device)
+    permutation = reference.sort_by_expert(experts, 3)
+    operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
+    index = (permutation.slot_to_row, permutation.row_to_token, *permutation.tile_table)
+    torch.library.opcheck(_fused_experts_op, (*operands, *index, "gpt_oss", 0.5, 1.702, False))
+    torch.library.opcheck(_fused_experts_op, (*operands, *index, "swiglu", None, None, True))
+
+
+def test_variants_compile_without_graph_break(device):
+    operands = draw_variant(ODD, "gpt_oss", DTYPES[-1], device)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
+    wanted = [t for t in leaves if t.requires_grad]
+
+    def layer(tokens, weights, experts, w_up, w_down, b_up, b_down):
+        permutation = sort_by_expert(experts, 4, implementation="triton")
+        options = {"b_up": b_up, "b_down": b_down, "activation": VARIANTS["gpt_oss"]["activation"]}
+        return triton_experts(tokens, weights, permutation, w_up, w_down, **options)
+
+    expected = layer(*leaves)
+    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
     assert torch.equal(actual, expected)
     gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
     assert all(torch.equal(a, b) for a, b in gradients)
@@ -214,7 +383,12 @@ def bad_operands(**changes):
         ({"w_up": torch.zeros(3, 8, 8).half()}, "one floating-point dtype"),
         ({"topk_weights": torch.zeros(6, 2).half()}, "topk_weights must be torch.float32"),
         ({"w_down": torch.zeros(3, 8, 4, device="meta")}, "one device"),
-        ({"activation": "tanh"}, r"activation must be one of \['swiglu'\], got 'tanh'"),
+        ({"activation": "tanh"}, r"activation must be one of \[.*\], got 'tanh'"),
+        ({"activation": "relu"}, r"w_down must be \[E, D, F\] with E=3, D=8, F=8, got \[3, 8, 4\]"),
+        ({"b_up": torch.zeros(3, 4)}, r"b_up must be \[E, 2F\] with E=3, 2F=8, got \[3, 4\]"),
+        ({"b_down": torch.zeros(3, 4)}, r"b_down must be \[E, D\] with E=3, D=8, got \[3, 4\]"),
+        ({"b_down": torch.zeros(3, 8).half()}, "one floating-point dtype"),
+        ({"b_down": torch.zeros(3, 8, device="meta")}, "one device"),
     ],
 )
 def test_bad_input(changes, message):

@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels
 from moe_kernels.testing import make_logits
+from moe_kernels.tiles import make_tile_table
 from moe_layers import MoEFeedForward
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +99,28 @@ def test_two_streams_at_once():
         torch.cuda.synchronize()
         for result, e in zip(results, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(result, e, strict=True))
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm_ws", "wgrad_ws", "grouped_gemm_tma", "grouped_gemm_pointer"])
+def test_first_launch_of_a_thread(name):
+    """A thread that has not used the GPU has no context; encoding a descriptor in it failed."""
+    kernels = get_kernels(metadata_filter=lambda m: m.kernel_name.startswith(name) and not m.design.gather)
+    kernel = next(k for k in kernels if k.metadata.operands.A.dtype == torch.bfloat16 and k.metadata.epilogue is None)
+    if kernel.obstacle:
+        pytest.skip(kernel.obstacle)
+    a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([30, 64], device="cuda", dtype=torch.int32)
+    if kernel.arguments_class is GroupedGemmArguments:
+        b = b.mT if kernel.metadata.operands.B.layout == "column" else b
+        args = GroupedGemmArguments(a, b, torch.empty_like(a), tile_table=make_tile_table(offsets, 64, 128))
+    else:
+        args = WgradArguments(a, a, torch.empty_like(b), tile_table=make_tile_table(offsets, 64, 128))
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(kernel.run, args).result()
+    torch.cuda.synchronize()
+    assert args.out.isfinite().all()
 
 
 def test_backward_from_other_threads():

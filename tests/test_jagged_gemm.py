@@ -76,8 +76,8 @@ def test_float32_wgrad_kernel(kernel, device):
         pytest.skip("no bfloat16 in the interpreter")
     a, b, offsets = draw("head_and_tail", dtype, device)
     dout = (a @ b).detach()
-    bounds = make_jagged_table(offsets, len(a), 65536, parts=3).bounds
-    args = WgradArguments(a, dout, a.new_full((3, *b.shape), torch.nan, dtype=torch.float32), bounds=bounds)
+    table = make_jagged_table(offsets, len(a), 65536, parts=3)
+    args = WgradArguments(a, dout, a.new_full((3, *b.shape), torch.nan, dtype=torch.float32), tile_table=table)
     assert kernel.supports(args)
     kernel.run(args)
     parts = [slice(9, 56), slice(56, 103), slice(103, 150)]

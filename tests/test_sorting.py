@@ -16,7 +16,7 @@ def assert_same(actual, expected):
     for name in ("offsets", "slot_to_row", "row_to_token"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
         assert getattr(actual, name).dtype == torch.int32
-    for name in ("bounds", "tiles", "num_tiles"):
+    for name in ("bounds", "tiles", "num_tiles", "order"):
         assert torch.equal(getattr(actual.tile_table, name), getattr(expected.tile_table, name)), name
     assert actual.tile_table.block_rows == expected.tile_table.block_rows
 

@@ -22,7 +22,7 @@ def test_matches_reference(offsets, num_rows, block_rows, device):
     offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
     actual = make_tile_table(offsets, num_rows, block_rows)
     expected = reference.tile_table(offsets, num_rows, block_rows)
-    for name in ("bounds", "tiles", "num_tiles"):
+    for name in ("bounds", "tiles", "num_tiles", "order"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
@@ -32,7 +32,7 @@ def test_many_groups(num_groups, device):
     offsets = sizes.cumsum(0).int().to(device)
     actual = make_tile_table(offsets, int(offsets[-1]) + 5, 256)
     expected = reference.tile_table(offsets, int(offsets[-1]) + 5, 256)
-    for name in ("bounds", "tiles", "num_tiles"):
+    for name in ("bounds", "tiles", "num_tiles", "order"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 

@@ -90,6 +90,7 @@ def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
 class GroupedGemmListArguments(Arguments):
     """out_list[g] = A_list[g] @ B_list[g] for every g. All sizes may differ; an empty reduction gives zeros."""
 
+    tensors = ()
     operand_names = ("A", "B", "out")
 
     A_list: Sequence[Tensor]  # [M, K] each
@@ -116,7 +117,7 @@ class GroupedGemmListArguments(Arguments):
         first = next((g for g, out in enumerate(self.out_list) if out.numel()), 0)
         return {"A": self.A_list[first], "B": self.B_list[first], "out": self.out_list[first]}
 
-    def error(self) -> str | None:
+    def shape_error(self) -> str | None:
         return self._error
 
     @functools.cached_property

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .._dispatch import on_device_of
-from .._triton import INTERPRET
+from .._triton import INTERPRET, cdiv
 from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
 from ..reference import TileTable
 from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
+_MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores do while memory moves a byte, A100 to B200
 _BOUNDS_BLOCK = 128  # the tile height of a table that is made for its bounds alone
 
 
@@ -35,6 +36,21 @@ class GroupedGemmKernel(Kernel):
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def estimate(self, args: GroupedGemmArguments) -> float:
+        """Of one group and one step of the reduction."""
+        num_groups, _, num_columns = args.B.shape
+        rows_per_group = max(cdiv(len(args.out), num_groups), 1)
+        memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
+        return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
+
+    def with_epilogue(self, activation: str) -> GroupedGemmKernel:
+        """This kernel, which has an epilogue, with another gated activation in it.
+
+        The catalog lists the kernels with "swiglu" for all: what is fastest does not depend on the activation.
+        """
+        name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
+        return type(self)(dataclasses.replace(self.metadata, kernel_name=name, epilogue=activation))
 
     def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""
@@ -66,19 +82,27 @@ class WgradKernel(Kernel):
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
         return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
-    def bounds(
-        self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True
-    ) -> Tensor:  # [G + 2] int32
-        """The bounds of the groups; made here unless the arguments hold them."""
-        if args.bounds is None:
-            return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write).bounds
-        return args.bounds
+    def estimate(self, args: WgradArguments) -> float:
+        """Of one group and one step of the reduction."""
+        return padded(*args.out.shape[1:], self.metadata.design)
+
+    def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
+        """The bounds and the order of the groups; made here unless the arguments hold them."""
+        if args.tile_table is None:
+            return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
+        return args.tile_table
 
     def metadata_bytes(self, args: WgradArguments) -> int:
-        return 0 if args.bounds is not None else tile_table_bytes(args.num_rows, len(args.out), _BOUNDS_BLOCK)
+        return 0 if args.tile_table is not None else tile_table_bytes(args.num_rows, len(args.out), _BOUNDS_BLOCK)
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        return dataclasses.replace(args, bounds=self.bounds(args, memory, write=write))
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+
+
+def padded(rows: int, columns: int, design: Design) -> int:
+    """Elements of the tiles that cover a matrix."""
+    block_m, block_n, _ = design.tile_shape
+    return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
 
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ..catalog import GemmArguments, GemmOperands, GroupedGemmArguments, Kernel, Launch, Status
-from .base import GroupedGemmKernel
+from .base import GroupedGemmKernel, padded
 from .tma import TMA_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
+
+_TABLE_LAUNCHES = 1e9  # multiplications in the time of the launches that make a table
 
 
 class BatchedGemm(Kernel):
@@ -40,6 +42,10 @@ class BatchedGemm(Kernel):
         if args.A.dim() == 2 and args.B.dim() == 3:
             return Status("Operand `out`: expected a batch as B")
         return self.grouped.supports_design(_grouped(args))
+
+    def estimate(self, args: GemmArguments) -> float:
+        work = args.num_batches * padded(*args.out.shape[-2:], self.metadata.design) * args.A.shape[-1]
+        return work + (_TABLE_LAUNCHES if self.metadata_bytes(args) else 0)
 
     def launch(self, args: GemmArguments) -> Launch | None:
         if not args.out.numel():

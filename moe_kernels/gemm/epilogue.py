@@ -11,18 +11,20 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from .. import tuning
 from .._triton import cdiv, next_power_of_2, tl, triton
-from ..activation import _activation_backward_op, check_activation, launch_activation
+from ..activation import _activation_backward_op, launch_activation
+from ..activation_spec import as_activation
 from ..catalog import GroupedGemmArguments, PointerDesign
 from ..reference import TileTable
-from ..tuning import find, select
 
 _BLOCK_ROWS = 16
 
 
 def check_epilogue(op: str, activation: str, num_columns: int) -> None:
     """Raises ValueError unless the activation is known and takes this many columns of the product."""
-    check_activation(op, activation)
+    if not as_activation(op, activation).gated:
+        raise ValueError(f"{op}: activation must be gated, got {activation!r}")
     if num_columns % 2:
         raise ValueError(f"{op}: b must have an even number of columns with an activation, got N={num_columns}")
 
@@ -33,18 +35,19 @@ def launch_epilogue_backward(
     activation: str,
 ) -> Tensor:  # [R, 2F]
     """The gradient through the activation; a registered op."""
-    return _activation_backward_op(preactivation, dout, activation)
+    spec = as_activation("grouped_gemm", activation)
+    return _activation_backward_op(preactivation, dout, spec.name, spec.limit, spec.alpha)
 
 
 def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
     """Write `args.out`, and with an epilogue `args.preactivation`, in one launch if a kernel does it all."""
     if args.epilogue is None:
         launch_product(args)
-    elif kernel := find(args):
-        kernel.run(args)
+    elif kernel := tuning.find(args):
+        kernel.run(args, assume_supported_args=True)
     else:
         launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
-        args.out.copy_(launch_activation(args.preactivation, args.epilogue))
+        args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
 
 
 def launch_product(args: GroupedGemmArguments) -> None:
@@ -54,11 +57,11 @@ def launch_product(args: GroupedGemmArguments) -> None:
         NotImplementedError: no kernel supports the arguments.
     """
     if args.bias is None and args.row_scale is None:
-        return select(args).run(args)
+        return tuning.run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
-    kernel = find(plain)
+    kernel = tuning.find(plain)
     if kernel is None or isinstance(kernel.metadata.design, PointerDesign):
-        return select(args).run(args)
+        return tuning.run(args)
     table = kernel.tile_table(plain)
     kernel.run(dataclasses.replace(plain, tile_table=table), assume_supported_args=True)
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)

@@ -17,7 +17,7 @@ from ..catalog import (
     PointerDesign,
     Status,
 )
-from .base import kernel_name
+from .base import kernel_name, padded
 from .pointer import multiply_tile, out_operand
 from .precision import input_precision
 
@@ -77,6 +77,9 @@ class PointerGemm(Kernel):
     def supports_design(self, args: GemmArguments) -> Status:
         return SUPPORTED
 
+    def estimate(self, args: GemmArguments) -> float:
+        return args.num_batches * padded(*args.out.shape[-2:], self.metadata.design) * args.A.shape[-1]
+
     def launch(self, args: GemmArguments) -> Launch | None:
         if not args.out.numel():
             return None
@@ -84,10 +87,9 @@ class PointerGemm(Kernel):
         block_m, block_n, block_k = design.tile_shape
         num_rows, num_columns = args.out.shape[-2:]
         depth = args.A.shape[-1]
-        num_batches = len(args.out) if args.out.dim() == 3 else 1
         return Launch(
             _gemm_kernel,
-            (num_batches * cdiv(num_rows, block_m) * cdiv(num_columns, block_n),),
+            (args.num_batches * cdiv(num_rows, block_m) * cdiv(num_columns, block_n),),
             (
                 args.A,
                 _batch_strides(args.A),

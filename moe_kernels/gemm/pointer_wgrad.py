@@ -85,7 +85,7 @@ class PointerWgrad(WgradKernel):
                 args.dout_row_to_token,
                 args.out,
                 args.out.stride(),
-                self.bounds(args),
+                self.tile_table(args).bounds,
                 size_k,
                 size_n,
             ),

@@ -101,7 +101,7 @@ class TmaWgrad(WgradKernel):
                 args.out,
                 args.out.stride(0),
                 args.out.stride(1),
-                self.bounds(args),
+                self.tile_table(args).bounds,
                 num_groups,
                 size_k,
                 size_n,
@@ -132,7 +132,6 @@ _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),
     _design((128, 256, 64), 5, True),
-    _design((128, 128, 64), 5, True),
 )
 
 TMA_WGRAD_KERNELS = tuple(_kernel(dtype, design) for dtype in (torch.bfloat16, torch.float16) for design in _DESIGNS)

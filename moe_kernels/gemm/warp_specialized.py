@@ -1,4 +1,4 @@
-"""The warp-specialised kernels of `gluon_sm90.py` as catalog objects, and where they do not apply, why."""
+"""The warp-specialised kernels of `hopper/` as catalog objects, and where they do not apply, why."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from .._triton import INTERPRET, TRITON_VERSION, triton
-from ..activation import ACTIVATIONS
+from ..activation_functions import EPILOGUES
 from ..catalog import (
     GroupedGemmArguments,
     GroupedGemmOperands,
     KernelMetadata,
     Launch,
     Operand,
+    Status,
     WarpSpecializedDesign,
     WgradArguments,
     WgradOperands,
@@ -35,9 +36,19 @@ if OBSTACLE is None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .gluon_sm90 import grouped_gemm_kernel, wgrad_kernel
+    from .hopper.grouped_gemm import grouped_gemm_kernel
+    from .hopper.wgrad import wgrad_kernel
 
 _LEAST_STEPS = 3  # of the reduction: the parts in which a finished tile is written while the next begins
+
+
+def _registers(gather: bool, gated: bool) -> dict[str, int]:
+    """Of each thread; the other consumer gets what is left of 504. Chosen so that nothing spills."""
+    if not gather:
+        return {"PRODUCER_REGISTERS": 32, "CONSUMER_REGISTERS": 240}
+    if gated:
+        return {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}
+    return {"PRODUCER_REGISTERS": 48, "CONSUMER_REGISTERS": 224}
 
 
 @functools.cache
@@ -57,7 +68,7 @@ def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
-    """Contiguous A through TMA; with an epilogue, `out` is its activation and `preactivation` the product."""
+    """Rows of A contiguous or gathered; with an epilogue, `out` is its activation and `preactivation` the product."""
 
     obstacle = OBSTACLE
 
@@ -65,73 +76,99 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
-        num_groups, depth, num_columns = args.B.shape
-        stride_g, stride_k, stride_n = args.B.stride()
-        gated = self.metadata.epilogue is not None
-        b_column = self.metadata.operands.B.layout == "column"
+        _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
-        if gated:
-            d_ff = num_columns // 2
-            b_shape, b_strides = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
-            b_desc = _descriptor(args.B, b_shape, b_strides, [1, 2, block_n // 2, block_k])
+        if self.metadata.epilogue is not None:
+            forward = EPILOGUES[self.metadata.epilogue].forward
             out_desc = _ragged_descriptor(args.preactivation, half, split=2)
             activated_desc = _ragged_descriptor(args.out, half)
         else:
-            if b_column:
-                b_desc = _descriptor(
-                    args.B, [num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k]
-                )
-            else:
-                b_desc = _descriptor(
-                    args.B, [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n]
-                )
+            forward = None
             out_desc = activated_desc = _ragged_descriptor(args.out, half)
+        if design.gather:
+            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
+        else:
+            a = (_descriptor(args.A, list(args.A.shape), list(args.A.stride()), [block_m, block_k]), *(None,) * 4)
         return Launch(
             grouped_gemm_kernel,
             (num_programs(args.A),),
             (
-                _descriptor(args.A, list(args.A.shape), list(args.A.stride()), [block_m, block_k]),
-                b_desc,
+                *a,
+                self._b_descriptor(args.B),
                 out_desc,
                 activated_desc,
                 table.bounds,
                 table.tiles,
                 table.num_tiles,
+                num_columns,
                 triton.cdiv(num_columns, block_n),
                 max(triton.cdiv(depth, block_k), _LEAST_STEPS),
             ),
             {
                 "ZERO_TAIL": int(args.zero_tail),
-                "B_COLUMN": b_column,
-                "FORWARD": ACTIVATIONS[self.metadata.epilogue].forward if gated else None,
+                "B_COLUMN": self.metadata.operands.B.layout == "column",
+                "FORWARD": forward,
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
                 "BLOCK_K": block_k,
                 "NUM_BUFFERS": design.num_stages,
                 "GROUP_TILES": design.group_tiles,
+                **_registers(design.gather, forward is not None),
                 "num_warps": 4,
             },
         )
 
+    def _b_descriptor(self, b: Tensor) -> TensorDescriptor:
+        _, block_n, block_k = self.metadata.design.tile_shape
+        num_groups, depth, num_columns = b.shape
+        stride_g, stride_k, stride_n = b.stride()
+        if self.metadata.epilogue is not None:
+            d_ff = num_columns // 2
+            shape, strides = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+            return _descriptor(b, shape, strides, [1, 2, block_n // 2, block_k])
+        if self.metadata.operands.B.layout == "column":
+            return _descriptor(b, [num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
+        return _descriptor(b, [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+
 
 class WarpSpecializedWgrad(WgradKernel):
-    """Both operands contiguous, through ragged TMA loads that return zeros past the end of a group."""
+    """Ragged TMA loads return zeros past the end of a group. The operand on the tile's narrow side may be gathered."""
 
     obstacle = OBSTACLE
+
+    def supports_design(self, args: WgradArguments) -> Status:
+        if not (status := super().supports_design(args)) or not self.metadata.design.gather:
+            return status
+        gathers_a = self._gathers_a()
+        if (args.a_row_to_token is None) == gathers_a or (args.dout_row_to_token is None) != gathers_a:
+            return Status(f"Operand `{'A' if gathers_a else 'dout'}`: expected gathered, and only this one")
+        return status
+
+    def _gathers_a(self) -> bool:
+        block_k, block_n, _ = self.metadata.design.tile_shape
+        return block_k < block_n
 
     def launch(self, args: WgradArguments) -> Launch | None:
         design = self.metadata.design
         block_k, block_n, block_r = design.tile_shape
         num_groups, size_k, size_n = args.out.shape
+        table = self.tile_table(args)
+        operands = [(args.A, block_k, args.a_row_to_token), (args.dout, block_n, args.dout_row_to_token)]
+        gathered = next(((t, t.stride(0), index, t.shape[1]) for t, _, index in operands if index is not None), None)
         return Launch(
             wgrad_kernel,
             (num_programs(args.A),),
             (
-                _ragged_descriptor(args.A, (block_r, block_k)),
-                _ragged_descriptor(args.dout, (block_r, block_n)),
+                *(
+                    None if index is not None else _ragged_descriptor(t, (block_r, width))
+                    for t, width, index in operands
+                ),
+                *(gathered or (None,) * 4),
                 _descriptor(args.out, list(args.out.shape), list(args.out.stride()), [1, block_k // 2, block_n // 2]),
-                self.bounds(args),
+                table.bounds,
+                table.order,
                 num_groups,
+                size_n,
                 triton.cdiv(size_k, block_k),
                 triton.cdiv(size_n, block_n),
             ),
@@ -141,6 +178,7 @@ class WarpSpecializedWgrad(WgradKernel):
                 "BLOCK_R": block_r,
                 "NUM_BUFFERS": design.num_stages,
                 "GROUP_TILES": design.group_tiles,
+                **_registers(design.gather, False),
                 "num_warps": 4,
             },
         )
@@ -161,13 +199,21 @@ def _wgrad(dtype: torch.dtype, design: WarpSpecializedDesign):
     return cls(KernelMetadata(name, cls, 90, WgradOperands(tma, tma, tma), design, max_cc=90))
 
 
-def _design(tile: tuple[int, int, int], num_stages: int, group_tiles: int) -> WarpSpecializedDesign:
-    return WarpSpecializedDesign(tile, 12, num_stages, persistent=True, tma=True, group_tiles=group_tiles)
+def _design(tile: tuple[int, int, int], num_stages: int, group_tiles: int, gather: bool = False):
+    return WarpSpecializedDesign(tile, 12, num_stages, gather, persistent=True, tma=True, group_tiles=group_tiles)
 
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_FORWARD = (_design((128, 256, 64), 4, 8), _design((128, 128, 64), 5, 8))
-_WGRAD = (_design((128, 256, 64), 4, 4), _design((128, 128, 64), 5, 4))
+_FORWARD = (
+    _design((128, 256, 64), 4, 8),
+    _design((128, 128, 64), 5, 8),
+    _design((128, 256, 64), 4, 8, gather=True),
+)
+_WGRAD = (
+    _design((128, 256, 64), 4, 4),
+    _design((128, 256, 64), 4, 4, gather=True),
+    _design((256, 128, 64), 4, 4, gather=True),
+)
 
 WARP_SPECIALIZED_KERNELS = (
     *(
@@ -176,6 +222,6 @@ WARP_SPECIALIZED_KERNELS = (
         for design in _FORWARD
         for layout in ("column", "row")
     ),
-    *(_forward(dtype, design, "column", name) for dtype in _DTYPES for design in _FORWARD for name in ACTIVATIONS),
+    *(_forward(dtype, design, "column", "swiglu") for dtype in _DTYPES for design in _FORWARD),
     *(_wgrad(dtype, design) for dtype in _DTYPES for design in _WGRAD),
 )

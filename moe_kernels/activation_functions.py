@@ -1,0 +1,239 @@
+"""The device functions of every activation, on float32 values.
+
+An activation is two small functions: `forward(gate, up, limit, alpha)` gives the activated value, and
+`backward(gate, up, dactivated, limit, alpha)` gives (activated, dgate, dup). A plain activation looks at its gate alone
+and returns zero for dup. NaN stays NaN. To add one, write the two functions, an entry
+in `ACTIVATIONS`, its facts in `activation_spec.py` and its plain form in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ._triton import tl, triton
+
+
+@triton.jit
+def _silu(x):
+    """(value, derivative)"""
+    sigmoid = tl.sigmoid(x)
+    value = x * sigmoid
+    return value, sigmoid + value * (1.0 - sigmoid)
+
+
+@triton.jit
+def _gelu(x):
+    """(value, derivative): x * P(z < x) for a normal z."""
+    below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return x * below, below + x * density
+
+
+@triton.jit
+def _gelu_tanh(x):
+    """(value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    square = x * x
+    # 2 sqrt(2 / pi) and 0.044715 times it
+    below = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
+    slope = 1.5957691216057308 + 0.21406444881780075 * square
+    return x * below, below + x * below * (1.0 - below) * slope
+
+
+@triton.jit
+def _relu(x):
+    """(value, derivative)"""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x <= 0.0, 0.0, 1.0)
+
+
+@triton.jit
+def _clamp(x, limit):
+    """x within [-limit, limit]"""
+    return _at_most(tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL), limit)
+
+
+@triton.jit
+def _at_most(x, limit):
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _product_backward(value, derivative, up, dactivated):
+    """Of value(gate) * up."""
+    return value * up, dactivated * up * derivative, dactivated * value
+
+
+@triton.jit
+def swiglu(gate, up, limit=None, alpha=None):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def swiglu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _silu(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def geglu(gate, up, limit=None, alpha=None):
+    value, _ = _gelu(gate)
+    return value * up
+
+
+@triton.jit
+def geglu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def geglu_tanh(gate, up, limit=None, alpha=None):
+    value, _ = _gelu_tanh(gate)
+    return value * up
+
+
+@triton.jit
+def geglu_tanh_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu_tanh(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def reglu(gate, up, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value * up
+
+
+@triton.jit
+def reglu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _relu(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def clamped_swiglu(gate, up, limit=10.0, alpha=None):
+    gate = _at_most(gate, limit)
+    return gate * tl.sigmoid(gate) * _clamp(up, limit)
+
+
+@triton.jit
+def clamped_swiglu_backward(gate, up, dactivated, limit, alpha=None):
+    value, derivative = _silu(_at_most(gate, limit))
+    activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit), dactivated)
+    return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def swiglu_clamped_after(gate, up, limit=7.0, alpha=None):
+    value, _ = _silu(gate)
+    return _at_most(value, limit) * _clamp(up, limit)
+
+
+@triton.jit
+def swiglu_clamped_after_backward(gate, up, dactivated, limit, alpha=None):
+    value, derivative = _silu(gate)
+    clamped = _at_most(value, limit)
+    activated, dgate, dup = _product_backward(clamped, derivative, _clamp(up, limit), dactivated)
+    return activated, tl.where(value > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def gpt_oss(gate, up, limit=7.0, alpha=1.702):
+    gate = _at_most(gate, limit)
+    return gate * tl.sigmoid(alpha * gate) * (_clamp(up, limit) + 1.0)
+
+
+@triton.jit
+def gpt_oss_backward(gate, up, dactivated, limit, alpha):
+    clamped = _at_most(gate, limit)
+    sigmoid = tl.sigmoid(alpha * clamped)
+    value = clamped * sigmoid
+    derivative = sigmoid + alpha * value * (1.0 - sigmoid)
+    activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit) + 1.0, dactivated)
+    return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def relu_squared(gate, up, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value * value
+
+
+@triton.jit
+def relu_squared_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value * value, 2.0 * value * dactivated, 0.0
+
+
+@triton.jit
+def relu(gate, up, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value
+
+
+@triton.jit
+def relu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _relu(gate)
+    return value, derivative * dactivated, 0.0
+
+
+@triton.jit
+def gelu(gate, up, limit=None, alpha=None):
+    value, _ = _gelu(gate)
+    return value
+
+
+@triton.jit
+def gelu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu(gate)
+    return value, derivative * dactivated, 0.0
+
+
+@triton.jit
+def gelu_tanh(gate, up, limit=None, alpha=None):
+    value, _ = _gelu_tanh(gate)
+    return value
+
+
+@triton.jit
+def gelu_tanh_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu_tanh(gate)
+    return value, derivative * dactivated, 0.0
+
+
+@triton.jit
+def silu(gate, up, limit=None, alpha=None):
+    value, _ = _silu(gate)
+    return value
+
+
+@triton.jit
+def silu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _silu(gate)
+    return value, derivative * dactivated, 0.0
+
+
+class ActivationFunctions(NamedTuple):
+    """The device functions of one activation."""
+
+    forward: Any
+    backward: Any
+
+
+ACTIVATIONS = {
+    "swiglu": ActivationFunctions(swiglu, swiglu_backward),
+    "geglu": ActivationFunctions(geglu, geglu_backward),
+    "geglu_tanh": ActivationFunctions(geglu_tanh, geglu_tanh_backward),
+    "reglu": ActivationFunctions(reglu, reglu_backward),
+    "clamped_swiglu": ActivationFunctions(clamped_swiglu, clamped_swiglu_backward),
+    "swiglu_clamped_after": ActivationFunctions(swiglu_clamped_after, swiglu_clamped_after_backward),
+    "gpt_oss": ActivationFunctions(gpt_oss, gpt_oss_backward),
+    "relu_squared": ActivationFunctions(relu_squared, relu_squared_backward),
+    "relu": ActivationFunctions(relu, relu_backward),
+    "gelu": ActivationFunctions(gelu, gelu_backward),
+    "gelu_tanh": ActivationFunctions(gelu_tanh, gelu_tanh_backward),
+    "silu": ActivationFunctions(silu, silu_backward),
+}
+
+# Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`, so with the published
+# numbers. Gated ones; the others of them would spill registers there.
+EPILOGUES = {name: ACTIVATIONS[name] for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")}

@@ -1,0 +1,94 @@
+"""The activations of expert feed-forwards by name, as plain facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ActivationKind(NamedTuple):
+    """What a name stands for. The numbers are the published ones, None where the activation has no such number."""
+
+    gated: bool
+    limit: float | None = None
+    alpha: float | None = None
+
+
+ACTIVATION_KINDS = {
+    "swiglu": ActivationKind(gated=True),
+    "geglu": ActivationKind(gated=True),
+    "geglu_tanh": ActivationKind(gated=True),
+    "reglu": ActivationKind(gated=True),
+    "clamped_swiglu": ActivationKind(gated=True, limit=10.0),
+    "swiglu_clamped_after": ActivationKind(gated=True, limit=7.0),
+    "gpt_oss": ActivationKind(gated=True, limit=7.0, alpha=1.702),
+    "relu_squared": ActivationKind(gated=False),
+    "relu": ActivationKind(gated=False),
+    "gelu": ActivationKind(gated=False),
+    "gelu_tanh": ActivationKind(gated=False),
+    "silu": ActivationKind(gated=False),
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation and its numbers. Wherever one is asked for, a name alone stands for the published numbers.
+
+    Gated, of a gate g and an up value u:
+
+        swiglu                silu(g) * u
+        geglu, geglu_tanh     gelu(g) * u, exact (by erf) or by tanh
+        reglu                 relu(g) * u
+        clamped_swiglu        silu(min(g, limit)) * clamp(u, -limit, limit)             (DeepSeek-V4, GLM-5)
+        swiglu_clamped_after  min(silu(g), limit) * clamp(u, -limit, limit)             (Step 3.7)
+        gpt_oss               with g and u clamped as in clamped_swiglu: (u + 1) * g * sigmoid(alpha * g)
+
+    Plain, of one value: relu_squared, relu, gelu, gelu_tanh, silu. An expert with one has no gate: w_up is [E, F, D].
+
+    Raises:
+        ValueError: the name is unknown, or a number is given that the activation lacks or that is not positive.
+    """
+
+    name: str
+    limit: float | None = None
+    alpha: float | None = None
+
+    def __post_init__(self):
+        if self.name not in ACTIVATION_KINDS:
+            raise ValueError(f"activation must be one of {sorted(ACTIVATION_KINDS)}, got {self.name!r}")
+        kind = ACTIVATION_KINDS[self.name]
+        for number in ("limit", "alpha"):
+            value, published = getattr(self, number), getattr(kind, number)
+            if value is None:
+                object.__setattr__(self, number, published)
+            elif published is None:
+                raise ValueError(f"activation {self.name!r} has no {number}, got {value}")
+            elif not value > 0:
+                raise ValueError(f"{number} of an activation must be positive, got {value}")
+
+    @property
+    def gated(self) -> bool:
+        return ACTIVATION_KINDS[self.name].gated
+
+    @property
+    def published(self) -> bool:
+        """Whether the numbers are the published ones."""
+        kind = ACTIVATION_KINDS[self.name]
+        return (self.limit, self.alpha) == (kind.limit, kind.alpha)
+
+    def __str__(self) -> str:
+        numbers = [f"{name}={value}" for name in ("limit", "alpha") if (value := getattr(self, name)) is not None]
+        return f"{self.name}({', '.join(numbers)})" if numbers and not self.published else self.name
+
+
+def as_activation(op: str, activation: str | Activation) -> Activation:
+    """The activation of a name; one that is given comes back as it is.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(activation, Activation):
+        return activation
+    if activation not in ACTIVATION_KINDS:
+        raise ValueError(f"{op}: activation must be one of {sorted(ACTIVATION_KINDS)}, got {activation!r}")
+    return Activation(activation)

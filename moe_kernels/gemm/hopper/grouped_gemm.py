@@ -1,0 +1,402 @@
+"""Grouped GEMM with a warp-specialised, persistent kernel: rows contiguous or gathered, with or without activation."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from .ring import (
+    ROW_BOUND,
+    buffers,
+    free_slot,
+    gather_block,
+    gather_buffers,
+    gather_layout,
+    halves,
+    joined,
+    load_block,
+    load_step,
+    make_ring,
+    pinned,
+    release_previous,
+    wait_step,
+    write,
+)
+
+
+@aggregate
+class Tiles:
+    """The tiles of the product: row tiles from the table, times column tiles."""
+
+    tiles_ptr: gl.tensor  # [capacity, 2]
+    bounds_ptr: gl.tensor  # [G + 2]
+    num_row_tiles: gl.tensor
+    num_column_tiles: gl.tensor
+    num_steps: gl.tensor  # of the reduction
+    block_m: gl.constexpr
+    group_tiles: gl.constexpr  # row tiles that share their columns of B in the L2 cache
+
+    @gluon.constexpr_function
+    def __init__(self, tiles_ptr, bounds_ptr, num_row_tiles, num_column_tiles, num_steps, block_m, group_tiles):
+        self.tiles_ptr = tiles_ptr
+        self.bounds_ptr = bounds_ptr
+        self.num_row_tiles = num_row_tiles
+        self.num_column_tiles = num_column_tiles
+        self.num_steps = num_steps
+        self.block_m = gl.constexpr(block_m)
+        self.group_tiles = gl.constexpr(group_tiles)
+
+
+@gluon.jit
+def row_tile_at(tiles, row_tile):
+    """(group, first row, end row of the group)."""
+    group = gl.load(tiles.tiles_ptr + 2 * row_tile)
+    block = gl.load(tiles.tiles_ptr + 2 * row_tile + 1)
+    return group, gl.load(tiles.bounds_ptr + group) + block * tiles.block_m, gl.load(tiles.bounds_ptr + group + 1)
+
+
+@gluon.jit
+def tile_at(tiles, tile):
+    """(group, first row, end row of the group, column tile); past the last tile, the last one."""
+    tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
+    band = tiles.group_tiles * tiles.num_column_tiles
+    first = tile // band * tiles.group_tiles
+    height = max(min(tiles.num_row_tiles - first, tiles.group_tiles), 1)
+    group, row, end = row_tile_at(tiles, first + tile % band % height)
+    return group, row, end, tile % band // height
+
+
+@gluon.jit
+def _b_at(group, column, k, B_COLUMN: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where a block of B lies in its descriptor."""
+    if GATED:
+        return [group, 0, column * (BLOCK_N // 2), k]
+    elif B_COLUMN:
+        return [group, column * BLOCK_N, k]
+    else:
+        return [group, k, column * BLOCK_N]
+
+
+@gluon.jit
+def _produce_contiguous(
+    tiles,
+    ring,
+    a_desc,
+    b_desc,
+    B_COLUMN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    step = 0
+    # Where a tile lies is loaded one tile ahead, so that no load stands in the way of a copy.
+    group, row, _, column = tile_at(tiles, gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
+        for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
+            load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
+            step += 1
+        group = next_group
+        row = next_row
+        column = next_column
+
+
+@gluon.jit
+def _produce_gathered(
+    tiles,
+    ring,
+    a_ptr,
+    a_stride,
+    row_to_token_ptr,
+    depth,
+    b_desc,
+    B_COLUMN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    layout: gl.constexpr = gather_layout(BLOCK_K)
+    r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    # Both are multiples of 8; this way the compiler knows, and copies 16 bytes at a time.
+    depth = depth // 8 * 8
+    a_stride = a_stride.to(gl.int64) // 8 * 8
+    step = 0
+    group, row, end, column = tile_at(tiles, gl.program_id(0))
+    # Rows past the group repeat its last one; nothing of them is written.
+    token = gl.load(row_to_token_ptr + min(row + r, max(end - 1, 0)))
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
+        next_token = gl.load(row_to_token_ptr + min(next_row + r, max(next_end - 1, 0)))
+        pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
+        for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
+            slot = free_slot(ring, step)
+            ready = ring.full.index(slot)
+            load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
+            gather_block(ready, pointers + k, (k + c < depth)[None, :], ring.a.index(slot))
+            step += 1
+        group = next_group
+        token = next_token
+        column = next_column
+
+
+@gluon.jit
+def _produce(
+    tiles,
+    ring,
+    a_desc,  # None: gather
+    a_ptr,
+    a_stride,
+    row_to_token_ptr,
+    depth,
+    b_desc,
+    B_COLUMN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    if a_desc is None:
+        _produce_gathered(
+            tiles, ring, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, B_COLUMN, GATED, BLOCK_N, BLOCK_K
+        )
+    else:
+        _produce_contiguous(tiles, ring, a_desc, b_desc, B_COLUMN, GATED, BLOCK_N, BLOCK_K)
+
+
+@gluon.jit
+def _multiply(
+    ring,
+    step,
+    total,
+    use_total,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """Start total (+)= a[this warpgroup's rows] @ b[:, :columns of total] for a step."""
+    slot = wait_step(ring, step)
+    a = ring.a.index(slot).slice(WARPGROUP * total.shape[0], total.shape[0], 0)
+    if B_COLUMN:
+        b = ring.b.index(slot).reshape([BLOCK_N, BLOCK_K]).slice(0, total.shape[1], 0).permute((1, 0))
+    else:
+        b = ring.b.index(slot).reshape([BLOCK_K, BLOCK_N]).slice(0, total.shape[1], 1)
+    return warpgroup_mma(a, b, total, use_acc=use_total, is_async=True)
+
+
+@gluon.jit
+def _activated(gate, up, FORWARD: gl.constexpr):
+    """Half by half, so that few float32 values are alive at once."""
+    gate_left, gate_right = halves(gate)
+    up_left, up_right = halves(up)
+    left = FORWARD(gate_left.to(gl.float32), up_left.to(gl.float32)).to(gate.dtype)
+    right = FORWARD(gate_right.to(gl.float32), up_right.to(gl.float32)).to(gate.dtype)
+    return joined(left, right)
+
+
+@aggregate
+class Finished:
+    """Where the tile lies that waits to be written."""
+
+    row: gl.tensor  # counted so that ROW_BOUND is the end of the group
+    end: gl.tensor
+    column: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, row, end, column):
+        self.row = row
+        self.end = end
+        self.column = column
+
+
+@gluon.jit
+def _write_part(
+    PART: gl.constexpr,
+    left,
+    right,
+    at,  # Finished
+    out_desc,
+    activated_desc,
+    buffer,
+    FORWARD: gl.constexpr,
+):
+    """Part 0 of a finished tile is its left half, 1 its right half, 2 the activation of the two."""
+    HALF_N: gl.constexpr = left.shape[1]
+    if FORWARD is None:
+        corner = [ROW_BOUND, at.end, at.row, (2 * at.column + PART) * HALF_N]
+        write(left if PART == 0 else right, out_desc, corner, buffer)
+    elif PART < 2:
+        corner = [ROW_BOUND, at.end, at.row, PART, at.column * HALF_N]
+        write(left if PART == 0 else right, out_desc, corner, buffer.reshape(out_desc.block_type.shape))
+    else:
+        corner = [ROW_BOUND, at.end, at.row, at.column * HALF_N]
+        write(_activated(left, right, FORWARD), activated_desc, corner, buffer)
+
+
+@gluon.jit
+def _reduce_tile(
+    total,
+    ring,
+    step,
+    num_steps,
+    left,
+    right,
+    at,  # Finished
+    out_desc,
+    activated_desc,
+    buffer,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """(sum over the steps of a tile, the step after them). Writes the finished tile beside the first steps."""
+    PARTS: gl.constexpr = 2 if FORWARD is None else 3
+    for part in gl.static_range(PARTS):
+        total = _multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+        _write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        release_previous(ring, step, pred=part > 0)
+        step += 1
+    for _ in range(PARTS, num_steps):
+        total = _multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        release_previous(ring, step)
+        step += 1
+    total = warpgroup_mma_wait(0, deps=(total,))
+    release_previous(ring, step)
+    return total, step
+
+
+@gluon.constexpr_function
+def _accumulator(columns):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def _consume(
+    tiles,
+    num_all_row_tiles,
+    num_columns,
+    ring,
+    out_desc,
+    activated_desc,
+    buffer,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    GATED: gl.constexpr = FORWARD is not None
+    PARTS: gl.constexpr = 3 if GATED else 2
+    HALF_M: gl.constexpr = tiles.block_m // 2
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    total = gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
+    left, right = halves(total.to(out_desc.dtype))
+    # No tile is finished yet: at the bound of the rows the hardware clips everything.
+    at = Finished(gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
+    step = 0
+    num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, tile_row, tile_end, tile_column = tile_at(tiles, tile)
+        if tile_row + WARPGROUP * HALF_M < tile_end:
+            # A last column tile that is at most half full gets half the multiplications.
+            if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
+                narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
+                narrow, step = _reduce_tile(
+                    narrow, ring, step, tiles.num_steps, left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), left.type.layout)
+            else:
+                total, step = _reduce_tile(
+                    total, ring, step, tiles.num_steps, left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                rounded = total.to(out_desc.dtype)
+                left, right = halves(rounded if GATED else pinned(rounded))
+            at = Finished(0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
+        else:
+            # The tile has no rows for this warpgroup, so the other one gets the tensor cores to itself.
+            for _ in range(tiles.num_steps):
+                slot = wait_step(ring, step)
+                mbarrier.arrive(ring.empty.index(slot), count=1)
+                step += 1
+    for part in gl.static_range(PARTS):
+        _write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD)
+    left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N)).to(out_desc.dtype))
+    for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        _, tile_row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
+        row = 0x40000000 - (end - tile_row) + WARPGROUP * HALF_M
+        for part in gl.static_range(PARTS):
+            at = Finished(row, end, tile % tiles.num_column_tiles)
+            _write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_columns", "num_column_tiles", "num_steps"])
+def grouped_gemm_kernel(
+    a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
+    a_ptr,  # [T, K], only if the rows are gathered, as the next three
+    a_stride,
+    row_to_token_ptr,  # [R]
+    depth,  # K
+    b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] with an activation
+    out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] with an activation
+    activated_desc,  # ragged [R, F] with an activation, else not used
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    num_columns,  # N
+    num_column_tiles,
+    num_steps,  # of the reduction, at least 3
+    ZERO_TAIL: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,  # activation, or None
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
+    num_row_tiles = gl.load(num_tiles_ptr)
+    num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
+    tiles = Tiles(tiles_ptr, bounds_ptr, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES)
+    GATED: gl.constexpr = FORWARD is not None
+    GATHER: gl.constexpr = a_desc is None
+    a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
+    ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
+    buffer_0 = gl.allocate_shared_memory(out_desc.dtype, activated_desc.block_type.shape, activated_desc.layout)
+    buffer_1 = gl.allocate_shared_memory(out_desc.dtype, activated_desc.block_type.shape, activated_desc.layout)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    tiles, num_all_row_tiles, num_columns, ring, out_desc, activated_desc, buffer_0,
+                    0, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tiles, num_all_row_tiles, num_columns, ring, out_desc, activated_desc, buffer_1,
+                    1, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
+                    B_COLUMN, GATED, BLOCK_N, BLOCK_K,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

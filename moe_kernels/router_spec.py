@@ -1,0 +1,184 @@
+"""What distinguishes one router function from another, as plain facts. Evaluated by `reference.scored_routing`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+GROUP_SCORES = ("max", "top2_sum")
+SELECTION_BIASES = (None, "score", "logit")
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """The facts of one router function, in the order in which they act; the defaults are Mixtral's and Qwen3's router.
+
+        logits = softcap(multiplier * (w_router @ token [+ logit_bias]))
+        scores = softmax(logits) over all experts, or sigmoid or sqrt(softplus) of each
+        chosen = top-k of scores [+ selection bias] among the experts of the best groups
+        weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
+
+    Scores keep the order of logits, so without a selection bias experts are chosen by logit, which is exact.
+
+    Args:
+        input_norm_epsilon: the token is divided by its root mean square (with this epsilon) and by sqrt(D), and
+            multiplied by a learned vector, before the linear map. None: the token goes in as it is.
+        logits_in_token_dtype: the linear map rounds its result to the dtype of the tokens. Otherwise logits are
+            float32, as everything behind them always is.
+        logit_bias: the linear map has a bias.
+        logit_multiplier, logit_softcap: logits * multiplier, then softcap * tanh(logits / softcap).
+        sparsemixer_jitter: not None makes the router a SparseMixer (evaluation form, top-2): twice, the highest expert
+            is taken, weighed by a softmax over the experts within `2 * jitter`, relatively, of it. Of the facts below,
+            none applies but `per_expert_scale`, `scale` and `weight_on_input`.
+        selection_bias: a bias [E] without gradient is added for choosing: to the "score" or to the "logit".
+        num_groups, top_groups: experts form `num_groups` groups of neighbours; only those of the `top_groups` best
+            can be chosen.
+        group_score: of a group: the "max" of its experts, or the "top2_sum" of its two largest.
+        excluded_score: what counts for choosing an expert of another group: -inf (never chosen), or 0.0 (chosen
+            before biased scores below zero, as DeepSeek's first code did).
+        normalize: weights are divided by a norm of the chosen scores, at least `norm_minimum`:
+            (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
+        scale: multiplies the weights.
+        per_expert_scale: a learned factor [E] multiplies the weights.
+        weight_on_input: the weight multiplies what goes into the expert, not what comes out.
+
+    Raises:
+        ValueError: an unknown name, or a number out of range.
+    """
+
+    input_norm_epsilon: float | None = None
+    logits_in_token_dtype: bool = False
+    logit_bias: bool = False
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    sparsemixer_jitter: float | None = None
+    score: str = "softmax"
+    selection_bias: str | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    excluded_score: float = -math.inf
+    normalize: bool = True
+    norm_power: float = 1.0
+    norm_epsilon: float = 0.0
+    norm_minimum: float = 0.0
+    scale: float = 1.0
+    per_expert_scale: bool = False
+    weight_on_input: bool = False
+
+    def __post_init__(self):
+        for name, choices in (
+            ("score", SCORES),
+            ("selection_bias", SELECTION_BIASES),
+            ("group_score", GROUP_SCORES),
+            ("excluded_score", (-math.inf, 0.0)),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"RouterSpec: {name} must be one of {choices}, got {value!r}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"RouterSpec: top_groups must be in [1, num_groups={self.num_groups}], got {self.top_groups}"
+            )
+        for name in ("logit_softcap", "norm_power", "input_norm_epsilon", "sparsemixer_jitter"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"RouterSpec: {name} must be positive, got {value}")
+        if self.norm_epsilon < 0 or self.norm_minimum < 0:
+            raise ValueError(
+                f"RouterSpec: norm_epsilon and norm_minimum must not be negative, "
+                f"got {self.norm_epsilon} and {self.norm_minimum}"
+            )
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        """Whether this is `linear_routing`: the softmax of a linear map, its weights normalised or not."""
+        # What acts outside of it may be as it likes.
+        facts = replace(self, input_norm_epsilon=None, per_expert_scale=False, weight_on_input=False)
+        return facts == RouterSpec(normalize=self.normalize)
+
+    @property
+    def chooses_by_logit(self) -> bool:
+        """Whether the order of the logits alone, with a bias at most, decides who is chosen."""
+        if self.selection_bias is not None:
+            return self.selection_bias == "logit"
+        return self.num_groups == 1 or (self.group_score == "max" and self.excluded_score == -math.inf)
+
+    def check_sizes(self, owner: str, num_experts: int, top_k: int) -> None:
+        """Raises ValueError unless this router can choose `top_k` of `num_experts`."""
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"{owner}: top_k must be in [1, num_experts={num_experts}], got {top_k}")
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"{owner}: num_experts must be a multiple of num_groups={self.num_groups}, got {num_experts}"
+            )
+        if top_k > (available := self.top_groups * (num_experts // self.num_groups)):
+            raise ValueError(f"{owner}: top_k must be at most {available}, the experts of top_groups, got {top_k}")
+        if self.sparsemixer_jitter is not None and top_k != 2:
+            raise ValueError(f"{owner}: a SparseMixer chooses top_k=2 experts, got {top_k}")
+
+    def __str__(self) -> str:
+        facts = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "normalize"]
+        defaults = {field.name: field.default for field in fields(self)}
+        said = [f"{name}={value}" for name, value in facts if value != defaults[name]]
+        return ", ".join([f"normalize={self.normalize}", *said])
+
+    # Published routers, by what they do. Further facts (logits_in_token_dtype, ...) are keyword arguments of each.
+
+    @classmethod
+    def softmax(cls, *, normalize: bool = True, **facts) -> RouterSpec:
+        """Mixtral, Qwen, OLMoE, Switch; with normalize also GPT-OSS (logit_bias=True) and Granite."""
+        return cls(normalize=normalize, **facts)
+
+    @classmethod
+    def softmax_norm(cls, power: float, **facts) -> RouterSpec:
+        """DBRX: weights divided by their L^power norm."""
+        return cls(norm_power=power, **facts)
+
+    @classmethod
+    def softmax_groups(cls, num_groups: int, top_groups: int, *, scale: float = 1.0, **facts) -> RouterSpec:
+        """DeepSeek-V2's "group_limited_greedy": groups by their best expert, never normalised."""
+        return cls(num_groups=num_groups, top_groups=top_groups, normalize=False, scale=scale, **facts)
+
+    @classmethod
+    def sigmoid_groups(
+        cls,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        *,
+        normalize: bool = True,
+        scale: float = 1.0,
+        norm_epsilon: float = 1e-20,
+        **facts,
+    ) -> RouterSpec:
+        """DeepSeek-V3 and its kin, MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6); DeepSeek-V4 (score="sqrt_softplus")."""
+        facts = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **facts}
+        return cls(
+            num_groups=num_groups,
+            top_groups=top_groups,
+            normalize=normalize,
+            norm_epsilon=norm_epsilon,
+            scale=scale,
+            **facts,
+        )
+
+    @classmethod
+    def biased_softmax(
+        cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **facts
+    ) -> RouterSpec:
+        """ERNIE 4.5 (normalised, the sum at least norm_minimum) and LongCat (normalize=False, a scale)."""
+        return cls(selection_bias="score", normalize=normalize, norm_minimum=norm_minimum, scale=scale, **facts)
+
+    @classmethod
+    def sigmoid_on_input(cls, **facts) -> RouterSpec:
+        """Llama 4: the sigmoid of the chosen logit multiplies the expert's input."""
+        return cls(score="sigmoid", normalize=False, weight_on_input=True, **facts)
+
+    @classmethod
+    def sparsemixer(cls, jitter: float, **facts) -> RouterSpec:
+        """Phi-3.5-MoE in evaluation."""
+        return cls(sparsemixer_jitter=jitter, **facts)
+
+    @classmethod
+    def normed_input(cls, epsilon: float, **facts) -> RouterSpec:
+        """Gemma 4: a normed and scaled token, and a learned factor per expert."""
+        return cls(input_norm_epsilon=epsilon, per_expert_scale=True, **facts)

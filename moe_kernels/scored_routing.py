@@ -1,0 +1,273 @@
+"""Routers beyond the plain softmax: the facts of a `RouterSpec`, on logits or behind the linear map as one op.
+
+    scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups     w = scale * s / (sum of s + epsilon)
+
+One kernel computes all of it forward and another backward. A SparseMixer and norms other than the sum are plain PyTorch
+on the logits, under every implementation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
+from ._dispatch import choose, registered_op
+from .reference import Routing
+from .router_spec import RouterSpec
+from .routing import _router_gradients, _router_logits, linear_routing
+from .scored_routing_kernels import Facts, launch_backward, launch_forward
+
+_LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def scored_routing(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    spec: RouterSpec,
+    *,
+    selection_bias: Tensor | None = None,  # [E]
+    implementation: str | None = None,
+) -> Routing:
+    """Choose and weigh each token's experts by the facts of a router, in float32.
+
+    The experts of a token are distinct and come by falling score, the selection bias included; on a tie the lower id
+    comes first. NaN counts as the highest score, and ids stay within [0, E). Deterministic. Differentiable in `logits`.
+    The logits of the result are those that were scored: multiplied and capped.
+
+    Args:
+        spec: its facts about the way to the logits (norm of the input, logit bias) and about the expert's weight
+            (per_expert_scale, weight_on_input) do not act here.
+        selection_bias: for specs that have one, and only then.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: wrong shape or dtype, a missing or unasked selection bias, or a `top_k` that `spec` cannot choose.
+    """
+    sizes = check_shapes("scored_routing", logits=(logits, "T E"))
+    check_dtype("scored_routing", "logits", logits, *_LOGIT_DTYPES)
+    _check_bias("scored_routing", "selection_bias", spec.selection_bias is not None, selection_bias, logits)
+    spec.check_sizes("scored_routing", sizes["E"], top_k)
+    if choose("scored_routing", implementation, logits) == "reference" or not _in_kernel(spec):
+        return reference.scored_routing(logits, top_k, spec, selection_bias)
+    logits = reference.shape_logits(logits, spec)
+    topk_weights, topk_experts = _scored_routing_op(logits, selection_bias, top_k, *_facts(spec))
+    return Routing(topk_experts, topk_weights, logits)
+
+
+def scored_linear_routing(
+    tokens: Tensor,  # [T, D]
+    w_router: Tensor,  # [E, D]
+    top_k: int,
+    spec: RouterSpec,
+    *,
+    logit_bias: Tensor | None = None,  # [E]
+    selection_bias: Tensor | None = None,  # [E]
+    implementation: str | None = None,
+) -> Routing:
+    """`scored_routing` of the logits `tokens @ w_router.T + logit_bias`, float32 unless the spec says otherwise.
+
+    Where the logits are float32 and go into the kernel as they are, this is one autograd boundary that saves the
+    tokens and the choice, and computes the logits again in backward. The gradient of the logits is float32, and both
+    products with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and `logit_bias`.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature, a bias is missing or not asked for by
+            `spec`, or `spec` cannot choose `top_k`.
+    """
+    op = "scored_linear_routing"
+    sizes = check_shapes(op, tokens=(tokens, "T D"), w_router=(w_router, "E D"))
+    check_same_dtype(op, tokens=tokens, w_router=w_router)
+    check_same_device(op, tokens=tokens, w_router=w_router)
+    _check_bias(op, "logit_bias", spec.logit_bias, logit_bias, w_router.t())
+    _check_bias(op, "selection_bias", spec.selection_bias is not None, selection_bias, w_router.t())
+    spec.check_sizes(op, sizes["E"], top_k)
+    chosen = choose(op, implementation, tokens)
+    with torch.autocast(tokens.device.type, enabled=False):  # it would round the logits
+        if chosen == "reference":
+            return reference.scored_linear_routing(tokens, w_router, top_k, spec, logit_bias, selection_bias)
+        if spec.logits_in_token_dtype and tokens.dtype != torch.float32:
+            bias = None if logit_bias is None else logit_bias.to(tokens.dtype)
+            logits = torch.nn.functional.linear(tokens, w_router, bias)
+        elif _in_kernel(spec) and spec.logit_multiplier == 1.0 and spec.logit_softcap is None:
+            topk_weights, topk_experts, logits = _scored_linear_routing_op(
+                tokens, w_router, logit_bias, selection_bias, top_k, *_facts(spec)
+            )
+            return Routing(topk_experts, topk_weights, logits)
+        else:
+            logits = linear_routing(tokens, w_router, top_k, implementation="triton").logits
+            logits = logits if logit_bias is None else logits + logit_bias
+        return scored_routing(logits, top_k, spec, selection_bias=selection_bias, implementation="triton")
+
+
+def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, logits: Tensor) -> None:
+    if (bias is not None) != wanted:
+        raise ValueError(f"{op}: this router has {'a' if wanted else 'no'} {name}, got {'none' if wanted else 'one'}")
+    if bias is not None:
+        check_shapes(op, logits=(logits, "T E"), **{name: (bias, "E")})
+        check_same_device(op, logits=logits, **{name: bias})
+
+
+def _in_kernel(spec: RouterSpec) -> bool:
+    return spec.sparsemixer_jitter is None and (spec.norm_power == 1.0 or not spec.normalize)
+
+
+def _facts(spec: RouterSpec) -> Facts:
+    return Facts(
+        spec.chooses_by_logit,
+        spec.num_groups,
+        spec.top_groups,
+        spec.group_score == "top2_sum",
+        spec.excluded_score == 0.0,
+        spec.score,
+        spec.normalize,
+        spec.norm_epsilon,
+        spec.norm_minimum,
+        spec.scale,
+    )
+
+
+@registered_op("scored_routing")
+def _scored_routing_op(
+    logits: Tensor,
+    selection_bias: Tensor | None,
+    top_k: int,
+    by_logit: bool,
+    num_groups: int,
+    top_groups: int,
+    top2_sum: bool,
+    excluded_zero: bool,
+    score: str,
+    normalize: bool,
+    norm_epsilon: float,
+    norm_minimum: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
+    facts = Facts(
+        by_logit, num_groups, top_groups, top2_sum, excluded_zero, score, normalize, norm_epsilon, norm_minimum, scale
+    )
+    return launch_forward(logits, selection_bias, top_k, facts)
+
+
+@_scored_routing_op.register_fake
+def _(logits, selection_bias, top_k, *facts):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _setup(ctx, inputs, output):
+    logits, _, _, *facts = inputs
+    ctx.facts = Facts(*facts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, output[1])
+
+
+def _backward(ctx, dweights, _):
+    logits, topk_experts = ctx.saved_tensors
+    if dweights is None:
+        return (None,) * (3 + len(ctx.facts))
+    dlogits = _call_backward(dweights, topk_experts, logits, None, ctx.facts, None)
+    return dlogits.to(logits.dtype), *(None,) * (2 + len(ctx.facts))
+
+
+_scored_routing_op.register_autograd(_backward, setup_context=_setup)
+
+
+@registered_op("scored_linear_routing")
+def _scored_linear_routing_op(
+    tokens: Tensor,
+    w_router: Tensor,
+    logit_bias: Tensor | None,
+    selection_bias: Tensor | None,
+    top_k: int,
+    by_logit: bool,
+    num_groups: int,
+    top_groups: int,
+    top2_sum: bool,
+    excluded_zero: bool,
+    score: str,
+    normalize: bool,
+    norm_epsilon: float,
+    norm_minimum: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # weights [T, K], experts [T, K], logits [T, E]
+    facts = Facts(
+        by_logit, num_groups, top_groups, top2_sum, excluded_zero, score, normalize, norm_epsilon, norm_minimum, scale
+    )
+    logits = _logits(tokens, w_router, logit_bias)
+    return *launch_forward(logits, selection_bias, top_k, facts), logits
+
+
+@_scored_linear_routing_op.register_fake
+def _(tokens, w_router, logit_bias, selection_bias, top_k, *facts):
+    shape = (tokens.shape[0], top_k)
+    logits = tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
+    return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
+
+
+def _linear_setup(ctx, inputs, output):
+    tokens, w_router, logit_bias, _, _, *facts = inputs
+    ctx.facts = Facts(*facts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(tokens, w_router, logit_bias, output[1])
+
+
+def _linear_backward(ctx, dweights, _, dlogits_direct):
+    tokens, w_router, logit_bias, topk_experts = ctx.saved_tensors
+    rest = (None,) * (2 + len(ctx.facts))
+    if dweights is None and dlogits_direct is None:
+        return None, None, None, *rest
+    with torch.autocast(tokens.device.type, enabled=False):
+        dlogits = dlogits_direct
+        if dweights is not None:
+            split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
+            logits = _logits(tokens, w_router, logit_bias)
+            dlogits = _call_backward(dweights, topk_experts, logits, dlogits_direct, ctx.facts, split_dtype)
+        dlogit_bias = None
+        if ctx.needs_input_grad[2]:
+            dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
+        return *_router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2]), dlogit_bias, *rest
+
+
+_scored_linear_routing_op.register_autograd(_linear_backward, setup_context=_linear_setup)
+
+
+def _logits(tokens: Tensor, w_router: Tensor, logit_bias: Tensor | None) -> Tensor:  # [T, E] float32
+    logits = _router_logits(tokens, w_router)
+    return logits if logit_bias is None else logits.add_(logit_bias)
+
+
+def _call_backward(
+    dweights: Tensor,  # [T, K]
+    topk_experts: Tensor,  # [T, K]
+    logits: Tensor,  # [T, E]
+    dlogits_direct: Tensor | None,  # [T, E]
+    facts: Facts,
+    split_dtype: torch.dtype | None,
+) -> Tensor:
+    numbers = facts.score, facts.normalize, facts.norm_epsilon, facts.norm_minimum, facts.scale
+    return _scored_routing_backward_op(dweights, topk_experts, logits, dlogits_direct, split_dtype, *numbers)
+
+
+@registered_op("scored_routing_backward")
+def _scored_routing_backward_op(
+    dweights: Tensor,
+    topk_experts: Tensor,
+    logits: Tensor,
+    dlogits_direct: Tensor | None,  # a gradient to add
+    split_dtype: torch.dtype | None,
+    score: str,
+    normalize: bool,
+    norm_epsilon: float,
+    norm_minimum: float,
+    scale: float,
+) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype: [high | low], see `routing._topk_backward_op`
+    numbers = score, normalize, norm_epsilon, norm_minimum, scale
+    return launch_backward(dweights, topk_experts, logits, dlogits_direct, split_dtype, *numbers)
+
+
+@_scored_routing_backward_op.register_fake
+def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, *facts):
+    num_columns = logits.shape[1] if split_dtype is None else 2 * logits.shape[1]
+    return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
