@@ -15,10 +15,9 @@ def drop_beyond_capacity(
     capacity: int,
 ) -> Tensor:  # [T, K] int32
     """The choice with -1 wherever an expert already has `capacity` slots of the same sequence, in token order."""
-    slots_per_sequence = sequence_length * topk_experts.shape[1]
-    experts = topk_experts.long().view(-1, slots_per_sequence, 1) if topk_experts.numel() else None
-    if experts is None:
+    if not topk_experts.numel():
         return topk_experts
+    experts = topk_experts.long().view(-1, sequence_length * topk_experts.shape[1], 1)
     chosen = torch.zeros(*experts.shape[:2], num_experts, dtype=torch.int32, device=experts.device)
     rank = chosen.scatter_(2, experts, 1).cumsum(1, dtype=torch.int32).gather(2, experts)
     return torch.where(rank.view(topk_experts.shape) <= capacity, topk_experts, -1)

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 import moe_kernels as mk
 from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation_functions import EPILOGUES
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
@@ -150,19 +151,22 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
     table = mk.reference.tile_table(offsets, num_rows, 128)
-    gathers = {"dout_row_to_token" if transposed else "a_row_to_token": index} if design.gather else {}
+    # Where a design leaves it open, the form decides; a warp-specialised one gathers the narrow side of its tile.
+    gathers_dout = transposed or design.tile_shape[0] > design.tile_shape[1]
+    gathers = {"dout_row_to_token" if gathers_dout else "a_row_to_token": index} if design.gather else {}
     return WgradArguments(a, dout, out, tile_table=table, **gathers)
 
 
-def compile_gemm(name: str, form: str, cc: int) -> dict[str, object]:
+def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
     (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
+    kernel = kernel if epilogue is None else kernel.with_epilogue(epilogue)
     driver.set_active(TargetDriver(cc))
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
         artifact = kernel.compile(args, assume_supported_args=True)
     launch = kernel.launch(args)
     return {
-        "kernel": name,
+        "kernel": kernel.metadata.kernel_name,
         "case": form,
         "cc": cc,
         "gemm": True,
@@ -264,18 +268,29 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
-    # Odd sizes and the names of activations change nothing that differs between targets.
-    yield compile_small_ops, ("odd", 90)
+    # What is not a GEMM differs little between targets: the oldest, the newest, and the one between for other cases.
+    for case, cc in (("large", 80), ("jagged", 80), ("odd", 90), ("large", 100)):
+        yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
+    yield from epilogue_jobs()
     for cc in TARGETS:
-        yield compile_small_ops, ("large", cc)
-        if cc < 100:
-            yield compile_small_ops, ("jagged", cc)
         for kernel in mk.get_kernels(cc=cc):
             # Some run another kernel's code, which is compiled under that one's name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
                 for form in forms(kernel):
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
+
+
+def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
+    """Epilogues other than the listed one, in the kernels that have the fewest registers to spare."""
+    for kernel in mk.get_kernels(cc=90):
+        metadata = kernel.metadata
+        spare = metadata.design.tile_shape != (128, 256, 64) or metadata.operands.A.dtype != torch.bfloat16
+        is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and not spare
+        if metadata.epilogue is not None and is_tight and kernel.obstacle is None:
+            for name in EPILOGUES:
+                if name != metadata.epilogue:
+                    yield compile_gemm, (metadata.kernel_name, "plain", 90, name)
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
@@ -299,7 +314,7 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
     if kernel.arguments_class is GemmArguments:
         return ("plain",)
     if kernel.arguments_class is WgradArguments:
-        return ("plain", "other") if design.gather else ("plain",)
+        return ("plain", "other") if design.gather and is_bfloat16 else ("plain",)
     return ("plain",) if design.gather else ("plain", "other", "full")
 
 
