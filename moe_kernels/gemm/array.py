@@ -24,9 +24,9 @@ from .._upload import upload
 from ..catalog import Arguments, Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
 
-# A row of the table: addresses, sizes and leading dimensions as below, 1 or 0 for A and for B stored by columns, and
-# the first tile and the one behind the last.
-NUM_FIELDS = 13
+# A row of the table: addresses, sizes and leading dimensions as below; 1 for A stored by columns, plus 2 for B; the
+# first tile and the one behind the last. Even, so that the tiles behind the rows are aligned to 16 bytes.
+NUM_FIELDS = 12
 
 
 class Problem(NamedTuple):
@@ -208,7 +208,7 @@ def make_problem_table(
     rows = [()] * len(problems)
     for g, count, end in zip(order, counts, ends, strict=True):
         pointers, sizes, leading, by_columns = problems[g]
-        rows[g] = *pointers, *sizes, *leading, *by_columns, end - count, end
+        rows[g] = *pointers, *sizes, *leading, by_columns[0] + 2 * by_columns[1], end - count, end
     described = torch.tensor([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(torch.tensor(order, dtype=torch.int32), torch.tensor(counts))
     # One copy: the problems, then the tiles behind them, in pairs.

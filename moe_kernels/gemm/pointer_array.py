@@ -66,9 +66,10 @@ def _pointer_array_kernel(
         a_leading = tl.load(problem_ptr + 6) // PIECE * PIECE
         b_leading = tl.load(problem_ptr + 7) // PIECE * PIECE
         out_leading = tl.load(problem_ptr + 8) // PIECE * PIECE
-        a_stride_m, a_stride_k = _strides(a_leading, tl.load(problem_ptr + 9), A_LAYOUT)
-        b_stride_k, b_stride_n = _strides(b_leading, tl.load(problem_ptr + 10), B_LAYOUT)
-        local = tile - tl.load(problem_ptr + 11).to(tl.int32)
+        by_columns = tl.load(problem_ptr + 9)
+        a_stride_m, a_stride_k = _strides(a_leading, by_columns & 1, A_LAYOUT)
+        b_stride_k, b_stride_n = _strides(b_leading, by_columns & 2, B_LAYOUT)
+        local = tile - tl.load(problem_ptr + 10).to(tl.int32)
         first_row, first_column = tile_origin(local, M, N, GROUP_TILES, BLOCK_M, BLOCK_N)
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)

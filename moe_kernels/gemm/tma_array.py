@@ -52,8 +52,8 @@ def _tma_array_kernel(
         N = tl.load(problem_ptr + 4).to(tl.int32)
         K = tl.load(problem_ptr + 5).to(tl.int32)
         a_leading, b_leading = tl.load(problem_ptr + 6), tl.load(problem_ptr + 7)
-        first_tile = tl.load(problem_ptr + 11).to(tl.int32)
-        end_tile = tl.load(problem_ptr + 12).to(tl.int32)
+        first_tile = tl.load(problem_ptr + 10).to(tl.int32)
+        end_tile = tl.load(problem_ptr + 11).to(tl.int32)
         if A_COLUMN:
             a_desc = _descriptor(tl.load(problem_ptr), a_leading, K, M, DTYPE, BLOCK_K, BLOCK_M)
         else:
