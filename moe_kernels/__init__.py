@@ -18,7 +18,11 @@ from .catalog import (
     is_device_cc_supported,
 )
 from .experts import fused_experts
+from .gemm.array import GroupedGemmListArguments
+from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from .grouped_gemm_list import GroupedProblem, grouped_gemm_list
+from .jagged_gemm import PackedGroups, jagged_gemm, pack_groups
 from .permutation import combine, permute
 from .reference import Permutation, Routing, TileTable
 from .router_spec import RouterSpec
@@ -33,6 +37,10 @@ __all__ = [
     "CompiledArtifact",
     "GemmArguments",
     "GroupedGemmArguments",
+    "GroupedGemmListArguments",
+    "GroupedProblem",
+    "JaggedGemmArguments",
+    "PackedGroups",
     "Permutation",
     "PointerDesign",
     "RouterSpec",
@@ -49,9 +57,12 @@ __all__ = [
     "gated_activation",
     "get_kernels",
     "grouped_gemm",
+    "grouped_gemm_list",
     "grouped_gemm_wgrad",
     "is_device_cc_supported",
+    "jagged_gemm",
     "linear_routing",
+    "pack_groups",
     "permute",
     "plain_activation",
     "scored_linear_routing",

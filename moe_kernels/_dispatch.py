@@ -64,12 +64,13 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
 
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """`torch.library.custom_op` of a function that writes to no argument but `mutates`, run on the GPU of its first."""
+    """`torch.library.custom_op` of a function that writes only to `mutates`, run on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args[0] is not None else args[1]
+            first = first[0] if isinstance(first, list) else first
             return on_device_of(first, function, *args, **kwargs)
 
         return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)

@@ -54,11 +54,10 @@ class Arguments(abc.ABC):
 
     def error(self) -> str | None:
         """What no kernel could compute, naming the operand; None if all is well."""
-        device = self.A.device
         for name in self.tensors:
             tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                return f"Operand `{name}`: expected device {device} as A, got {tensor.device}"
+            if tensor is not None and tensor.device != self.A.device:
+                return f"Operand `{name}`: expected device {self.A.device} as A, got {tensor.device}"
         return self.shape_error()
 
     @abc.abstractmethod

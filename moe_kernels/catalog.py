@@ -318,7 +318,8 @@ def _operand_error(operand: Operand, tensor: Tensor) -> str | None:
         return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
     if tensor.dim() < 2:
         return f"expected a matrix or a batch of them, got shape {list(tensor.shape)}"
-    axis = -2 if operand.layout == "column" else -1
+    by_columns = operand.layout == "column" or (operand.layout is None and tensor.stride(-1) != 1)
+    axis = -2 if by_columns else -1
     if operand.layout is not None and tensor.stride(axis) != 1:
         return f"expected axis {axis} contiguous, got strides {tensor.stride()}"
     if operand.alignment_bytes > 1:

@@ -9,6 +9,7 @@ choice with the flat index t * K + k; a *row* is a slot moved to expert order. G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -287,6 +288,25 @@ def batched_gemm(
     out_dtype = out_dtype or a.dtype
     dtype = torch.promote_types(a.dtype, out_dtype)
     return torch.matmul(a.to(dtype), b.to(dtype)).to(out_dtype)
+
+
+def grouped_gemm_list(
+    a_list: Sequence[Tensor],  # [M, K] each
+    b_list: Sequence[Tensor],  # [K, N] each
+) -> list[Tensor]:  # [M, N] each
+    return [a @ b for a, b in zip(a_list, b_list, strict=True)]
+
+
+def jagged_gemm(
+    a_packed: Tensor,  # [R, K]
+    b: Tensor,  # [K, N]
+    group_offsets: Tensor,  # [G + 1] int32 or int64
+) -> Tensor:  # [R, N]
+    dtype = torch.promote_types(a_packed.dtype, b.dtype)
+    head, *groups, tail = _split_groups(a_packed.to(dtype), group_offsets)
+    products = [group @ b.to(dtype) for group in groups]
+    zeros = [a_packed.new_zeros(len(rows), b.shape[1], dtype=dtype) for rows in (head, tail)]
+    return torch.cat([zeros[0], *products, zeros[1]])
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

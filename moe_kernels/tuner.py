@@ -1,6 +1,7 @@
 """Measures which kernels are fastest for a layer, and writes the table that `tuning.py` reads.
 
     python -m moe_kernels.tuner 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
+    python -m moe_kernels.tuner --lists 4x512 64x128 --jagged 131072,2048,2048,16     # G x N; R, K, N, G
 
 A kernel enters the table only after its result was checked against the reference, group by group in float64.
 """
@@ -24,6 +25,9 @@ from . import reference
 from ._triton import triton
 from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
 from .experts import fused_experts
+from .gemm.array import GroupedGemmListArguments
+from .gemm.jagged import JaggedGemmArguments
+from .grouped_gemm_list import GroupedProblem
 from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
 from .tuning import TABLES, Copies, copies_key, pin, pin_copies, table_name
 
@@ -63,6 +67,10 @@ def check(kernel: Kernel, args: Arguments) -> None:
     args.out.fill_(torch.nan)
     kernel.run(args)
     name = kernel.metadata.kernel_name
+    if isinstance(args, JaggedGemmArguments):
+        operands = args.A, args.B, args.group_offsets
+        assert_accurate(args.out, reference.jagged_gemm(*operands), reference.jagged_gemm(*to_float64(operands)), name)
+        return
     bounds = args.tile_table.bounds.tolist()
     num_groups = len(bounds) - 2
     for group in {0, num_groups // 2, num_groups - 1}:
@@ -164,9 +172,51 @@ def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
     return candidates[min(range(len(candidates)), key=list(times.values()).__getitem__)]
 
 
+def fastest_list(args: GroupedGemmListArguments) -> Kernel:
+    """The fastest kernel for products in one launch, checked; without the time of the host."""
+    kernels = {kernel.metadata.kernel_name: kernel for kernel in get_kernels(args)}
+    exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
+    graphs = {}
+    for name, kernel in kernels.items():
+        problem = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
+        for out, a, b, e in zip(problem.run(), args.A_list, args.B_list, exact, strict=True):
+            assert_accurate(out, a @ b, e, name)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graph.outs = problem.run()
+        graphs[name] = graph
+    times = measure({name: graph.replay for name, graph in graphs.items()})
+    print("  " + args.table_key(), *(f"\n    {ms:8.4f} ms  {name}" for name, ms in times.items()), flush=True)
+    return kernels[min(times, key=times.get)]
+
+
+def tune_list(num_problems: int, size: int, dtype: torch.dtype) -> dict[str, str]:
+    """Table entries for square products: A and B by rows, B by columns, and A by columns."""
+    entries = {}
+    for a_by_columns, b_by_columns in ((False, False), (False, True), (True, False)):
+        a, b = (torch.randn(num_problems, size, size, device="cuda", dtype=dtype) for _ in range(2))
+        a, b = a.mT if a_by_columns else a, b.mT if b_by_columns else b
+        args = GroupedGemmListArguments(a.unbind(), b.unbind(), torch.empty_like(a).contiguous().unbind())
+        entries[args.table_key()] = fastest_list(args).metadata.kernel_name
+    return entries
+
+
+def tune_jagged(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype) -> dict[str, str]:
+    """Table entries for a shared matrix stored by rows and by columns."""
+    offsets = torch.arange(num_groups + 1, device="cuda", dtype=torch.int32) * num_rows // num_groups
+    a = torch.randn(num_rows, size_k, device="cuda", dtype=dtype)
+    entries = {}
+    for b in (a.new_empty(size_k, size_n).normal_(), a.new_empty(size_n, size_k).normal_().t()):
+        args = JaggedGemmArguments(a, b, a.new_empty(num_rows, size_n), offsets)
+        entries[args.table_key()] = fastest(args).metadata.kernel_name
+    return entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layers", nargs="+", metavar="T,D,F,E,K", help="sizes of the layers to tune for")
+    parser.add_argument("layers", nargs="*", metavar="T,D,F,E,K", help="sizes of the layers to tune for")
+    parser.add_argument("--lists", nargs="+", default=[], metavar="GxN", help="square products in one launch")
+    parser.add_argument("--jagged", nargs="+", default=[], metavar="R,K,N,G", help="packed rows and a shared matrix")
     parser.add_argument("--activation", default="swiglu")
     parser.add_argument("--output", type=Path, help="table to add to; default: the shipped one of this GPU")
     options = parser.parse_args()
@@ -174,10 +224,19 @@ def main() -> None:
     path = options.output or TABLES / table_name(gpu)
     written = json.loads(path.read_text()) if path.exists() else {"table": {"kernels": {}, "copies": {}}}
     written |= {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
-    for layer in options.layers:
-        print(layer, flush=True)
-        entries = tune_layer(Case(*map(int, layer.split(","))), torch.bfloat16, options.activation)
-        for kind, values in entries.items():
+    jobs: list[tuple[str, Callable[[], dict[str, dict]]]] = [
+        (layer, partial(tune_layer, Case(*map(int, layer.split(","))), torch.bfloat16, options.activation))
+        for layer in options.layers
+    ]
+    for problem in options.lists:
+        sizes = map(int, problem.split("x"))
+        jobs.append((problem, lambda sizes=sizes: {"kernels": tune_list(*sizes, torch.bfloat16)}))
+    for problem in options.jagged:
+        sizes = map(int, problem.split(","))
+        jobs.append((problem, lambda sizes=sizes: {"kernels": tune_jagged(*sizes, torch.bfloat16)}))
+    for label, tune in jobs:
+        print(label, flush=True)
+        for kind, values in tune().items():
             written["table"][kind] |= values
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(written, indent=1) + "\n")

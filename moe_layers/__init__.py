@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
+from .checkpoint import LoadReport
 from .dispatcher import LocalDispatcher
 from .experts import GroupedExperts
 from .feed_forward import LayerRouting, MoEFeedForward, set_aux_loss_scale
@@ -10,6 +11,7 @@ from .shared_expert import SharedExpert
 __all__ = [
     "GroupedExperts",
     "LayerRouting",
+    "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
     "SharedExpert",

@@ -15,11 +15,18 @@ class Dispatched(NamedTuple):
     """What comes back from the experts."""
 
     tokens: Tensor  # [T, D]
-    offsets: Tensor  # [E] int32: exclusive end row of each expert
+    offsets: Tensor  # [E] int32: exclusive end row of each expert that is here
 
 
 class LocalDispatcher:
-    """All experts are here: sort the slots by expert and call the experts once."""
+    """Sort the slots by expert and call the experts once. Slots of experts that are not here add nothing.
+
+    Args:
+        first_expert: id of the first of the experts that are here.
+    """
+
+    def __init__(self, first_expert: int = 0):
+        self.first_expert = first_expert
 
     def __call__(
         self,
@@ -27,5 +34,6 @@ class LocalDispatcher:
         routing: Routing,
         experts: GroupedExperts,
     ) -> Dispatched:
-        permutation = sort_by_expert(routing.topk_experts, experts.num_experts, implementation=experts.implementation)
+        local = routing.topk_experts - self.first_expert if self.first_expert else routing.topk_experts
+        permutation = sort_by_expert(local, experts.num_experts, implementation=experts.implementation)
         return Dispatched(experts(tokens, routing.topk_weights, permutation), permutation.offsets)

@@ -67,6 +67,13 @@ class GroupedExperts(nn.Module):
             nn.init.zeros_(self.b_up)
             nn.init.zeros_(self.b_down)
 
+    def keep(self, experts: range) -> None:
+        """Drop the parameters of all experts but these."""
+        for name, parameter in list(self.named_parameters()):
+            kept = parameter.detach()[experts.start : experts.stop].clone()
+            setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+        self.num_experts = len(experts)
+
     def forward(
         self,
         tokens: Tensor,  # [T, D]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from moe_kernels import Activation, RouterSpec, Routing, sort_by_expert
 
 from ._checks import check_positive
-from .checkpoint import load_safetensors, save_safetensors
+from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .dispatcher import LocalDispatcher
 from .dropping import drop_beyond_capacity, identity_output
 from .experts import GroupedExperts
@@ -108,6 +108,7 @@ class MoEFeedForward(nn.Module):
         self.load_balancing_coefficient = load_balancing_coefficient
         self.z_loss_coefficient = z_loss_coefficient
         self.aux_loss_scale: Tensor | None = None
+        self.checkpoint_source: CheckpointSource | None = None
         num_choices = num_experts + num_zero_experts
         self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, spec=router, **factory)
         self.dispatcher = LocalDispatcher()
@@ -129,6 +130,66 @@ class MoEFeedForward(nn.Module):
             kind = activation if shared_activation is None else shared_activation
             self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=kind, gate=shared_gate, **factory)
         self.reset_parameters(init_std)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: str | os.PathLike[str],
+        layer: int | str = 0,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        experts: range | None = None,
+        implementation: str | None = None,
+        return_report: bool = False,
+    ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
+        """The layer of a published model: router, experts and shared experts, whatever their layout on disk.
+
+        The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Tensors are
+        read one by one into the parameters; float8 and MXFP4 weights are dequantised. Logits are float32, also where
+        the original rounds them to the dtype of the tokens.
+
+        Args:
+            layer: the model's number of the layer (of the encoder's in an encoder-decoder), or the prefix of the
+                block's tensors where there are several.
+            dtype: of the parameters; None for the dtype on disk, of quantised weights the model's.
+            experts: read only these, and let the layer compute their share of the sum: see `keep_experts`.
+            return_report: return (layer, LoadReport), which says what became of each tensor.
+
+        Raises:
+            ValueError: the architecture is not supported; a file is damaged or missing; a tensor is missing, left over,
+                ambiguous or of a wrong shape; scales are not finite. The message names them. Nothing is half loaded.
+        """
+        module, report = load_layer(
+            cls, directory, layer, dtype=dtype, device=device, experts=experts, implementation=implementation
+        )
+        return (module, report) if return_report else module
+
+    @property
+    def num_experts(self) -> int:
+        """Those with parameters, here or elsewhere."""
+        return self.router.num_experts - self.num_zero_experts
+
+    @property
+    def latent_dim(self) -> int | None:
+        return None if self.w_latent_in is None else self.w_latent_in.shape[0]
+
+    def keep_experts(self, experts: range) -> None:
+        """Drop the parameters of all other experts: the layer then computes the share of these in the sum.
+
+        Shared and zero experts stay; the outputs of layers with the other experts are to be added without them.
+
+        Raises:
+            ValueError: not a range of neighbours within this layer's experts, or some were dropped before.
+        """
+        if not isinstance(experts, range) or experts.step != 1 or not experts:
+            raise ValueError(f"keep_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
+        if experts.start < 0 or experts.stop > self.experts.num_experts or len(self.experts.w_up) != self.num_experts:
+            raise ValueError(
+                f"keep_experts: experts must lie in {range(self.num_experts)}, all still here, got {experts}"
+            )
+        self.experts.keep(experts)
+        self.dispatcher = LocalDispatcher(experts.start)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Draw every weight from a normal distribution of mean 0 and standard deviation `std`."""
@@ -180,17 +241,16 @@ class MoEFeedForward(nn.Module):
             return functional.linear(out, self.w_latent_out), offsets
         out, offsets = self.dispatcher(tokens, routed, self.experts)
         if self.num_zero_experts:
-            identity = identity_output(tokens, routed, self.experts.num_experts, self.experts.implementation)
+            identity = identity_output(tokens, routed, self.num_experts, self.experts.implementation)
             out = out + identity.to(out.dtype)
         return out, offsets
 
     def _layer_routing(self, routed: Routing, offsets: Tensor) -> LayerRouting:
-        counts = _counts(offsets)
-        if self.num_zero_experts:
-            choices = routed.topk_experts - self.experts.num_experts
-            zero = sort_by_expert(choices, self.num_zero_experts, implementation=self.experts.implementation)
-            counts = torch.cat([counts, _counts(zero.offsets)])
-        return LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, counts)
+        num_choices, implementation = self.router.num_experts, self.experts.implementation
+        if self.experts.num_experts != num_choices:  # there are zero experts, or experts elsewhere
+            offsets = sort_by_expert(routed.topk_experts, num_choices, implementation=implementation).offsets
+        tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        return LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, tokens_per_expert)
 
     def set_aux_loss_scale(self, scale: Tensor | None) -> None:
         """Multiply the gradients of the auxiliary losses by `scale`, a scalar on the layer's device (None: 1).
@@ -210,6 +270,28 @@ class MoEFeedForward(nn.Module):
                 )
             scale = scale.view(())
         self.aux_loss_scale = scale
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        layout: str | None = None,
+        max_shard_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Write a directory that `from_checkpoint` reads, with every value bit by bit.
+
+        Names and configuration are those of the model that the layer was read from, else our own. Auxiliary losses are
+        not part of it.
+
+        Args:
+            directory: must be empty or not exist.
+            layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; None for the source's.
+
+        Raises:
+            ValueError: the layout is unknown or has no place for these experts, experts are missing here, or the
+                directory holds files.
+        """
+        save_layer(self, directory, layout, max_shard_bytes)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write the parameters to one safetensors file, under their names in the state dict."""
@@ -241,7 +323,3 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     for module in model.modules():
         if isinstance(module, MoEFeedForward):
             module.set_aux_loss_scale(scale)
-
-
-def _counts(offsets: Tensor) -> Tensor:
-    return torch.diff(offsets, prepend=offsets.new_zeros(1))

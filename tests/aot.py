@@ -7,6 +7,7 @@ so what is compiled here is what a GPU of that target would compile. TRITON_INTE
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -28,8 +29,9 @@ from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.activation_functions import EPILOGUES
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
-from moe_kernels.gemm.base import num_programs
+from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
+from moe_kernels.gemm.jagged import make_jagged_table
 from moe_kernels.launching import CompiledArtifact, Launch, run_launch
 from moe_kernels.scored_routing import _facts
 from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
@@ -94,6 +96,20 @@ def inspect(compiled) -> dict[str, object]:
     }
 
 
+def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
+    """Two problems. "other": A by columns, and odd sizes or, where the kernel asks for alignment, multiples of 8."""
+    operands, is_open = kernel.metadata.operands, kernel.metadata.operands.A.alignment_bytes == 1
+    size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
+    a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
+    b_list = [torch.empty(size_k, size_n, dtype=operands.B.dtype) for _ in range(2)]
+    if form == "other":
+        # Open to any layout: one of both.
+        a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
+    out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
+    args = GroupedGemmListArguments(a_list, b_list, out_list)
+    return dataclasses.replace(args, table=make_problem_table(args, *kernel.metadata.design.tile_shape[:2]))
+
+
 def gemm_arguments(kernel: Kernel, form: str) -> object:
     """Arguments for a catalog kernel.
 
@@ -101,6 +117,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
     every optional operand and a float32 result.
     """
+    if kernel.arguments_class is GroupedGemmListArguments:
+        return list_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -133,7 +151,9 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
     table = mk.reference.tile_table(offsets, num_rows, 128)
-    gathers = {"dout_row_to_token" if transposed else "a_row_to_token": index} if design.gather else {}
+    # Where a design leaves it open, the form decides; a warp-specialised one gathers the narrow side of its tile.
+    gathers_dout = transposed or design.tile_shape[0] > design.tile_shape[1]
+    gathers = {"dout_row_to_token" if gathers_dout else "a_row_to_token": index} if design.gather else {}
     return WgradArguments(a, dout, out, tile_table=table, **gathers)
 
 
@@ -144,13 +164,14 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors():
         artifact = kernel.compile(args, assume_supported_args=True)
+    launch = kernel.launch(args)
     return {
         "kernel": kernel.metadata.kernel_name,
         "case": form,
         "cc": cc,
         "gemm": True,
-        "said_scratch_bytes": kernel.scratch_bytes(args) // num_programs(args.A),
-        "artifact_launches_alike": artifact_launches_alike(artifact, kernel.launch(args)),
+        "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
+        "artifact_launches_alike": artifact_launches_alike(artifact, launch),
         **inspect(artifact.compiled),
     }
 
@@ -228,8 +249,16 @@ SMALL_OP_SIZES = {
 }
 
 
+def run_jagged_tables() -> None:
+    """The tables that turn kernels for grouped GEMM into ones for packed rows with a shared matrix."""
+    out = torch.empty(256, 512, dtype=torch.bfloat16)
+    make_jagged_table(torch.zeros(5, dtype=torch.int64), len(out), 128, parts=1, out=out)
+    make_jagged_table(torch.zeros(1001, dtype=torch.int32), len(out), 128, parts=None)
+
+
 def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
-    compiled = compile_launches(partial(run_small_ops, **SMALL_OP_SIZES[case]), cc)
+    run = run_jagged_tables if case == "jagged" else partial(run_small_ops, **SMALL_OP_SIZES[case])
+    compiled = compile_launches(run, cc)
     return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
@@ -239,12 +268,12 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
-    # Odd sizes and the names of activations change nothing that differs between targets.
-    yield compile_small_ops, ("odd", 90)
+    # What is not a GEMM differs little between targets: the oldest, the newest, and the one between for other cases.
+    for case, cc in (("large", 80), ("jagged", 80), ("odd", 90), ("large", 100)):
+        yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
     yield from epilogue_jobs()
     for cc in TARGETS:
-        yield compile_small_ops, ("large", cc)
         for kernel in mk.get_kernels(cc=cc):
             # Some run another kernel's code, which is compiled under that one's name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
@@ -265,8 +294,14 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
-    """The forms of `gemm_arguments` that compile to different code."""
-    design = kernel.metadata.design
+    """The forms of `gemm_arguments` that compile to different code; bfloat16 stands for the other dtypes in some."""
+    design, operands = kernel.metadata.design, kernel.metadata.operands
+    is_bfloat16 = operands.A.dtype == torch.bfloat16
+    if kernel.arguments_class is GroupedGemmListArguments:
+        if operands.A.alignment_bytes == 1:
+            return ("other",)
+        is_widest = design.tile_shape[1] == (256 if design.tma else 128)
+        return ("plain", "other") if is_bfloat16 and is_widest else ("plain",)
     if design.tma:
         return (
             ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
@@ -279,7 +314,7 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
     if kernel.arguments_class is GemmArguments:
         return ("plain",)
     if kernel.arguments_class is WgradArguments:
-        return ("plain", "other") if design.gather else ("plain",)
+        return ("plain", "other") if design.gather and is_bfloat16 else ("plain",)
     return ("plain",) if design.gather else ("plain", "other", "full")
 
 

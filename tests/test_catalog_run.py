@@ -9,6 +9,7 @@ import torch
 from moe_kernels import (
     GemmArguments,
     GroupedGemmArguments,
+    JaggedGemmArguments,
     PointerDesign,
     TmaDesign,
     WarpSpecializedDesign,
@@ -43,7 +44,17 @@ def gemm_arguments(device, dtype=FLOAT16):
     return GemmArguments(args.A, args.B[0], args.out)
 
 
-ARGUMENTS = {"grouped": grouped_arguments, "wgrad": wgrad_arguments, "gemm": gemm_arguments}
+def jagged_arguments(device, dtype=FLOAT16):
+    args = grouped_arguments(device, dtype)
+    return JaggedGemmArguments(args.A, args.B[0], args.out, torch.tensor([3, 20, 37], device=device))
+
+
+ARGUMENTS = {
+    "grouped": grouped_arguments,
+    "wgrad": wgrad_arguments,
+    "gemm": gemm_arguments,
+    "jagged": jagged_arguments,
+}
 
 
 def expected_result(args):
@@ -51,6 +62,8 @@ def expected_result(args):
         return reference.grouped_gemm(args.A, args.B, args.offsets)
     if isinstance(args, WgradArguments):
         return reference.grouped_gemm_wgrad(args.A, args.dout, args.offsets)
+    if isinstance(args, JaggedGemmArguments):
+        return reference.jagged_gemm(args.A, args.B, args.group_offsets)
     return args.A @ args.B
 
 

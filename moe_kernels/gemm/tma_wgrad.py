@@ -130,6 +130,7 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
 # A gathered tile needs its index before its rows, which takes two of the stages.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
+    _design((128, 128, 64), 4, False),
     _design((128, 256, 64), 5, True),
 )
 

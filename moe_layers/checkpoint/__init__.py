@@ -1,5 +1,17 @@
-"""Parameters of a layer in safetensors files."""
+"""Parameters of a layer in safetensors files: its own, and those of published models."""
 
+from .load import load_layer
 from .module_file import load_safetensors, save_safetensors
+from .report import LoadedTensor, LoadReport
+from .save import save_layer
+from .source import CheckpointSource
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = [
+    "CheckpointSource",
+    "LoadReport",
+    "LoadedTensor",
+    "load_layer",
+    "load_safetensors",
+    "save_layer",
+    "save_safetensors",
+]

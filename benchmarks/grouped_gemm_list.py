@@ -1,0 +1,181 @@
+"""Independent square products in one launch against a loop of cuBLAS calls.
+
+    python -m benchmarks.grouped_gemm_list --commit $(git rev-parse --short HEAD) --output results.json
+    python -m benchmarks.grouped_gemm_list --plot results.json
+
+Every result is checked before it is timed, and timings take turns in rounds. What is compared:
+
+    mm_loop     one torch.mm (cuBLAS) per problem, which allocates its output
+    op          grouped_gemm_list, which makes the outputs and the table on each call
+    prepared    GroupedProblem.run with the kernel that the selector takes
+    pointer     GroupedProblem.run with the pointer kernel that is fastest here, by kernel time
+    tma         the same of the TMA kernels
+
+`host` "eager" includes what the host needs for a call, where the GPU waits for it; "graph" replays a CUDA graph of one
+call, so that it shows the GPU's time alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, reference
+from moe_kernels.catalog import Kernel
+from moe_kernels.testing import assert_accurate
+
+from .layer import environment, print_table
+from .timing import Timing, time_interleaved
+
+# (number of problems, their M = N = K)
+PROBLEMS = ((4, 128), (4, 256), (4, 512), (4, 1024), (64, 128))
+COLUMNS = ("problem", "host", "implementation", "kernel", "ms", "ms_p20", "ms_p80", "tflops", "speedup_over_mm_loop")
+
+
+def make_lists(num_problems: int, size: int, device: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator(device).manual_seed(0)
+    shape = num_problems, size, size
+    a, b = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    return list(a.unbind()), list(b.unbind())
+
+
+def check(outs: list[Tensor], a_list: list[Tensor], b_list: list[Tensor]) -> None:
+    """The tests' error budget."""
+    baseline = reference.grouped_gemm_list(a_list, b_list)
+    exact = reference.grouped_gemm_list([a.double() for a in a_list], [b.double() for b in b_list])
+    assert_accurate(*(torch.stack(matrices) for matrices in (outs, baseline, exact)))
+
+
+def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
+    """A replay of what the function launches."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.results = function()
+    return graph.replay
+
+
+def prepared_problems(a_list: list[Tensor], b_list: list[Tensor]) -> dict[str, list[GroupedProblem]]:
+    """The selected problem, then one for each kernel of a design that supports it."""
+    selected = GroupedProblem.from_lists(a_list, b_list)
+    found: dict[str, list[GroupedProblem]] = {"prepared": [selected], "pointer": [], "tma": []}
+    for kernel in get_kernels(selected.args) if selected.kernel is not None else ():
+        problem = GroupedProblem.from_lists(a_list, b_list, kernel=kernel)
+        found["tma" if kernel.metadata.design.tma else "pointer"].append(problem)
+    return {name: problems for name, problems in found.items() if problems}
+
+
+def fastest(problems: list[GroupedProblem], device: str) -> GroupedProblem:
+    if device == "cpu" or len(problems) == 1:
+        return problems[0]
+    functions = {str(i): in_a_graph(problem.run) for i, problem in enumerate(problems)}
+    timings = time_interleaved(functions, device, rounds=2, round_ms=20.0)
+    return problems[int(min(timings, key=lambda name: timings[name].ms))]
+
+
+def bench(num_problems: int, size: int, device: str, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
+    """Rows of results for one kind of problem."""
+    a_list, b_list = make_lists(num_problems, size, device, dtype)
+    problems = {}
+    for name, candidates in prepared_problems(a_list, b_list).items():
+        for problem in candidates:
+            check(problem.run(), a_list, b_list)
+        problems[name] = fastest(candidates, device)
+    check(grouped_gemm_list(a_list, b_list), a_list, b_list)
+
+    def loop() -> list[Tensor]:
+        return [torch.mm(a, b) for a, b in zip(a_list, b_list, strict=True)]
+
+    functions = {"eager/mm_loop": loop, "eager/op": partial(grouped_gemm_list, a_list, b_list)}
+    functions |= {f"eager/{name}": problem.run for name, problem in problems.items()}
+    if device == "cuda":
+        functions["graph/mm_loop"] = in_a_graph(loop)
+        functions |= {f"graph/{name}": in_a_graph(problem.run) for name, problem in problems.items()}
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    kernels = {name: problem.kernel for name, problem in problems.items()}
+    return [_row(num_problems, size, dtype, name, kernels, timings) for name in functions]
+
+
+def _row(
+    num_problems: int,
+    size: int,
+    dtype: torch.dtype,
+    name: str,
+    kernels: dict[str, Kernel | None],
+    timings: dict[str, Timing],
+) -> dict:
+    host, implementation = name.split("/")
+    kernel, ms = kernels.get(implementation), timings[name].ms
+    return {
+        "problem": f"{num_problems}x{size}",
+        "G": num_problems,
+        "N": size,
+        "dtype": str(dtype)[6:],
+        "host": host,
+        "implementation": implementation,
+        "kernel": kernel.metadata.kernel_name if kernel else None,
+        **timings[name]._asdict(),
+        "tflops": 2e-9 * num_problems * size**3 / ms,
+        "speedup_over_mm_loop": timings[f"{host}/mm_loop"].ms / ms,
+    }
+
+
+def plot(path: Path) -> Path:
+    """Lines over N for four problems, eager and in a graph, beside the results file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in json.loads(path.read_text()) if row["G"] == 4]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4))
+    for axis, host in zip(axes, ("eager", "graph"), strict=True):
+        here = [row for row in rows if row["host"] == host]
+        for implementation in dict.fromkeys(row["implementation"] for row in here):
+            line = sorted((row["N"], row["tflops"]) for row in here if row["implementation"] == implementation)
+            axis.plot(*zip(*line, strict=True), marker="o", label=implementation)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("N of four N x N x N products")
+        axis.set_ylabel("TFLOP/s")
+        axis.set_title({"eager": "as called", "graph": "in a CUDA graph"}[host])
+        axis.legend()
+    figure.suptitle(f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    return path.with_suffix(".png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", metavar="GxN", default=[f"{g}x{n}" for g, n in PROBLEMS])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
+    options = parser.parse_args()
+    if options.plot:
+        print(plot(options.plot))
+        return
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    rows = []
+    for problem in options.problems:
+        measured = bench(*map(int, problem.split("x")), options.device, dtype, options.rounds, options.round_ms)
+        rows += [{**row, **environment(options.device, options.commit)} for row in measured]
+        print_table(measured, COLUMNS)
+        if options.output:  # after every problem, so that a stopped run keeps what it measured
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Packed groups of rows times one shared matrix against one dense product of all rows.
+
+    python -m benchmarks.jagged_gemm --commit $(git rev-parse --short HEAD) --output results.json
+    python -m benchmarks.jagged_gemm --plot results.json
+
+Every result is checked before it is timed, and timings take turns in rounds. The bound is cuBLAS on `a_packed @ b`, or
+its two gradients, from the same run. What is compared:
+
+    op          jagged_gemm, with the kernel that the selector takes; its tiles may cross groups
+    by_group    the fastest kernel whose tiles do not, behind the catalog, forward only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels import JaggedGemmArguments, get_kernels, jagged_gemm, reference
+from moe_kernels.testing import assert_accurate
+from moe_kernels.tuning import find
+
+from .layer import environment, print_table
+from .timing import Timing, time_interleaved
+
+# (R, K, N, G)
+PROBLEMS = ((131072, 2048, 2048, 16), (131072, 2048, 2048, 128), (32768, 4096, 1024, 64), (8192, 1024, 2048, 12))
+SKEWS = ("even", "uneven", "one")
+COLUMNS = ("problem", "skew", "pass", "implementation", "kernel", "ms", "ms_p20", "ms_p80", "tflops", "share_of_dense")
+
+
+def make_offsets(num_rows: int, num_groups: int, skew: str) -> Tensor:  # [G + 1]
+    """ "even"; "uneven": the g-th group's share is 1 / (g + 1); "one": all rows in the middle group."""
+    weights = torch.ones(num_groups, dtype=torch.float64)
+    if skew == "uneven":
+        weights = 1 / torch.arange(1, num_groups + 1, dtype=torch.float64)
+    if skew == "one":
+        weights = (torch.arange(num_groups) == num_groups // 2).double()
+    ends = (num_rows * weights.cumsum(0) / weights.sum()).round().int()
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def gradients(op: Callable[..., Tensor], a: Tensor, b: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """The output and both gradients."""
+    leaves = [a.detach().requires_grad_(), b.detach().requires_grad_()]
+    out = op(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
+    """The tests' error budget on the output and both gradients. float32 is exact beside 16-bit results."""
+    wide = torch.float64 if a.dtype == torch.float32 else torch.float32
+    actual = gradients(lambda a, b: jagged_gemm(a, b, offsets), a, b, dout)
+    baseline = gradients(lambda a, b: reference.jagged_gemm(a, b, offsets), a, b, dout)
+    exact = gradients(lambda a, b: reference.jagged_gemm(a, b, offsets), *(t.to(wide) for t in (a, b, dout)))
+    for name, *results in zip(("out", "da", "db"), actual, baseline, exact, strict=True):
+        assert_accurate(*results, name)
+
+
+def by_group(args: JaggedGemmArguments, device: str) -> tuple[str, Callable[[], object]] | None:
+    """Name and call of the fastest kernel with tiles by group."""
+    kernels = [kernel for kernel in get_kernels(args) if kernel.by_group]
+    functions = {kernel.metadata.kernel_name: partial(kernel.run, args) for kernel in kernels}
+    if not functions:
+        return None
+    timings = time_interleaved(functions, device, rounds=1, round_ms=20.0)
+    name = min(timings, key=lambda name: timings[name].ms)
+    functions[name]()
+    baseline = reference.jagged_gemm(args.A, args.B, args.group_offsets)
+    wide = torch.float64 if args.A.dtype == torch.float32 else torch.float32
+    exact = reference.jagged_gemm(args.A.to(wide), args.B.to(wide), args.group_offsets)
+    assert_accurate(args.out, baseline, exact, name)
+    return name, functions[name]
+
+
+def bench(
+    sizes: tuple[int, int, int, int], skew: str, device: str, dtype: torch.dtype, rounds: int, round_ms: float
+) -> list[dict]:
+    """Rows of results for one problem."""
+    num_rows, size_k, size_n, num_groups = sizes
+    generator = torch.Generator(device).manual_seed(0)
+    a, b, dout = (
+        torch.randn(shape, device=device, generator=generator).to(dtype)
+        for shape in ((num_rows, size_k), (size_k, size_n), (num_rows, size_n))
+    )
+    offsets = make_offsets(num_rows, num_groups, skew).to(device)
+    check(a, b, dout, offsets)
+    args = JaggedGemmArguments(a, b, torch.empty_like(dout), offsets)
+    selected = find(args)
+    kernels = {"forward/op": selected.metadata.kernel_name if selected else None}
+    op = partial(jagged_gemm, group_offsets=offsets)
+    functions: dict[str, Callable[[], object]] = {
+        "forward/dense": partial(torch.mm, a, b),
+        "forward/op": partial(op, a, b),
+        "forward+backward/dense": partial(gradients, torch.mm, a, b, dout),
+        "forward+backward/op": partial(gradients, op, a, b, dout),
+    }
+    if plain := by_group(args, device):
+        kernels["forward/by_group"], functions["forward/by_group"] = plain
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    return [_row(sizes, skew, dtype, name, kernels.get(name), timings) for name in sorted(functions)]
+
+
+def _row(
+    sizes: tuple[int, int, int, int],
+    skew: str,
+    dtype: torch.dtype,
+    name: str,
+    kernel: str | None,
+    timings: dict[str, Timing],
+) -> dict:
+    num_rows, size_k, size_n, num_groups = sizes
+    which, implementation = name.split("/")
+    flops = 2 * num_rows * size_k * size_n * (1 if which == "forward" else 3)
+    return {
+        "problem": f"{num_rows}x{size_k}x{size_n}-g{num_groups}",
+        "R": num_rows,
+        "K": size_k,
+        "N": size_n,
+        "G": num_groups,
+        "dtype": str(dtype)[6:],
+        "skew": skew,
+        "pass": which,
+        "implementation": implementation,
+        "kernel": kernel,
+        **timings[name]._asdict(),
+        "tflops": 1e-9 * flops / timings[name].ms,
+        "share_of_dense": timings[f"{which}/dense"].ms / timings[name].ms,
+    }
+
+
+def plot(path: Path) -> Path:
+    """Lines over the skews, one for each problem and implementation, beside the results file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in json.loads(path.read_text()) if row["implementation"] != "dense"]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
+    for axis, which in zip(axes, ("forward", "forward+backward"), strict=True):
+        here = [row for row in rows if row["pass"] == which]
+        for problem, implementation in dict.fromkeys((row["problem"], row["implementation"]) for row in here):
+            line = [r for r in here if (r["problem"], r["implementation"]) == (problem, implementation)]
+            axis.plot(
+                [row["skew"] for row in line],
+                [row["share_of_dense"] for row in line],
+                marker="o",
+                linestyle="-" if implementation == "op" else "--",
+                label=f"{problem} {implementation}",
+            )
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_title(which)
+        axis.legend(fontsize="x-small")
+    axes[0].set_ylabel("share of the dense cuBLAS product")
+    figure.suptitle(f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    return path.with_suffix(".png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", metavar="R,K,N,G", default=[",".join(map(str, p)) for p in PROBLEMS])
+    parser.add_argument("--skews", nargs="+", choices=SKEWS, default=SKEWS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
+    options = parser.parse_args()
+    if options.plot:
+        print(plot(options.plot))
+        return
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    rows = []
+    for problem in options.problems:
+        for skew in options.skews:
+            sizes = tuple(map(int, problem.split(",")))
+            measured = bench(sizes, skew, options.device, dtype, options.rounds, options.round_ms)
+            rows += [{**row, **environment(options.device, options.commit)} for row in measured]
+            print_table(measured, COLUMNS)
+            if options.output:  # after every problem, so that a stopped run keeps what it measured
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

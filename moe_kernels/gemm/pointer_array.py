@@ -1,0 +1,156 @@
+"""Independent products through pointers: any size, either layout, any leading dimension, any CUDA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .._triton import tl, triton
+from ..catalog import KernelMetadata, Launch, Operand, Status
+from .array import (
+    NUM_FIELDS,
+    GroupedGemmListArguments,
+    GroupedGemmListKernel,
+    GroupedGemmListOperands,
+    PointerArrayDesign,
+    tile_origin,
+)
+from .base import kernel_name
+from .precision import input_precision
+
+
+@triton.jit
+def _strides(leading, by_columns, LAYOUT: tl.constexpr):
+    """Row and column stride. Where all problems share a layout, the compiler sees which one is 1."""
+    if LAYOUT == "row":
+        return leading, 1
+    elif LAYOUT == "column":
+        return 1, leading
+    else:
+        return tl.where(by_columns != 0, 1, leading), tl.where(by_columns != 0, leading, 1)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _pointer_array_kernel(
+    problems_ptr,  # [G, FIELDS] int64
+    tile_to_problem_ptr,  # [num_tiles] int32
+    num_tiles,
+    DTYPE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    A_LAYOUT: tl.constexpr,
+    B_LAYOUT: tl.constexpr,
+    PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous axes are multiples of so many elements
+    EVEN_K: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
+    ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        problem_ptr = problems_ptr + tl.load(tile_to_problem_ptr + tile).to(tl.int64) * FIELDS
+        a_ptr = tl.multiple_of(tl.load(problem_ptr).to(tl.pointer_type(DTYPE)), PIECE * ITEM_BYTES)
+        b_ptr = tl.multiple_of(tl.load(problem_ptr + 1).to(tl.pointer_type(DTYPE)), PIECE * ITEM_BYTES)
+        out_ptr = tl.multiple_of(tl.load(problem_ptr + 2).to(tl.pointer_type(DTYPE)), PIECE * ITEM_BYTES)
+        # Dividing and multiplying tells the compiler of the alignment.
+        M = tl.load(problem_ptr + 3).to(tl.int32)
+        N = tl.load(problem_ptr + 4).to(tl.int32) // PIECE * PIECE
+        K = tl.load(problem_ptr + 5).to(tl.int32)
+        if A_LAYOUT == "column":
+            M = M // PIECE * PIECE
+        if A_LAYOUT == "row" or B_LAYOUT == "column":
+            K = K // PIECE * PIECE
+        a_leading = tl.load(problem_ptr + 6) // PIECE * PIECE
+        b_leading = tl.load(problem_ptr + 7) // PIECE * PIECE
+        out_leading = tl.load(problem_ptr + 8) // PIECE * PIECE
+        a_stride_m, a_stride_k = _strides(a_leading, tl.load(problem_ptr + 9), A_LAYOUT)
+        b_stride_k, b_stride_n = _strides(b_leading, tl.load(problem_ptr + 10), B_LAYOUT)
+        local = tile - tl.load(problem_ptr + 11).to(tl.int32)
+        first_row, first_column = tile_origin(local, M, N, GROUP_TILES, BLOCK_M, BLOCK_N)
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        row_mask, column_mask = row < M, column < N
+        k = tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + row.to(tl.int64)[:, None] * a_stride_m + k.to(tl.int64)[None, :] * a_stride_k
+        b_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_stride_k + column.to(tl.int64)[None, :] * b_stride_n
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
+        for first in range(0, K, BLOCK_K):
+            a_mask = row_mask[:, None]
+            b_mask = column_mask[None, :]
+            if not EVEN_K:
+                a_mask &= (first + k < K)[None, :]
+                b_mask &= (first + k < K)[:, None]
+            a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+            b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+            total = tl.dot(a, b, total, input_precision=INPUT_PRECISION)
+            a_ptrs += BLOCK_K * a_stride_k
+            b_ptrs += BLOCK_K * b_stride_k
+        out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_leading + column[None, :]
+        tl.store(out_ptrs, total.to(DTYPE), mask=row_mask[:, None] & column_mask[None, :])
+
+
+class PointerArrayGemm(GroupedGemmListKernel):
+    """`out_list[g] = A_list[g] @ B_list[g]`, one launch."""
+
+    def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
+        return Status(None if args.survey.whole else "expected contiguous axes of whole 16 bytes for all problems")
+
+    def launch(self, args: GroupedGemmListArguments) -> Launch | None:
+        if not args.survey.num_filled:
+            return None
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        table = self.table(args)
+        layouts = args.survey.layouts
+        wide = args.survey.aligned and args.survey.whole and "mixed" not in layouts
+        return Launch(
+            _pointer_array_kernel,
+            (self.num_programs(args),),
+            (table.problems, table.tile_to_problem, len(table.tile_to_problem)),
+            {
+                "DTYPE": getattr(tl, str(args.A.dtype)[6:]),
+                "FIELDS": NUM_FIELDS,
+                "A_LAYOUT": layouts[0],
+                "B_LAYOUT": layouts[1],
+                "PIECE": 16 // args.A.element_size() if wide else 1,
+                "EVEN_K": all(depth % block_k == 0 for depth in args.survey.depths),
+                "INPUT_PRECISION": input_precision(args.A.dtype),
+                "GROUP_TILES": design.group_tiles,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+# Tile, warps, stages, choices of programs per SM (the first by rule), alignment. Every tile fits the shared memory of
+# the smallest GPU of its generation. Without alignment an address is kept for every element: only a small tile has
+# registers for them.
+_DESIGNS = {
+    dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
+    for dtype in (torch.bfloat16, torch.float16)
+} | {torch.float32: [((64, 64, 32), 8, 3, (2,), 1)]}
+
+
+def _kernels(
+    dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...], alignment: int
+) -> Iterator[PointerArrayGemm]:
+    either_layout = Operand(dtype, None, alignment)
+    operands = GroupedGemmListOperands(either_layout, either_layout, Operand(dtype, "row", alignment))
+    first = None
+    for per_sm in choices:
+        design = PointerArrayDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm)
+        name = kernel_name("grouped_gemm_list", "pointer", dtype, design, f"p{per_sm}")
+        kernel = PointerArrayGemm(KernelMetadata(name, PointerArrayGemm, 80, operands, design), first)
+        first = first or kernel
+        yield kernel
+
+
+POINTER_ARRAY_KERNELS = tuple(
+    kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)
+)

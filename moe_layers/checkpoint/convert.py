@@ -1,0 +1,169 @@
+"""Whole models from one layout of the experts to another, shard by shard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import RECORD, float8_block, read_config, without_quantization
+from .files import CONFIG, CheckpointFiles, read_json
+from .layouts import Key, Layout, Sizes, find_layout
+from .stored import Stored, describe, group_names
+from .survey import BlockSurvey, survey
+from .writer import DEFAULT_SHARD_BYTES, ShardWriter
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to be written: its size is known before it is made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[CheckpointFiles], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    layout: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[list[Output]], Iterator[Output]] = iter,
+) -> None:
+    """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
+
+    Tensors that belong to no expert are copied as they are. Quantised weights, wherever they are, are dequantised.
+    At most one output shard is in memory, and beside it one tensor, or one expert's matrix, of the source. Other small
+    files of the directory (tokenizer, ...) are copied along.
+
+    Args:
+        dtype: of weights that were quantised; all others keep theirs.
+        progress: wraps the list of tensors to be written, as tqdm does.
+
+    Raises:
+        ValueError: the layout does not exist or cannot hold these experts, the source is damaged, incomplete or in a
+            layout that cannot be recognised, or `target` holds files already.
+    """
+    with CheckpointFiles(source) as files:
+        values = read_json(files.directory / CONFIG)
+        outputs = _outputs(files, values, layout, dtype)
+        writer = ShardWriter(target, max_shard_bytes)
+        for output in progress(outputs):
+            writer.make_room(output.num_bytes)
+            writer.add(output.name, output.make(files))
+        writer.finish({**without_quantization(values), RECORD: layout})
+        _copy_other_files(files.directory, writer.directory)
+
+
+def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dtype) -> list[Output]:
+    """All tensors of the new checkpoint; everything that can be wrong is found here."""
+    surveys = survey(files)
+    if not surveys:
+        raise ValueError(f"checkpoint: {files.directory} has no MoE blocks to convert")
+    experts = {found.block.weights[name][0] for found in surveys for name in found.experts}
+    outputs = []
+    for found in surveys:
+        outputs += _expert_outputs(found, _only_layout(found), layout, dtype)
+    float8 = float8_block(values, read_config(values, 0))
+    problems: list[str] = []
+    for name, group in sorted(group_names(files.file_of).items()):
+        if name not in experts and (stored := describe(files, name, group, float8, problems)) is not None:
+            outputs.append(_copy_output(stored, dtype))
+    if problems:
+        raise ValueError(f"checkpoint: {files.directory}:\n  " + "\n  ".join(problems))
+    return outputs
+
+
+def _only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
+    where = f"checkpoint: the layout of the experts below {found.block.prefix}"
+    if not found.layouts:
+        raise ValueError("\n  ".join([f"{where} is not known, or tensors do not fit it:", *found.wrong]))
+    if len(found.layouts) > 1:
+        raise ValueError(f"{where} is ambiguous, it may be {' or '.join(layout.name for layout in found.layouts)}")
+    kinds = {(stored.encoding, stored.dtype) for name, stored in found.experts.items() if "bias" not in name}
+    if len(kinds) > 1:
+        kinds = ", ".join(sorted(f"{encoding} {dtype}" for encoding, dtype in kinds))
+        raise ValueError(f"checkpoint: the experts below {found.block.prefix} must have one dtype, got {kinds}")
+    return found.layouts[0], found.sizes[0]
+
+
+def _copy_output(stored: Stored, dtype: torch.dtype) -> Output:
+    dtype = stored.dtype if stored.encoding == "plain" else dtype
+
+    def make(files: CheckpointFiles) -> Tensor:
+        return stored.read(files, None, "cpu").to(dtype, copy=True)
+
+    return Output(stored.name, stored.shape, dtype, make)
+
+
+def _expert_outputs(
+    found: BlockSurvey, held: tuple[Layout, Sizes], layout: str, dtype: torch.dtype
+) -> Iterator[Output]:
+    source, sizes = held
+    target = find_layout(layout, gated=source.gated, bias=found.bias)
+    reader = ExpertReader(found, source, sizes)
+    for key in target.select(bias=found.bias):
+        for number in range(sizes.num_experts) if key.per_expert else (None,):
+            name = found.block.prefix + key.name.replace("{e}", str(number))
+            yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
+
+
+@dataclass(frozen=True)
+class ExpertReader:
+    """Reads parts of experts (gate, up, down and their biases) from a block in any layout."""
+
+    found: BlockSurvey
+    layout: Layout
+    sizes: Sizes
+
+    def dtype(self, key: Key, dequantized: torch.dtype) -> torch.dtype:
+        stored = self._stored(self._key(key.parts[0], key.bias), 0)
+        return stored.dtype if stored.encoding == "plain" else dequantized
+
+    def maker(self, key: Key, number: int | None, dequantized: torch.dtype) -> Callable[[CheckpointFiles], Tensor]:
+        """What makes the tensor of `key`: of one expert, or of all of them with number None."""
+
+        def make(files: CheckpointFiles) -> Tensor:
+            tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized))
+            for expert in range(self.sizes.num_experts) if number is None else (number,):
+                rows = key.rows_of_expert(expert, self.sizes)
+                matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
+                for part, place in zip(key.parts, key.disk_parts(matrix), strict=True):
+                    place.copy_(self.part(files, part, expert, bias=key.bias))
+            return tensor
+
+        return make
+
+    def part(self, files: CheckpointFiles, part: str, expert: int, *, bias: bool) -> Tensor:  # [rows, columns]
+        key = self._key(part, bias)
+        rows = key.rows_of_expert(expert, self.sizes)
+        matrix = self._stored(key, expert).read(files, rows, "cpu")
+        if rows is not None and not key.flat:
+            matrix = matrix[0]
+        return key.disk_parts(matrix)[key.parts.index(part)]
+
+    def _key(self, part: str, bias: bool) -> Key:
+        return next(key for key in self.layout.keys if part in key.parts and key.bias == bias)
+
+    def _stored(self, key: Key, expert: int) -> Stored:
+        return self.found.experts[key.name.replace("{e}", str(expert))]
+
+
+def _copy_other_files(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings and the like: everything small that holds no weights."""
+    for path in sorted(source.iterdir()):
+        keep = path.suffix in {".json", ".txt", ".model", ".jinja", ".py", ".md"} and "index.json" not in path.name
+        if path.is_file() and keep and path.name != CONFIG:
+            shutil.copy2(path, target / path.name)

@@ -1,0 +1,154 @@
+"""The tensors of a checkpoint directory: one safetensors file, or shards and their index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Files are mapped anew after this many bytes: pages that were read count as memory of the process until then.
+_MAPPED_BYTES = 32 << 20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorInfo(NamedTuple):
+    """What the header of a file says about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def read_json(path: Path) -> dict:
+    """Raises ValueError if the file is missing or does not hold a JSON object."""
+    if not path.is_file():
+        raise ValueError(f"checkpoint: {path.parent} must hold {path.name}, which is missing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint: {path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+class CheckpointFiles:
+    """Names, shapes and bytes of a checkpoint; a context manager that closes the files.
+
+    Opening reads names only; a file's header is read when one of its tensors is asked for.
+
+    Raises:
+        ValueError: no weights, an index that names missing files, a damaged file, or a file without a tensor that the
+            index puts there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory = Path(directory)
+        self._open: dict[str, safe_open] = {}
+        self._mapped_bytes = 0
+        self._names_in: dict[str, set[str]] = {}
+        if (self.directory / SINGLE).is_file():
+            with self._opened(SINGLE) as file:
+                self.file_of = dict.fromkeys(file.keys(), SINGLE)
+        elif (self.directory / INDEX).is_file():
+            self.file_of = self._read_index()
+        else:
+            raise ValueError(f"checkpoint: {self.directory} must hold {SINGLE} or {INDEX}, got neither")
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap all files; the next use maps them again."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+        self._mapped_bytes = 0
+
+    @property
+    def num_files(self) -> int:
+        return len(set(self.file_of.values()))
+
+    def info(self, name: str) -> TensorInfo:
+        with self._handle(name) as file:
+            entry = file.get_slice(name)
+            dtype = entry.get_dtype()
+            if dtype not in _DTYPES:
+                raise ValueError(f"checkpoint: the dtype of {name} must be one of {tuple(_DTYPES)}, got {dtype}")
+            return TensorInfo(tuple(entry.get_shape()), _DTYPES[dtype])
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """The tensor, or a range of its first axis: a view of the mapped file, to be copied and dropped.
+
+        Only the bytes of the range are touched.
+        """
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self.close()
+        with self._handle(name) as file:
+            tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        self._mapped_bytes += tensor.nbytes
+        return tensor
+
+    def _read_index(self) -> dict[str, str]:
+        weight_map = read_json(self.directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"checkpoint: {self.directory / INDEX} must hold a weight_map from tensors to files")
+        missing = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
+        if missing:
+            example = next(name for name, file in weight_map.items() if file == missing[0])
+            raise ValueError(
+                f"checkpoint: {self.directory / INDEX} names files that do not exist: {', '.join(missing)} "
+                f"(for instance for {example})"
+            )
+        return weight_map
+
+    @contextmanager
+    def _opened(self, file_name: str) -> Iterator[safe_open]:
+        path = self.directory / file_name
+        try:
+            if file_name not in self._open:
+                self._open[file_name] = safe_open(path, framework="pt").__enter__()
+            yield self._open[file_name]
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint: {path} is damaged or truncated: {error}") from error
+
+    @contextmanager
+    def _handle(self, name: str) -> Iterator[safe_open]:
+        file_name = self.file_of[name]
+        with self._opened(file_name) as file:
+            if file_name not in self._names_in:
+                self._names_in[file_name] = set(file.keys())
+            if name not in self._names_in[file_name]:
+                raise ValueError(f"checkpoint: the index puts {name} into {file_name}, which does not hold it")
+            yield file

@@ -1,0 +1,238 @@
+"""How published checkpoints lay out the experts' tensors: one key table per layout.
+
+A key names a tensor below the block and says how one expert's matrix in it becomes rows of our parameters. Everything
+is a view: `disk_parts` and `parameter_parts` give the same shape for the same key, so that one `copy_` reads, and the
+other way round writes, bit by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """E experts of hidden size F between vectors of size D."""
+
+    num_experts: int
+    d_ff: int
+    d_model: int
+
+
+@dataclass(frozen=True)
+class Key:
+    """A tensor of the experts on disk.
+
+    Attributes:
+        name: below the block. "{e}" stands for the expert's number; without it the tensor holds all experts.
+        parts: what it holds, in this order: "gate", "up" or "down"; a bias has the part names of its matrix.
+        transposed: matrices are [in, out].
+        interleaved: the rows of the parts alternate: gate 0, up 0, gate 1, up 1, ...
+        flat: the experts' matrices are stacked along their rows, [E * rows, columns].
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+    interleaved: bool = False
+    flat: bool = False
+    bias: bool = False
+
+    @property
+    def per_expert(self) -> bool:
+        return "{e}" in self.name
+
+    @property
+    def parameter(self) -> str:
+        """The parameter of the experts that it fills."""
+        return ("b_" if self.bias else "w_") + ("down" if self.parts == ("down",) else "up")
+
+    def matrix_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Shape of one expert's share on disk."""
+        rows, columns = (sizes.d_model, sizes.d_ff) if self.parts == ("down",) else (sizes.d_ff, sizes.d_model)
+        rows *= len(self.parts)
+        if self.bias:
+            return (rows,)
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Shape of the tensor on disk."""
+        matrix = self.matrix_shape(sizes)
+        if self.per_expert:
+            return matrix
+        return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
+
+    def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
+        """Which range of the tensor's first axis holds an expert; None for a tensor of one expert."""
+        if self.per_expert:
+            return None
+        step = self.matrix_shape(sizes)[0] if self.flat else 1
+        return slice(expert * step, (expert + 1) * step)
+
+    def disk_parts(
+        self,
+        matrix: Tensor,  # one expert's share as on disk
+    ) -> Tensor:  # [parts, rows, columns], a view
+        if self.bias:
+            matrix = matrix.unsqueeze(-1)
+        if self.transposed:
+            matrix = matrix.transpose(-2, -1)
+        if self.interleaved:
+            return matrix.unflatten(0, (-1, len(self.parts))).transpose(0, 1)
+        return matrix.unflatten(0, (len(self.parts), -1))
+
+    def parameter_parts(
+        self,
+        parameter: Tensor,  # one expert's share of w_up, w_down, b_up or b_down
+        gated: bool,
+    ) -> Tensor:  # [parts, rows, columns], a view
+        if self.bias:
+            parameter = parameter.unsqueeze(-1)
+        if self.parts == ("down",):
+            return parameter.unsqueeze(0)
+        held = ("gate", "up") if gated else ("up",)
+        first = held.index(self.parts[0])
+        return parameter.unflatten(0, (len(held), -1))[first : first + len(self.parts)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The keys of one layout. Those of biases are used where the experts have biases.
+
+    Attributes:
+        name: as given to `save_checkpoint` and `convert`.
+        family: letter in the table of the README.
+        gated: experts with a gate projection. A name has up to two layouts, one of either kind.
+        encoding: "mxfp4" where the matrices of this layout only occur in that form, else "".
+    """
+
+    name: str
+    family: str
+    keys: tuple[Key, ...]
+    gated: bool = True
+    encoding: str = ""
+
+    def select(self, *, bias: bool) -> tuple[Key, ...]:
+        return tuple(key for key in self.keys if bias or not key.bias)
+
+    @property
+    def holds_biases(self) -> bool:
+        return any(key.bias for key in self.keys)
+
+
+def _separate(gate: str, up: str, down: str, *, bias: str = "") -> tuple[Key, ...]:
+    """A tensor for each projection; `bias` replaces ".weight" in the names of the biases."""
+    names = {"gate": gate, "up": up, "down": down}
+    weights = tuple(Key(name, (part,)) for part, name in names.items() if name)
+    return weights + tuple(Key(key.name.replace(".weight", bias), key.parts, bias=True) for key in weights if bias)
+
+
+def _fused(
+    up: str,
+    down: str,
+    *,
+    bias: tuple[str, str] = ("", ""),
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> tuple[Key, ...]:
+    """Gate and up in one tensor."""
+    parts = ("gate", "up") if gated else ("up",)
+    return (
+        Key(up, parts, transposed=transposed, interleaved=interleaved),
+        Key(down, ("down",), transposed=transposed),
+        *([Key(bias[0], parts, interleaved=interleaved, bias=True)] if bias[0] else []),
+        *([Key(bias[1], ("down",), bias=True)] if bias[1] else []),
+    )
+
+
+_HF = ("experts.gate_up_proj", "experts.down_proj")
+_HF_BIAS = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
+_PLAIN = ("experts.up_proj", "experts.down_proj")
+_PLAIN_BIAS = ("experts.up_proj_bias", "experts.down_proj_bias")
+
+LAYOUTS = (
+    Layout(
+        "per_expert",
+        "A",
+        _separate(
+            "experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight", bias=".bias"
+        ),
+    ),
+    Layout(
+        "per_expert_w123",
+        "B",
+        _separate("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight", bias=".bias"),
+    ),
+    Layout(
+        "per_expert",
+        "C",
+        _separate("", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight", bias=".bias"),
+        gated=False,
+    ),
+    Layout("fused", "D", _fused(*_HF, bias=_HF_BIAS)),
+    Layout("fused", "D", _fused(*_PLAIN, bias=_PLAIN_BIAS, gated=False), gated=False),
+    Layout("transposed", "E", _fused(*_HF, bias=_HF_BIAS, transposed=True)),
+    Layout("transposed", "E", _fused(*_PLAIN, bias=_PLAIN_BIAS, gated=False, transposed=True), gated=False),
+    Layout(
+        "transposed_fc",
+        "E",
+        _fused("experts.fc1.weight", "experts.fc2.weight", transposed=True),
+    ),
+    Layout("interleaved", "F", _fused(*_HF, bias=_HF_BIAS, transposed=True, interleaved=True)),
+    Layout("mxfp4", "F", _fused(*_HF, bias=_HF_BIAS, interleaved=True), encoding="mxfp4"),
+    Layout("linear", "G", _fused("input_linear.weight", "output_linear.weight")),
+    Layout(
+        "flat",
+        "H",
+        (
+            Key("experts.mlp.w1", ("gate",), flat=True),
+            Key("experts.mlp.v1", ("up",), flat=True),
+            Key("experts.mlp.w2", ("down",), flat=True, transposed=True),
+        ),
+    ),
+    Layout("stacked", "I", _separate("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
+    Layout("stacked_w13", "I", _fused("experts.w13_weight", "experts.w2_weight", interleaved=True)),
+    Layout(
+        "named",
+        "J",
+        _separate("", "experts.expert_{e}.wi.weight", "experts.expert_{e}.wo.weight", bias=".bias"),
+        gated=False,
+    ),
+    Layout(
+        "named_fc",
+        "J",
+        _separate("", "experts.expert_{e}.fc1.weight", "experts.expert_{e}.fc2.weight", bias=".bias"),
+        gated=False,
+    ),
+)
+
+
+def find_layout(name: str, *, gated: bool, bias: bool) -> Layout:
+    """The layout to write.
+
+    Raises:
+        ValueError: no such name, or it has no place for plain (gated) experts or for biases.
+    """
+    writable = [layout for layout in LAYOUTS if not layout.encoding]
+    names = tuple(dict.fromkeys(layout.name for layout in writable))
+    if name not in names:
+        raise ValueError(f"checkpoint: layout must be one of {names}, got {name!r}")
+    for layout in writable:
+        if layout.name == name and layout.gated == gated:
+            if bias and not layout.holds_biases:
+                raise ValueError(f"checkpoint: layout {name!r} has no tensors for the biases of the experts")
+            return layout
+    raise ValueError(f"checkpoint: layout {name!r} has no tensors for {'gated' if gated else 'plain'} experts")
+
+
+def copy_expert(key: Key, disk: Tensor, parameter: Tensor, *, gated: bool, write: bool = False) -> None:
+    """Copy one expert's share from disk order to its parameter, or back with `write`."""
+    with torch.no_grad():
+        source, target = key.disk_parts(disk), key.parameter_parts(parameter, gated)
+        if write:
+            source, target = target, source
+        target.copy_(source)

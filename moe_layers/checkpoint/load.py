@@ -1,0 +1,183 @@
+"""Building a layer from the block of a published model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import BlockSpec, find_architecture
+from .config import RECORD, Config, float8_block, read_config
+from .files import CONFIG, CheckpointFiles, read_json
+from .layouts import Sizes, copy_expert
+from .plan import Fill, Plan, Planner
+from .recognition import select_block
+from .report import LoadedTensor, LoadReport
+from .source import CheckpointSource
+
+if TYPE_CHECKING:
+    from ..feed_forward import MoEFeedForward
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def load_layer(
+    layer_class: type[MoEFeedForward],
+    directory: str | os.PathLike[str],
+    layer: int | str,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    experts: range | None,
+    implementation: str | None,
+) -> tuple[MoEFeedForward, LoadReport]:
+    """Everything is matched and checked before the first byte of a tensor is read; tensors are then read one by one."""
+    if dtype not in (None, *_DTYPES.values()):
+        raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES)}, got {dtype}")
+    with CheckpointFiles(directory) as files:
+        values = read_json(files.directory / CONFIG)
+        block = select_block(files, layer)
+        config = read_config(values, block.layer)
+        architecture = find_architecture(config)
+        spec = architecture.block(config)
+        experts = _checked_experts(experts, spec)
+        module = build_layer(layer_class, spec, experts, dtype=dtype, device="meta", implementation=implementation)
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        recorded = values.get(RECORD)
+        plan = Planner(files, block, float8_block(values, config)).plan(architecture, spec, shapes, experts, recorded)
+        if dtype is None:
+            module.to(_stored_dtype(plan, values, config))
+        module.to_empty(device=torch.get_default_device() if device is None else device)
+        fill_layer(module, plan, files, spec, experts)
+    report = _report(files, block.prefix, block.layer, config.model_type, spec, plan, module, experts)
+    report.check()
+    module.checkpoint_source = CheckpointSource.of(values, block, plan)
+    return module, report
+
+
+def build_layer(
+    layer_class: type[MoEFeedForward],
+    spec: BlockSpec,
+    experts: range,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    implementation: str | None,
+) -> MoEFeedForward:
+    """A layer of these sizes; with a part of the experts, its output is their share of the sum."""
+    module = layer_class(
+        spec.d_model,
+        spec.d_ff,
+        spec.num_experts,
+        spec.top_k,
+        activation=spec.activation,
+        router=spec.router,
+        bias=spec.bias,
+        shared_d_ff=spec.shared_d_ff,
+        shared_gate=spec.shared_gate,
+        shared_activation=spec.shared_activation,
+        num_zero_experts=spec.num_zero_experts,
+        latent_dim=spec.latent_dim,
+        capacity=spec.capacity,
+        implementation=implementation,
+        device=device,
+        dtype=dtype,
+    )
+    if len(experts) < spec.num_experts:
+        module.keep_experts(experts)
+    return module
+
+
+@torch.no_grad()
+def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, spec: BlockSpec, experts: range) -> None:
+    """Read every weight into its place; at most one of them is in memory beside the layer."""
+    state = module.state_dict()
+    for fill in plan.fills:
+        parameter = state[fill.parameter]
+        if fill.key is None:
+            parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
+        elif fill.experts is None:
+            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=spec.shared_is_gated)
+        else:
+            for expert in fill.experts:
+                matrix = read_expert(fill, files, expert, plan.sizes, parameter)
+                copy_expert(fill.key, matrix, parameter[expert - experts.start], gated=spec.activation.gated)
+
+
+def read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
+    """One expert's share of a weight, as on disk."""
+    rows = fill.key.rows_of_expert(expert, sizes)
+    matrix = _read(fill, files, rows, like)
+    return matrix if rows is None or fill.key.flat else matrix[0]
+
+
+def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) -> Tensor:
+    return fill.stored.read(files, rows, like.device).to(like.device)
+
+
+def _checked_experts(experts: range | None, spec: BlockSpec) -> range:
+    whole = range(spec.num_experts)
+    if experts is None:
+        return whole
+    if not isinstance(experts, range) or experts.step != 1 or not experts:
+        raise ValueError(f"from_checkpoint: experts must be a range(lo, hi) that is not empty, got {experts!r}")
+    if experts.start not in whole or experts.stop > whole.stop:
+        raise ValueError(f"from_checkpoint: experts must lie in {whole}, got {experts!r}")
+    return experts
+
+
+def _stored_dtype(plan: Plan, values: dict, config: Config) -> torch.dtype:
+    """That of the experts on disk; of dequantised ones, the dtype of the model according to its configuration."""
+    stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
+    if stored.encoding == "plain":
+        return stored.dtype
+    names = ("dtype", "torch_dtype")
+    named = next((source[n] for source in (config.values, values) for n in names if source.get(n)), "bfloat16")
+    if not isinstance(named, str) or named not in _DTYPES:
+        raise ValueError(f"checkpoint: dtype in config.json must be one of {tuple(_DTYPES)}, got {named!r}")
+    return _DTYPES[named]
+
+
+def _report(
+    files: CheckpointFiles,
+    prefix: str,
+    layer: int,
+    model_type: str,
+    spec: BlockSpec,
+    plan: Plan,
+    module: nn.Module,
+    experts: range,
+) -> LoadReport:
+    state = module.state_dict()
+    return LoadReport(
+        directory=str(files.directory),
+        prefix=prefix,
+        layer=layer,
+        model_type=model_type,
+        layout=plan.layout.name,
+        family=plan.layout.family,
+        spec=spec,
+        experts=experts,
+        tensors=tuple(
+            LoadedTensor(
+                names=fill.stored.names,
+                shape=fill.stored.shape,
+                dtype=fill.stored.dtype,
+                encoding=fill.stored.encoding,
+                parameter=fill.parameter,
+                parts=fill.key.parts if fill.key is not None else ("",),
+                experts=fill.experts,
+                parameter_dtype=state[fill.parameter].dtype,
+            )
+            for fill in plan.fills
+        ),
+        other_experts=tuple(plan.others),
+        parameters={name: tuple(tensor.shape) for name, tensor in state.items()},
+    )

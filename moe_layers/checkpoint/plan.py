@@ -1,0 +1,185 @@
+"""What goes where: every tensor of a block matched with a parameter, before a byte of them is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .architectures import Architecture, BlockSpec
+from .blocks import OTHER_NAMES, Block, shared_keys
+from .files import CheckpointFiles
+from .layouts import LAYOUTS, Key, Layout, Sizes
+from .recognition import choose_layout
+from .stored import Stored, describe
+
+_STACKED = {key.name for layout in LAYOUTS for key in layout.keys if not key.per_expert}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A weight of the checkpoint and where it goes.
+
+    Attributes:
+        key: how its matrices become rows of the parameter; None for a plain copy.
+        experts: those to be read from it; None for what belongs to no expert.
+    """
+
+    stored: Stored
+    parameter: str
+    key: Key | None = None
+    experts: range | None = None
+
+
+@dataclass
+class Plan:
+    """Everything that is to be read.
+
+    Attributes:
+        others: tensors of experts that are not to be loaded.
+    """
+
+    layout: Layout
+    sizes: Sizes
+    fills: list[Fill] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+class Planner:
+    """Collects what fills a layer, and every problem on the way."""
+
+    def __init__(self, files: CheckpointFiles, block: Block, float8_block: tuple[int, int]):
+        self.files = files
+        self.block = block
+        self.float8_block = float8_block
+        self.problems: list[str] = []
+        self.unused = dict.fromkeys(block.weights)
+
+    def plan(
+        self, architecture: Architecture, spec: BlockSpec, shapes: Shapes, experts: range, recorded: str | None
+    ) -> Plan:
+        """Match the weights of the block with the parameters of the given shapes.
+
+        Raises:
+            ValueError: lists what is missing, left over, ambiguous or of a wrong shape.
+        """
+        sizes = Sizes(spec.num_experts, spec.d_ff, spec.latent_dim or spec.d_model)
+        stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
+        layout = choose_layout(
+            self.block,
+            stacked,
+            sizes,
+            gated=spec.activation.gated,
+            published=architecture.layouts,
+            recorded=recorded,
+        )
+        plan = Plan(layout, sizes)
+        self._plan_experts(plan, spec, experts)
+        self._skip_zero_experts(plan, spec)
+        self._plan_shared_expert(plan, spec)
+        for parameter, shape in shapes.items():
+            if parameter in OTHER_NAMES:
+                self._plan_other(plan, parameter, shape)
+        self.problems += [f"left over: {self._full(name)}{self._shape_of(name)}" for name in self.unused]
+        if self.problems:
+            raise ValueError(
+                f"checkpoint: {self.files.directory}, block {self.block.prefix} ({layout.name} layout), "
+                "does not fit the layer:\n  " + "\n  ".join(self.problems)
+            )
+        filled = {fill.parameter for fill in plan.fills}
+        assert filled == set(shapes), sorted(filled ^ set(shapes))
+        return plan
+
+    def _plan_experts(self, plan: Plan, spec: BlockSpec, experts: range) -> None:
+        for key in plan.layout.select(bias=spec.bias):
+            numbers = range(spec.num_experts) if key.per_expert else [None]
+            for number in numbers:
+                name = key.name.replace("{e}", str(number))
+                if key.per_expert and number not in experts:
+                    self._skip(plan, name)
+                    continue
+                held = experts if number is None else range(number, number + 1)
+                self._fill(plan, name, f"experts.{key.parameter}", key.shape(plan.sizes), key, held)
+
+    def _skip_zero_experts(self, plan: Plan, spec: BlockSpec) -> None:
+        """transformers writes weights for zero experts, which nothing reads."""
+        for key in plan.layout.select(bias=spec.bias) if spec.num_zero_experts else ():
+            for number in range(spec.num_experts, spec.num_experts + spec.num_zero_experts):
+                name = key.name.replace("{e}", str(number))
+                if key.per_expert and name in self.unused:
+                    self._skip(plan, name)
+
+    def _plan_shared_expert(self, plan: Plan, spec: BlockSpec) -> None:
+        if spec.shared_d_ff is None:
+            return
+        sizes = Sizes(1, spec.shared_d_ff, spec.d_model)
+        tables = shared_keys(gated=spec.shared_is_gated)
+        found = max(tables, key=lambda keys: sum(key.name in self.unused for key in keys))
+        for key in found:
+            self._fill(plan, key.name, f"shared_expert.{key.parameter}", key.matrix_shape(sizes), key, None)
+
+    def _plan_other(self, plan: Plan, parameter: str, shape: tuple[int, ...]) -> None:
+        names = [name for name in OTHER_NAMES[parameter] if name in self.unused]
+        if len(names) > 1:
+            self.problems.append(f"ambiguous: {', '.join(map(self._full, names))} may each be {parameter}")
+        elif names:
+            self._fill(plan, names[0], parameter, shape, None, None)
+        else:
+            places = " or ".join(self._full(name) for name in OTHER_NAMES[parameter])
+            self.problems.append(f"missing: {parameter} {shape}, at {places}")
+
+    def _fill(
+        self, plan: Plan, name: str, parameter: str, shape: tuple[int, ...], key: Key | None, experts: range | None
+    ) -> None:
+        if name not in self.block.weights:
+            self.problems.append(f"missing: {self._full(name)} {shape}")
+            return
+        self.unused.pop(name, None)
+        stored = self._describe(name)
+        if stored is None:
+            return
+        actual = stored.shape if key is not None else _without_leading_one(stored.shape)
+        if actual != (shape if key is not None else _without_leading_one(shape)):
+            self.problems.append(f"wrong shape: {self._full(name)} is {stored.shape}, must be {shape}")
+            return
+        if stored.encoding == "plain" and not stored.dtype.is_floating_point:
+            self.problems.append(f"wrong dtype: {self._full(name)} is {stored.dtype}, must be floating point")
+            return
+        if key is not None and key.flat and stored.encoding != "plain":
+            self.problems.append(f"not supported: {self._full(name)} is {stored.encoding} in layout {plan.layout.name}")
+            return
+        plan.fills.append(Fill(stored, parameter, key, experts))
+
+    def _skip(self, plan: Plan, name: str) -> None:
+        if name not in self.unused:
+            self.problems.append(f"missing: {self._full(name)}")
+            return
+        del self.unused[name]
+        plan.others.extend(self.block.weights[name][1][1])
+
+    def _describe(self, name: str) -> Stored | None:
+        full, group = self.block.weights[name]
+        return describe(self.files, full, group, self.float8_block, self.problems)
+
+    def _stacked(self, name: str) -> Stored | None:
+        """Weights of all experts; what is wrong with one is reported where it is used."""
+        if name not in _STACKED:
+            return None
+        full, group = self.block.weights[name]
+        return describe(self.files, full, group, self.float8_block, [])
+
+    def _full(self, name: str) -> str:
+        if name in self.block.weights:
+            return self.block.weights[name][0]
+        if name.startswith("../"):
+            return ".".join(self.block.prefix.split(".")[:-2]) + "." + name.removeprefix("../")
+        return self.block.prefix + name
+
+    def _shape_of(self, name: str) -> str:
+        present = [part for part in self.block.weights[name][1][1] if part in self.files.file_of]
+        return "".join(f" {self.files.info(part).shape}" for part in present[:1])
+
+
+def _without_leading_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Some biases are stored as [1, E]."""
+    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape

@@ -1,0 +1,40 @@
+"""Where a layer came from, remembered for writing it back under the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .blocks import Block
+from .layouts import Key
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Names of the block that a layer was read from.
+
+    Attributes:
+        config: the whole `config.json`.
+        layout: of the experts.
+        names: full names of the tensors of the router and other single parameters, by parameter.
+        shared: key table of the shared expert; its names are full.
+    """
+
+    config: dict
+    prefix: str
+    layer: int
+    layout: str
+    names: dict[str, str]
+    shared: tuple[Key, ...]
+
+    @classmethod
+    def of(cls, config: dict, block: Block, plan: Plan) -> CheckpointSource:
+        others = [fill for fill in plan.fills if fill.experts is None]
+        return cls(
+            config=config,
+            prefix=block.prefix,
+            layer=block.layer,
+            layout=plan.layout.name,
+            names={fill.parameter: fill.stored.name for fill in others if fill.key is None},
+            shared=tuple(Key(fill.stored.name, fill.key.parts) for fill in others if fill.key is not None),
+        )

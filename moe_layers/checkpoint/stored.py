@@ -1,0 +1,112 @@
+"""Weights as they are stored: plain, or quantised and spread over a tensor of numbers and a tensor of scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .dequantize import MXFP4_GROUP, dequantize_float8, dequantize_mxfp4
+from .files import CheckpointFiles
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight of the checkpoint.
+
+    Attributes:
+        encoding: "plain", "float8" or "mxfp4".
+        names: the tensors on disk: the weight, or its numbers and their scales.
+        shape: of the weight.
+        dtype: of the numbers on disk.
+    """
+
+    name: str
+    encoding: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: tuple[int, int] = (0, 0)
+    num_bytes: int = 0
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of the values that `read` returns."""
+        return self.dtype if self.encoding == "plain" else torch.float32
+
+    def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
+        """The weight or a range of its first axis on `device`; quantised ones are dequantised there to float32."""
+        if self.encoding == "plain":
+            return files.read(self.names[0], rows)
+        numbers, scales = (files.read(name, rows).to(device) for name in self.names)
+        if self.encoding == "float8":
+            return dequantize_float8(numbers, scales, self.block, self.name)
+        return dequantize_mxfp4(numbers, scales, self.name)
+
+
+Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors on disk
+
+
+def group_names(names: Iterable[str]) -> dict[str, Group]:
+    """The weights behind the tensors of a checkpoint. The scales of an "mxfp4" weight may be missing there."""
+    names = set(names)
+    weights: dict[str, Group] = {name: ("plain", (name,)) for name in names}
+    for name in names:
+        weight = name.removesuffix("_scale_inv")
+        if weight != name and weight in names:
+            weights[weight] = ("float8", (weight, name))
+            del weights[name]
+        weight = name.removesuffix("_blocks")
+        if weight != name and (f"{weight}_scales" in names or "experts." in name):
+            weights[weight] = ("mxfp4", (name, f"{weight}_scales"))
+            del weights[name]
+            weights.pop(f"{weight}_scales", None)
+    return weights
+
+
+def describe(
+    files: CheckpointFiles, name: str, group: Group, block: tuple[int, int], problems: list[str]
+) -> Stored | None:
+    """Read shapes from the headers; what is wrong goes to `problems`, and then the result is None.
+
+    Args:
+        block: rows and columns that share a scale in float8 weights.
+    """
+    encoding, names = group
+    missing = [part for part in names if part not in files.file_of]
+    if missing:
+        problems.extend(f"missing: {part}" for part in missing)
+        return None
+    infos = [files.info(part) for part in names]
+    numbers, num_bytes = infos[0], sum(info.num_bytes for info in infos)
+    shape = numbers.shape
+    if encoding == "plain":
+        if numbers.dtype in _FLOAT8:
+            problems.append(f"missing: {name}_scale_inv, the scales of {name}, which is {_short(numbers.dtype)}")
+            return None
+    elif encoding == "float8":
+        expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
+        if numbers.dtype not in _FLOAT8 or infos[1].dtype not in _SCALE_DTYPES:
+            problems.append(f"wrong dtype: {names[0]} is {_short(numbers.dtype)}, its scales {_short(infos[1].dtype)}")
+        if len(shape) < 2 or infos[1].shape != expected:
+            problems.append(f"wrong shape: {names[1]} is {infos[1].shape}, must be {expected} for {names[0]} {shape}")
+    else:
+        groups = shape[-2] if len(shape) > 2 else 0
+        shape = (*shape[:-2], groups * MXFP4_GROUP)
+        if {numbers.dtype, infos[1].dtype} != {torch.uint8}:
+            problems.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {_short(numbers.dtype)}")
+        if not groups or numbers.shape[-1] != MXFP4_GROUP // 2 or infos[1].shape != numbers.shape[:-1]:
+            problems.append(
+                f"wrong shape: {names[0]} is {numbers.shape} with scales {infos[1].shape}, "
+                f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"
+            )
+    return Stored(name, encoding, names, shape, numbers.dtype, block, num_bytes)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

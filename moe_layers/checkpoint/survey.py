@@ -1,0 +1,123 @@
+"""What the MoE blocks of a checkpoint look like, from the headers of its files; the architecture may be unknown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .architectures import ARCHITECTURES
+from .blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
+from .config import RECORD, Config, float8_block, read_config
+from .files import CONFIG, CheckpointFiles, read_json
+from .layouts import Layout, Sizes
+from .stored import Stored, describe
+
+
+@dataclass(frozen=True)
+class BlockSurvey:
+    """A block and what its tensors may mean.
+
+    Attributes:
+        layouts: those that fit; more than one where neither names nor shapes nor the architecture tell them apart.
+        sizes: as each of these layouts reads them.
+        bias: the experts have biases.
+        experts: the weights of the experts, by name below the block.
+        wrong: why no layout fits.
+    """
+
+    block: Block
+    layouts: tuple[Layout, ...]
+    sizes: tuple[Sizes, ...]
+    bias: bool
+    experts: dict[str, Stored]
+    num_bytes: int
+    wrong: tuple[str, ...]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {stored.dtype for stored in self.experts.values()}
+
+    @property
+    def encodings(self) -> set[str]:
+        return {stored.encoding for stored in self.experts.values()}
+
+
+def survey(files: CheckpointFiles) -> list[BlockSurvey]:
+    """All MoE blocks.
+
+    Raises:
+        ValueError: a file is damaged, or the configuration is missing.
+    """
+    values = read_json(files.directory / CONFIG)
+    return [_survey_block(files, block, values) for block in find_blocks(files.file_of)]
+
+
+def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSurvey:
+    config = read_config(values, block.layer)
+    float8 = float8_block(values, config)
+    problems: list[str] = []
+    described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
+    if problems:
+        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + "\n  ".join(problems))
+    patterns = block.patterns()
+    candidates = matching_layouts(block)
+    matches = [(layout, *_match(block, described, layout)) for layout in candidates]
+    fitting = [(layout, sizes) for layout, sizes, wrong in matches if not wrong]
+    wrong = [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
+    fitting = _narrow(fitting, values.get(RECORD), config)
+    bias = any(key.bias and key.name in patterns for layout, _ in fitting for key in layout.keys)
+    names = {
+        key.name.replace("{e}", str(e))
+        for layout, sizes in fitting
+        for key in layout.select(bias=bias)
+        for e in (range(sizes.num_experts) if key.per_expert else range(1))
+    }
+    return BlockSurvey(
+        block=block,
+        layouts=tuple(layout for layout, _ in fitting),
+        sizes=tuple(sizes for _, sizes in fitting),
+        bias=bias,
+        experts={name: stored for name, stored in described.items() if name in names},
+        num_bytes=sum(stored.num_bytes for stored in described.values()),
+        wrong=tuple(wrong),
+    )
+
+
+def _match(block: Block, described: dict[str, Stored], layout: Layout) -> tuple[Sizes | None, list[str]]:
+    """The sizes of a layout's tensors, and which of them do not fit."""
+    router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
+    numbers = block.expert_numbers()
+    down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
+    name = down.name.replace("{e}", str(min(numbers, default=0)))
+    if len(router) != 2 or name not in described or len(described[name].shape) < 2:
+        return None, [f"missing: {block.prefix}{name}, or not a matrix"]
+    rows, columns = described[name].shape[-2:]
+    num_experts = max(numbers) + 1 if down.per_expert else router[0] if down.flat else described[name].shape[0]
+    if down.flat:
+        rows //= num_experts
+    d_model, d_ff = (columns, rows) if down.transposed else (rows, columns)
+    wrong = []
+    if d_model != router[1] and "fc1_latent_proj.weight" not in described:
+        wrong.append(f"wrong shape: {block.prefix}{name} has d_model {d_model}, the router {router[1]}")
+    sizes = Sizes(num_experts, d_ff, d_model)
+    for key in layout.select(bias=False):
+        for number in range(num_experts) if key.per_expert else (None,):
+            name, shape = key.name.replace("{e}", str(number)), key.shape(sizes)
+            if name not in described:
+                wrong.append(f"missing: {block.prefix}{name} {shape}")
+            elif described[name].shape != shape:
+                wrong.append(f"wrong shape: {block.prefix}{name} is {described[name].shape}, must be {shape}")
+    return sizes, wrong
+
+
+def _narrow(fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: Config) -> list[tuple[Layout, Sizes]]:
+    """Drop what the record or a known architecture rules out."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if recorded is not None:
+        return [(layout, sizes) for layout, sizes in fitting if layout.name == recorded]
+    if architecture is None or len(fitting) < 2:
+        return fitting
+    published = [(layout, sizes) for layout, sizes in fitting if layout.name in architecture.layouts]
+    plain = [(layout, sizes) for layout, sizes in fitting if layout.name != "interleaved"]
+    return published or ([] if "interleaved" in architecture.layouts else plain) or fitting

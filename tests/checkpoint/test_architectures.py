@@ -1,0 +1,73 @@
+"""Random models that transformers itself builds and saves: the loaded layer computes what the original block does."""
+
+import pytest
+import torch
+
+from moe_layers import MoEFeedForward
+from moe_layers.checkpoint.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED
+
+from .golden import FASTEST
+from .tiny_models import LAYER, MODELS, save_model
+
+pytest.importorskip("transformers", reason="transformers builds the models of this test")
+# transformers warns about sizes that no published model has, and about its own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_at_least_25_architectures():
+    assert len(MODELS) >= 25
+    # Kimi-K2 has the module of DeepSeek-V3 under a name that transformers does not know.
+    assert set(ARCHITECTURES) - {OWN_MODEL_TYPE, "kimi_k2"} == set(MODELS)
+    assert not set(ARCHITECTURES) & set(REFUSED)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_equals_the_original_block(model_type, tmp_path, device):
+    block = save_model(model_type, tmp_path)
+    assert_equals(tmp_path, block, device)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("deepseek_v2", {"topk_method": "greedy"}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+        ("lfm2_moe", {"use_expert_bias": False}),
+        ("laguna", {"moe_router_logit_softcapping": 0.0}),
+        ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+        ("cohere2_moe", {"num_shared_experts": 0}),
+        ("nemotron_h", {"moe_latent_size": 20}),
+        ("granitemoeshared", {"shared_intermediate_size": 0}),
+        ("longcat_flash", {"zero_expert_num": 0}),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 3]}),
+    ],
+    ids=str,
+)
+def test_options(model_type, changes, tmp_path, device):
+    block = save_model(model_type, tmp_path, **changes)
+    assert_equals(tmp_path, block, device)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text"])
+def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
+    """`save_original_format=False` keeps the names and shapes of the modules of transformers."""
+    block = save_model(model_type, tmp_path, save_original_format=False)
+    assert_equals(tmp_path, block, device)
+
+
+def assert_equals(directory, block, device):
+    moe = MoEFeedForward.from_checkpoint(directory, LAYER, device=device, implementation=FASTEST)
+    block = block.to(device)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 9, moe.d_model, generator=generator).to(device)
+    dy = torch.randn(2, 9, moe.d_model, generator=generator).to(device)
+    results = []
+    for function in (block, moe):
+        inputs = x.clone().requires_grad_()
+        y = function(inputs)
+        results.append((y.detach(), *torch.autograd.grad(y, inputs, dy)))
+    (y, grad_x), (actual, actual_grad_x) = results
+    assert (actual - y).abs().max() < 2e-5 * max(1, y.square().mean().sqrt())
+    assert (actual_grad_x - grad_x).abs().max() < 2e-4

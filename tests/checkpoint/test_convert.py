@@ -1,0 +1,198 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moe_layers.checkpoint.__main__ import main
+from moe_layers.checkpoint.convert import convert
+
+from .golden import CASES, GOLDEN, Golden
+
+
+def read_model(directory):
+    """All tensors, by whatever files."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return load_file(directory / "model.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    tensors = {}
+    for file in set(weight_map.values()):
+        tensors |= load_file(directory / file)
+    assert set(tensors) == set(weight_map)
+    return tensors
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "llama4", "gpt_oss", "dbrx", "granitemoe", "deepseek_v3"])
+def test_through_all_layouts_and_back_is_bit_exact(case, tmp_path):
+    golden = Golden(case)
+    original = golden.tensors("model")
+    published = {"mixtral": "per_expert_w123", "llama4": "transposed", "gpt_oss": "interleaved", "dbrx": "flat"}
+    published |= {"granitemoe": "linear"}
+    directory = golden.directory
+    for number, layout in enumerate(["per_expert", "fused", "transposed", "interleaved"]):
+        convert(directory, tmp_path / str(number), layout, max_shard_bytes=60_000)
+        directory = tmp_path / str(number)
+    assert "moe_layers_layout" in json.loads((directory / "config.json").read_text())
+    convert(directory, tmp_path / "back", published.get(case, "per_expert"))
+    assert same(read_model(tmp_path / "back"), original)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_converts(case, tmp_path):
+    golden = Golden(case)
+    convert(golden.directory, tmp_path / "out", "fused")
+    converted, original = read_model(tmp_path / "out"), golden.tensors("model")
+    experts = {name for name in converted if ".experts." in name}
+    assert experts and converted.keys() - experts
+    for name in converted.keys() - experts:
+        assert torch.equal(converted[name], original[name])
+
+
+def test_shards_stay_below_the_limit(tmp_path):
+    convert(GOLDEN / "qwen3_moe", tmp_path / "out", "per_expert", max_shard_bytes=50_000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 5
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= 50_000  # noqa: SIM118
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    total = sum(tensor.nbytes for tensor in read_model(tmp_path / "out").values())
+    assert index["metadata"]["total_size"] == total
+
+
+def test_quantised_weights_are_dequantised(tmp_path):
+    golden = Golden("gpt_oss_mxfp4")
+    convert(golden.directory, tmp_path / "out", "interleaved", dtype=torch.float32)
+    converted = read_model(tmp_path / "out")
+    for name, tensor in golden.tensors("dequant").items():
+        assert torch.equal(converted[name], tensor)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_float8_outside_of_the_experts_is_dequantised_too(tmp_path):
+    model = Golden("qwen3_moe").tensors("model")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    model[name] = model[name].to(torch.float8_e4m3fn)
+    model[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
+    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "config.json")
+    save_file(model, tmp_path / "model.safetensors")
+    convert(tmp_path, tmp_path / "out", "fused")
+    converted = read_model(tmp_path / "out")
+    assert torch.equal(converted[name], (model[name].float() * 0.5).bfloat16())
+    assert f"{name}_scale_inv" not in converted
+
+
+def test_composite_model(tmp_path):
+    """Quantisation may be stated for the language model alone; other parts may have names like those of scales."""
+    model = Golden("gpt_oss_mxfp4").tensors("model")
+    model["vision.position_blocks"] = torch.arange(4.0)
+    save_file(model, tmp_path / "model.safetensors")
+    text = Golden("gpt_oss_mxfp4").config
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some_vlm", "text_config": text}))
+    convert(tmp_path, tmp_path / "out", "interleaved")
+    assert torch.equal(read_model(tmp_path / "out")["vision.position_blocks"], torch.arange(4.0))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"] == {name: value for name, value in text.items() if name != "quantization_config"}
+
+
+def test_target_must_be_empty(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(ValueError, match="must be an empty directory"):
+        convert(GOLDEN / "qwen3_moe", tmp_path / "out", "fused")
+
+
+def test_interrupted_run_leaves_nothing_to_load(tmp_path):
+    def stop_early(outputs):
+        yield from outputs[: len(outputs) // 2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(GOLDEN / "qwen3_moe", tmp_path / "out", "fused", max_shard_bytes=10_000, progress=stop_early)
+    assert not list((tmp_path / "out").glob("*.safetensors*"))
+
+
+def test_missing_expert_is_named(tmp_path):
+    model = Golden("qwen3_moe").tensors("model")
+    del model["model.layers.1.mlp.experts.3.up_proj.weight"]
+    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "config.json")
+    save_file(model, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
+        convert(tmp_path, tmp_path / "out", "fused")
+    assert not (tmp_path / "out").exists()
+
+
+def test_mixed_dtypes_are_refused(tmp_path):
+    model = Golden("qwen3_moe").tensors("model")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    model[name] = model[name].bfloat16()
+    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "config.json")
+    save_file(model, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="must have one dtype"):
+        convert(tmp_path, tmp_path / "out", "fused")
+
+
+def test_command_converts_a_directory_of_checkpoints(tmp_path, capsys):
+    assert main(["convert", str(GOLDEN), str(tmp_path / "out"), "--layout", "fused"]) == 0
+    assert "tensor" in capsys.readouterr().err  # the progress bar
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == CASES
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("fused (D)") == len(CASES) + 2  # two of them have two blocks
+
+
+def test_command_converts_one_checkpoint(tmp_path):
+    assert main(["convert", str(GOLDEN / "olmoe"), str(tmp_path / "out"), "--layout", "transposed"]) == 0
+    assert (tmp_path / "out" / "meta.json").is_file()
+    assert read_model(tmp_path / "out")["model.layers.0.mlp.experts.down_proj"].shape == (8, 48, 64)
+
+
+def test_command_inspects(capsys):
+    assert main(["inspect", str(GOLDEN)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("MoE blocks") == len(CASES)
+    row = next(line.split() for line in out.splitlines() if "mxfp4 (F)" in line)
+    assert row[:8] == ["0", "model.layers.0.mlp", "mxfp4", "(F)", "4", "64", "96", "bfloat16/uint8"]
+    assert "flat (H)  8        64       48    float32  none" in out
+
+
+def test_command_inspects_an_unknown_architecture(tmp_path, capsys):
+    save_file(Golden("llama4").tensors("model"), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "something_new"}')
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "transposed (E) or interleaved (F)" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--layout", "fused"]) == 1
+    assert "ambiguous, it may be transposed or interleaved" in capsys.readouterr().err
+
+
+def test_command_reports_errors(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "must hold config.json" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [("qwen3_moe", "fused"), ("mixtral", "fused"), ("gpt_oss", "interleaved"), ("llama4", "transposed")],
+)
+def test_transformers_loads_what_was_converted(case, layout, tmp_path):
+    """Through another layout and into the one that transformers' own modules have: the same logits."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    golden = Golden(case)
+    convert(golden.directory, tmp_path / "between", "per_expert")
+    convert(tmp_path / "between", tmp_path / "out", layout, max_shard_bytes=100_000)
+    model_class = getattr(transformers, golden.config["architectures"][0])
+    model, info = model_class.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    expected = golden.tensors("golden")
+    with torch.no_grad():
+        logits = model(expected["input_ids"]).logits
+    torch.testing.assert_close(logits, expected["logits"], rtol=1e-5, atol=2e-6)

@@ -1,0 +1,396 @@
+"""The report proves that a layer is loaded completely; whatever does not fit is refused by name."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from moe_layers import MoEFeedForward
+
+from .golden import CASES, GOLDEN, Golden
+from .test_from_checkpoint import copy_case, shard
+
+PREFIX = "model.layers.1.mlp."
+
+
+def load(directory, layer=1, **options):
+    return MoEFeedForward.from_checkpoint(directory, layer, **options)
+
+
+def refuses(directory, *messages, layer=1, **options):
+    with pytest.raises(ValueError) as error:
+        load(directory, layer, **options)
+    for message in messages:
+        assert re.search(message, str(error.value)), (message, str(error.value))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_tensor_of_the_block_is_used_once(case):
+    golden = Golden(case)
+    layer, report = load(golden.directory, golden.layer, return_report=True)
+    used = [name for tensor in report.tensors for name in tensor.names]
+    with safe_open(golden.directory / "model.safetensors", framework="pt") as file:
+        block = {name for name in file.keys() if name.startswith(golden.prefix)}  # noqa: SIM118
+    assert sorted(used) == sorted(block)
+    assert report.parameters == {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    assert not report.other_experts
+    report.check()
+    text = str(report)
+    assert golden.prefix in text and report.layout in text and report.model_type in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors[:-1], "was not filled"),
+        (lambda tensors: (*tensors, tensors[-1]), "used twice"),
+        (lambda tensors: (*tensors, dataclasses.replace(tensors[-1], names=("another",))), "filled twice"),
+        (lambda tensors: (*tensors, dataclasses.replace(tensors[-1], names=("x",), parameter="y")), "unknown param"),
+    ],
+)
+def test_the_proof_can_fail(change, message):
+    _, report = load(GOLDEN / "qwen3_moe", return_report=True)
+    with pytest.raises(AssertionError, match=message):
+        dataclasses.replace(report, tensors=change(report.tensors)).check()
+
+
+FAMILIES = {"dbrx": "H", "deepseek_v2": "A", "gpt_oss": "F", "granitemoe": "G", "llama4": "E", "mixtral": "B"}
+
+
+@pytest.mark.parametrize(("case", "family"), FAMILIES.items())
+def test_family_is_recognised(case, family):
+    golden = Golden(case)
+    _, report = load(golden.directory, golden.layer, return_report=True)
+    assert report.family == family
+
+
+def test_other_experts_are_named_and_not_read(tmp_path):
+    copy_case("qwen3_moe", tmp_path)
+    _, report = load(tmp_path, experts=range(2, 4), return_report=True)
+    assert len(report.other_experts) == 6 * 3
+    assert f"{PREFIX}experts.4.up_proj.weight" in report.other_experts
+    assert {tensor.experts for tensor in report.tensors if tensor.experts} == {range(2, 3), range(3, 4)}
+
+
+def test_missing_tensors_are_named(tmp_path):
+    def change(tensors):
+        del tensors[f"{PREFIX}experts.3.up_proj.weight"], tensors[f"{PREFIX}experts.7.down_proj.weight"]
+
+    copy_case("qwen3_moe", tmp_path, change)
+    message = refuses(tmp_path, r"missing: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight \(48, 64\)")
+    assert "missing: model.layers.1.mlp.experts.7.down_proj.weight (64, 48)" in message
+    assert message.count("missing:") == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("deepseek_v3", "gate.e_score_correction_bias"),
+        ("deepseek_v3", "shared_experts.up_proj.weight"),
+        ("qwen2_moe", "shared_expert_gate.weight"),
+        ("gpt_oss", "router.bias"),
+        ("gpt_oss", "experts.down_proj_bias"),
+        ("gpt_oss_mxfp4", "experts.down_proj_scales"),
+        ("gpt_oss_mxfp4", "experts.down_proj_blocks"),
+        ("llama4", "experts.down_proj"),
+        ("dbrx", "experts.mlp.v1"),
+        ("granitemoe", "output_linear.weight"),
+        ("switch_transformers", "experts.expert_2.wo.weight"),
+    ],
+)
+def test_any_missing_tensor_is_named(case, name, tmp_path):
+    prefix = Golden(case).prefix
+    golden = copy_case(case, tmp_path, lambda tensors: tensors.pop(prefix + name))
+    message = refuses(tmp_path, "missing", layer=golden.layer)
+    weight = re.sub("_(blocks|scales)$", "", prefix + name)
+    assert weight in message
+
+
+def test_all_gates_missing_is_not_taken_for_plain_experts(tmp_path):
+    def change(tensors):
+        for e in range(8):
+            del tensors[f"{PREFIX}experts.{e}.gate_proj.weight"]
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, r"missing: model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight")
+
+
+def test_last_expert_missing(tmp_path):
+    def change(tensors):
+        for name in ("gate", "up", "down"):
+            del tensors[f"{PREFIX}experts.7.{name}_proj.weight"]
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, r"missing: model\.layers\.1\.mlp\.experts\.7\.gate_proj\.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["experts.8.up_proj.weight", "experts.0.up_proj.bias", "gate.bias_of_doubt", "shared_expert.up_proj.weight"]
+)
+def test_left_over_tensors_are_named(name, tmp_path):
+    copy_case("qwen3_moe", tmp_path, lambda tensors: tensors.update({PREFIX + name: torch.zeros(3)}))
+    refuses(tmp_path, rf"left over: {re.escape(PREFIX + name)} \(3,\)")
+
+
+def test_two_places_for_one_parameter_are_ambiguous(tmp_path):
+    bias = f"{PREFIX}e_score_correction_bias"
+    copy_case("deepseek_v3", tmp_path, lambda tensors: tensors.update({bias: torch.zeros(16)}))
+    refuses(tmp_path, r"ambiguous: .*gate\.e_score_correction_bias, .*mlp\.e_score_correction_bias")
+
+
+def test_wrong_shapes_are_named(tmp_path):
+    def change(tensors):
+        name = f"{PREFIX}experts.3.up_proj.weight"
+        tensors[name] = tensors[name].mT.contiguous()
+        tensors[f"{PREFIX}gate.weight"] = torch.zeros(8, 60)
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(
+        tmp_path,
+        r"wrong shape: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is \(64, 48\), must be \(48, 64\)",
+        r"wrong shape: model\.layers\.1\.mlp\.gate\.weight is \(8, 60\), must be \(8, 64\)",
+    )
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "moe_intermediate_size", "num_experts"])
+def test_configuration_must_fit_the_tensors(field, tmp_path):
+    golden = Golden("qwen3_moe")
+    name = field if field in golden.config else "num_local_experts"
+    copy_case("qwen3_moe", tmp_path, config={name: golden.config[name] + 8})
+    refuses(tmp_path, "wrong shape|missing")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma4_text", "its router reads another tensor"),
+        ("some_new", "must be one of afmoe, .*'some_new'"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(model_type, reason, tmp_path):
+    copy_case("qwen3_moe", tmp_path, config={"model_type": model_type})
+    refuses(tmp_path, model_type, reason)
+
+
+def square(tensors):
+    """Fused tensors with 2F == D, whose orientation no shape tells."""
+    for name in list(tensors):
+        if ".mlp.experts." in name:
+            del tensors[name]
+    generator = torch.Generator().manual_seed(0)
+    tensors[f"{PREFIX}experts.gate_up_proj"] = torch.randn(8, 64, 64, generator=generator)
+
+
+def test_square_in_an_unknown_layout_is_ambiguous(tmp_path):
+    """Qwen3-MoE is published as [E, 2F, D]; the other orientation has to be stated."""
+
+    def change(tensors):
+        square(tensors)
+        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 32, 64)
+
+    copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32})
+    refuses(tmp_path, r"ambiguous, it may be transposed or interleaved", r"experts\.gate_up_proj \(8, 64, 64\)")
+    for layout in ("transposed", "interleaved"):
+        copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32, "moe_layers_layout": layout})
+        _, report = load(tmp_path, return_report=True)
+        assert report.layout == layout
+    copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32, "moe_layers_layout": "flat"})
+    refuses(tmp_path, "must have the layout of config.json, 'flat'|layout 'flat', which it has not")
+
+
+def test_square_in_the_published_layout_is_read_as_published(tmp_path):
+    def change(tensors):
+        square(tensors)
+        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 64, 32)
+
+    golden = copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32})
+    layer, report = load(tmp_path, return_report=True)
+    assert report.layout == "fused" and golden.layer == 1
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert torch.equal(layer.experts.w_up, file.get_tensor(f"{PREFIX}experts.gate_up_proj"))
+
+
+def test_gpt_oss_is_not_guessed_to_be_concatenated(tmp_path):
+    """Its rows alternate wherever they were seen; [E, 2F, D] without a word about them could be either."""
+    prefix = Golden("gpt_oss").prefix
+
+    def change(tensors):
+        for name in ("gate_up_proj", "down_proj"):
+            tensors[f"{prefix}experts.{name}"] = tensors[f"{prefix}experts.{name}"].mT
+
+    copy_case("gpt_oss", tmp_path, change)
+    refuses(tmp_path, "ambiguous, it may be fused", layer=0)
+
+
+def test_no_such_layer():
+    refuses(GOLDEN / "qwen3_moe", r"no MoE block in layer 0; its MoE blocks: model\.layers\.1\.mlp\.", layer=0)
+    refuses(GOLDEN / "qwen3_moe", "no MoE block in layer 'model.layers.0.mlp'", layer="model.layers.0.mlp")
+
+
+def test_two_blocks_in_one_layer_must_be_told_apart(tmp_path):
+    def change(tensors):
+        for name in list(tensors):
+            if name.startswith(PREFIX):
+                tensors[name.replace(".mlp.", ".second_mlp.")] = tensors[name] + 1
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, r"layer 1 must name one MoE block.*model\.layers\.1\.mlp\., model\.layers\.1\.second_mlp\.")
+    load(tmp_path, "model.layers.1.second_mlp")
+
+
+class TestFiles:
+    def test_nothing_there(self, tmp_path):
+        refuses(tmp_path, "must hold model.safetensors or model.safetensors.index.json, got neither")
+
+    def test_no_configuration(self, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        (tmp_path / "config.json").unlink()
+        refuses(tmp_path, "must hold config.json, which is missing")
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": 1'])
+    def test_malformed_configuration(self, text, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        (tmp_path / "config.json").write_text(text)
+        refuses(tmp_path, "config.json")
+
+    @pytest.mark.parametrize("kept", [0, 5, 100, -8])
+    def test_truncated_file(self, kept, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:kept])
+        refuses(tmp_path, r"model\.safetensors is damaged or truncated")
+
+    def test_truncated_shard(self, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        shard(tmp_path)
+        path = tmp_path / "model-2.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        refuses(tmp_path, r"model-2\.safetensors is damaged or truncated")
+
+    def test_index_that_names_a_missing_file(self, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        shard(tmp_path)
+        (tmp_path / "model-2.safetensors").unlink()
+        refuses(tmp_path, r"names files that do not exist: model-2\.safetensors")
+
+    def test_index_that_puts_a_tensor_into_the_wrong_file(self, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        weight_map = shard(tmp_path)
+        name = f"{PREFIX}experts.5.up_proj.weight"
+        wrong = next(file for file in weight_map.values() if file != weight_map[name])
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {**weight_map, name: wrong}}))
+        refuses(tmp_path, rf"index puts {re.escape(name)} into {wrong}, which does not hold it")
+
+    @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+    def test_malformed_index(self, text, tmp_path):
+        copy_case("qwen3_moe", tmp_path)
+        shard(tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        refuses(tmp_path, r"model\.safetensors\.index\.json")
+
+
+class TestQuantised:
+    def float8(self, tmp_path, change=lambda tensors: None, **quantization):
+        def quantise(tensors):
+            for name in list(tensors):
+                if ".mlp.experts." in name:
+                    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+            change(tensors)
+
+        settings = {"quant_method": "fp8", "weight_block_size": [128, 128], **quantization}
+        copy_case("qwen3_moe", tmp_path, quantise, {"quantization_config": settings})
+
+    name = f"{PREFIX}experts.3.up_proj.weight"
+
+    def test_loads(self, tmp_path):
+        self.float8(tmp_path)
+        load(tmp_path)
+
+    def test_scales_missing(self, tmp_path):
+        self.float8(tmp_path, lambda tensors: tensors.pop(f"{self.name}_scale_inv"))
+        refuses(tmp_path, rf"missing: {re.escape(self.name)}_scale_inv, the scales")
+
+    def test_weight_missing(self, tmp_path):
+        self.float8(tmp_path, lambda tensors: tensors.pop(self.name))
+        refuses(tmp_path, rf"missing: {re.escape(self.name)} ", rf"left over: {re.escape(self.name)}_scale_inv")
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+    def test_scales_not_finite(self, bad, tmp_path):
+        self.float8(tmp_path, lambda tensors: tensors.update({f"{self.name}_scale_inv": torch.full((1, 1), bad)}))
+        refuses(tmp_path, rf"scales of {re.escape(self.name)} must be finite, got {bad}")
+
+    def test_scales_of_a_wrong_shape(self, tmp_path):
+        self.float8(tmp_path, lambda tensors: tensors.update({f"{self.name}_scale_inv": torch.ones(1, 2)}))
+        refuses(tmp_path, rf"wrong shape: {re.escape(self.name)}_scale_inv is \(1, 2\), must be \(1, 1\)")
+
+    def test_scales_for_weights_that_are_not_quantised(self, tmp_path):
+        self.float8(tmp_path, lambda tensors: tensors.update({self.name: torch.ones(48, 64)}))
+        refuses(tmp_path, rf"wrong dtype: {re.escape(self.name)} is float32")
+
+    def test_nan_among_mxfp4_scales(self, tmp_path):
+        name = f"{Golden('gpt_oss_mxfp4').prefix}experts.down_proj"
+        copy_case("gpt_oss_mxfp4", tmp_path, lambda tensors: tensors[f"{name}_scales"][2, 5].fill_(255))
+        refuses(tmp_path, rf"scales of {re.escape(name)} must be finite", layer=0)
+        load(tmp_path, 0, experts=range(0, 2))  # other experts' scales are not read
+
+    def test_mxfp4_of_a_wrong_shape(self, tmp_path):
+        name = f"{Golden('gpt_oss_mxfp4').prefix}experts.down_proj"
+        copy_case(
+            "gpt_oss_mxfp4", tmp_path, lambda tensors: tensors.update({f"{name}_scales": torch.ones(4, 64, 2).byte()})
+        )
+        refuses(
+            tmp_path, rf"wrong shape: {re.escape(name)}_blocks is \(4, 64, 3, 16\) with scales \(4, 64, 2\)", layer=0
+        )
+
+    @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", 3])
+    def test_other_methods_are_refused_by_name(self, method, tmp_path):
+        self.float8(tmp_path, quant_method=method)
+        refuses(tmp_path, f"quant_method must be 'fp8' or 'mxfp4', got {method!r}")
+
+    @pytest.mark.parametrize("block", [[128], "128", [0, 128], [1.5, 2]])
+    def test_malformed_block_size(self, block, tmp_path):
+        self.float8(tmp_path, weight_block_size=block)
+        refuses(tmp_path, "weight_block_size must be two positive integers")
+
+
+def test_other_dtypes_are_refused(tmp_path):
+    name = f"{PREFIX}experts.3.up_proj.weight"
+    copy_case("qwen3_moe", tmp_path, lambda tensors: tensors.update({name: torch.zeros(48, 64, dtype=torch.uint16)}))
+    refuses(tmp_path, rf"dtype of {re.escape(name)} must be one of .*, got U16")
+
+
+def test_two_complete_sets_of_experts_are_refused(tmp_path):
+    def change(tensors):
+        tensors[f"{PREFIX}experts.gate_up_proj"] = torch.zeros(8, 96, 64)
+        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 64, 48)
+        tensors[f"{PREFIX}input_linear.weight"] = torch.zeros(8, 96, 64)
+        tensors[f"{PREFIX}output_linear.weight"] = torch.zeros(8, 64, 48)
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, "ambiguous|left over")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float32"], ids=str)
+def test_parameters_must_be_floating_point(dtype):
+    refuses(GOLDEN / "qwen3_moe", "dtype must be one of .*'bfloat16'", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["experts.3.up_proj.weight", "gate.weight"])
+def test_integers_are_not_taken_for_weights(name, tmp_path):
+    def change(tensors):
+        tensors[PREFIX + name] = torch.ones_like(tensors[PREFIX + name], dtype=torch.int8)
+
+    copy_case("qwen3_moe", tmp_path, change)
+    refuses(tmp_path, rf"wrong dtype: {re.escape(PREFIX + name)} is torch\.int8, must be floating point")
+
+
+@pytest.mark.parametrize("dtype", ["int8", 3, ["float32"], {"a": 1}], ids=str)
+def test_dtype_of_a_quantised_model(dtype, tmp_path):
+    copy_case("gpt_oss_mxfp4", tmp_path, config={"dtype": dtype})
+    refuses(tmp_path, "dtype in config.json must be one of", layer=0)

@@ -1,0 +1,247 @@
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_layers import MoEFeedForward
+
+from .golden import FASTEST, GOLDEN, Golden
+
+
+def copy_case(case, directory, change=lambda tensors: None, config=None):
+    """A golden case as one file, after `change` had the tensors and with fields of the configuration replaced."""
+    golden = Golden(case)
+    tensors = golden.tensors("model")
+    change(tensors)
+    directory.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**golden.config, **(config or {})}))
+    return golden
+
+
+def shard(directory, num_files=3):
+    """Spread the tensors of model.safetensors over files, neighbours into different ones."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    weight_map = {name: f"model-{i % num_files + 1}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def same_state(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_shards_give_the_same_layer(tmp_path):
+    golden = copy_case("deepseek_v3", tmp_path)
+    whole = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    shard(tmp_path)
+    assert same_state(MoEFeedForward.from_checkpoint(str(tmp_path), golden.layer), whole)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
+def test_dtype(dtype, expected, device):
+    golden = Golden("deepseek_v3")
+    layer, report = MoEFeedForward.from_checkpoint(
+        golden.directory, golden.layer, dtype=dtype, device=device, return_report=True
+    )
+    assert {parameter.dtype for parameter in layer.parameters()} == {expected}
+    assert {parameter.device.type for parameter in layer.parameters()} == {device}
+    assert layer.router.selection_bias.dtype == torch.float32
+    assert bool(report.dtype_changes) == (dtype is not None)
+    if dtype is not None:
+        name = f"{golden.prefix}experts.3.up_proj.weight"
+        assert report.dtype_changes[name] == (torch.float32, torch.bfloat16)
+        assert torch.equal(layer.experts.w_up[3, 24:].cpu(), golden.tensors("model")[name].bfloat16())
+
+
+def test_dtype_of_a_quantised_source_is_the_models():
+    layer = MoEFeedForward.from_checkpoint(GOLDEN / "gpt_oss_mxfp4", 0)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+
+
+def test_mxfp4_is_dequantised_bit_for_bit(device):
+    golden = Golden("gpt_oss_mxfp4")
+    layer, report = MoEFeedForward.from_checkpoint(
+        golden.directory, 0, dtype=torch.float32, device=device, return_report=True
+    )
+    expected = golden.tensors("dequant")
+    fused = expected[f"{golden.prefix}experts.gate_up_proj"]  # [E, D, 2F]
+    up = torch.cat([fused[..., ::2], fused[..., 1::2]], dim=-1).mT
+    assert torch.equal(layer.experts.w_up.cpu(), up)
+    assert torch.equal(layer.experts.w_down.cpu(), expected[f"{golden.prefix}experts.down_proj"].mT)
+    assert report.quantization == ("mxfp4",) and report.family == "F"
+
+
+@pytest.mark.parametrize(("d_model", "d_ff"), [(64, 24), (130, 129)])
+@pytest.mark.parametrize("block", [[128, 128], [16, 32]])
+def test_float8_blocks(d_model, d_ff, block, tmp_path, device):
+    generator = torch.Generator().manual_seed(0)
+    prefix = "model.layers.1.mlp."
+    tensors, expected = {}, {}
+    for e in range(16):
+        for name in ("gate", "up", "down"):
+            shape = (d_model, d_ff) if name == "down" else (d_ff, d_model)
+            key = f"{prefix}experts.{e}.{name}_proj.weight"
+            tensors[key] = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+            scale = torch.rand(-(-shape[0] // block[0]), -(-shape[1] // block[1]), generator=generator)
+            tensors[f"{key}_scale_inv"] = scale
+            rows, columns = torch.arange(shape[0]) // block[0], torch.arange(shape[1]) // block[1]
+            expected[e, name] = tensors[key].float() * scale[rows][:, columns]
+    tensors[f"{prefix}gate.weight"] = torch.randn(16, d_model, generator=generator).bfloat16()
+    tensors[f"{prefix}gate.e_score_correction_bias"] = torch.randn(16, generator=generator)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shard(tmp_path, 5)
+    config = {**Golden("deepseek_v3").config, "hidden_size": d_model, "moe_intermediate_size": d_ff}
+    config |= {"model_type": "mimo_v2_flash"}  # DeepSeek-V3 without a shared expert
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    layer, report = MoEFeedForward.from_checkpoint(tmp_path, 1, dtype=torch.float32, device=device, return_report=True)
+    for e in range(16):
+        assert torch.equal(layer.experts.w_up[e, :d_ff].cpu(), expected[e, "gate"])
+        assert torch.equal(layer.experts.w_up[e, d_ff:].cpu(), expected[e, "up"])
+        assert torch.equal(layer.experts.w_down[e].cpu(), expected[e, "down"])
+    assert report.quantization == ("float8",)
+    half = MoEFeedForward.from_checkpoint(tmp_path, 1, experts=range(3, 5))
+    assert torch.equal(half.experts.w_down, layer.experts.w_down[3:5].to(torch.float32).cpu())
+
+
+@pytest.mark.parametrize("case", ["mixtral", "llama4", "gpt_oss", "dbrx", "gpt_oss_mxfp4", "deepseek_v3", "qwen2_moe"])
+def test_a_range_of_experts(case, device):
+    """Each rank's layer holds its experts only, and the ranks' outputs sum to the whole layer's."""
+    golden = Golden(case)
+    options = {"dtype": torch.float32, "device": device, "implementation": FASTEST}
+    whole = MoEFeedForward.from_checkpoint(golden.directory, golden.layer, **options)
+    x = golden.tensors("golden")["x"].to(device)
+    num_experts = whole.num_experts
+    total = 0
+    for experts in (range(0, 1), range(1, 3), range(3, num_experts)):
+        part, report = MoEFeedForward.from_checkpoint(
+            golden.directory, golden.layer, experts=experts, return_report=True, **options
+        )
+        assert torch.equal(part.experts.w_up, whole.experts.w_up[experts.start : experts.stop])
+        assert torch.equal(part.experts.w_down, whole.experts.w_down[experts.start : experts.stop])
+        assert report.experts == experts
+        y = part(x)
+        part.shared_expert = None
+        total = total + part(x)
+    if whole.shared_expert is not None:
+        total = total + (y - part(x))
+    torch.testing.assert_close(total, whole(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "experts", [range(0), range(2, 2), range(0, 9), range(-1, 2), range(0, 4, 2), [0, 1], slice(0, 2)]
+)
+def test_bad_ranges(experts):
+    with pytest.raises(ValueError, match="experts must"):
+        MoEFeedForward.from_checkpoint(GOLDEN / "qwen3_moe", 1, experts=experts)
+
+
+def test_layer_by_prefix():
+    """In an encoder-decoder a number means the encoder's layer; the decoder's is reached by its prefix."""
+    golden = Golden("switch_transformers")
+    model = golden.tensors("model")
+    encoder, decoder = "encoder.block.0.layer.1.mlp.", "decoder.block.0.layer.2.mlp."
+    for layer, prefix in [(0, encoder), (decoder, decoder), (decoder.rstrip("."), decoder)]:
+        moe, report = MoEFeedForward.from_checkpoint(golden.directory, layer, return_report=True)
+        assert report.prefix == prefix
+        assert torch.equal(moe.router.weight, model[f"{prefix}router.classifier.weight"])
+
+
+def test_layers_beside_the_model_are_told_apart(tmp_path):
+    """Layers for predicting several tokens have experts too."""
+
+    def add_mtp(tensors):
+        for name in list(tensors):
+            if ".layers.1.mlp." in name:
+                tensors[name.replace("model.layers.1.", "mtp.layers.1.")] = tensors[name] + 1
+                tensors[name.replace("model.layers.1.", "model.layers.2.")] = tensors[name] + 2
+
+    golden = copy_case("deepseek_v3", tmp_path, add_mtp)
+    layer = MoEFeedForward.from_checkpoint(tmp_path, 1)
+    assert same_state(layer, MoEFeedForward.from_checkpoint(golden.directory, 1))
+
+
+def test_numbers_of_experts_are_not_sorted_as_strings():
+    golden = Golden("deepseek_v3")  # 16 experts: "10" < "2"
+    layer = MoEFeedForward.from_checkpoint(golden.directory, 1)
+    model = golden.tensors("model")
+    for e in range(16):
+        assert torch.equal(layer.experts.w_down[e], model[f"{golden.prefix}experts.{e}.down_proj.weight"])
+
+
+def test_parameters_are_aligned_and_contiguous():
+    layer = MoEFeedForward.from_checkpoint(GOLDEN / "llama4", 1)
+    assert all(parameter.is_contiguous() and parameter.data_ptr() % 16 == 0 for parameter in layer.parameters())
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_composite_models(tmp_path):
+    """The language model of a vision-language model, with the prefixes of both times."""
+    for number, prefix in enumerate(["language_model.model.", "model.language_model."]):
+
+        def rename(tensors, prefix=prefix):
+            for name in list(tensors):
+                tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+
+        directory = tmp_path / str(number)
+        golden = copy_case("llama4", directory, rename)
+        config = {"model_type": "llama4", "text_config": golden.config, "vision_config": {"model_type": "vit"}}
+        (directory / "config.json").write_text(json.dumps(config))
+        layer = MoEFeedForward.from_checkpoint(directory, 1)
+        assert same_state(layer, MoEFeedForward.from_checkpoint(golden.directory, 1))
+
+
+def test_single_file_wins_over_a_stale_index(tmp_path):
+    copy_case("qwen3_moe", tmp_path)
+    shutil.copy(tmp_path / "config.json", tmp_path / "model.safetensors.index.json")
+    MoEFeedForward.from_checkpoint(tmp_path, 1)
+
+
+def test_experts_are_kept_once(device):
+    layer = MoEFeedForward(8, 4, 6, 2, device=device, implementation=FASTEST)
+    weights = layer.experts.w_up.detach().clone()
+    with pytest.raises(ValueError, match="must lie in range"):
+        layer.keep_experts(range(5, 7))
+    layer.keep_experts(range(2, 5))
+    assert torch.equal(layer.experts.w_up, weights[2:5])
+    with pytest.raises(ValueError, match="all still here"):
+        layer.keep_experts(range(2, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_zero_experts": 2}, {"capacity": 3, "top_k": 1}], ids=str)
+def test_parts_know_the_routing_of_all_experts(options, device):
+    """Gradients too are those of the whole layer, part by part."""
+    torch.manual_seed(0)
+    options = {"d_model": 8, "d_ff": 4, "num_experts": 6, "top_k": 2, "init_std": 0.5, **options}
+    whole = MoEFeedForward(**options, device=device, implementation=FASTEST)
+    x = torch.randn(2, 9, 8, device=device, requires_grad=True)
+    y, routing = whole(x, return_routing=True)
+    gradients = torch.autograd.grad(y.sin().sum(), [x, *whole.experts.parameters()])
+    parts = [copy.deepcopy(whole) for _ in range(2)]
+    parts[0].keep_experts(range(0, 2))
+    parts[1].keep_experts(range(2, 6))
+    outputs = []
+    for part in parts:
+        out, part_routing = part(x, return_routing=True)
+        assert torch.equal(part_routing.tokens_per_expert, routing.tokens_per_expert)
+        outputs.append(out)
+    if options.get("num_zero_experts"):
+        return  # each part adds the zero experts' share
+    total = sum(outputs)
+    torch.testing.assert_close(total, y)
+    leaves = [x, *parts[0].experts.parameters(), *parts[1].experts.parameters()]
+    grad_x, *grads = torch.autograd.grad(total.sin().sum(), leaves)
+    torch.testing.assert_close(grad_x, gradients[0], rtol=1e-4, atol=1e-5)
+    half = len(grads) // 2
+    for first, second, expected in zip(grads[:half], grads[half:], gradients[1:], strict=True):
+        torch.testing.assert_close(torch.cat([first, second]), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,172 @@
+"""Small random models of published architectures, built and saved by transformers itself."""
+
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 16,
+}
+LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+
+# By model type, the fields in which it differs from the common ones in `config_fields`.
+MODELS = {
+    "mixtral": {},
+    "minimax": {"layer_types": ["full_attention"] * 2, "block_size": 4},
+    "minimax_m2": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "qwen3_next": LINEAR_ATTENTION,
+    "qwen3_5_moe_text": LINEAR_ATTENTION,
+    "qwen3_vl_moe_text": {},
+    "qwen3_omni_moe_text": {},
+    "olmoe": {},
+    "flex_olmo": {},
+    "mellum": {},
+    "jamba": {"expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1, "attn_layer_offset": 0},
+    "hunyuan_v1_moe": {},
+    "dbrx": {},
+    "gpt_oss": {"swiglu_limit": 1.5},
+    "openai_privacy_filter": {"swiglu_limit": 1.5},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "granitemoehybrid": {"layer_types": ["attention"] * 2, "mamba_expand": 2, "mamba_n_heads": 8},
+    "granitemoe_swa": {},
+    "aria_text": {},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", **LATENT_ATTENTION},
+    "deepseek_v3": LATENT_ATTENTION,
+    "deepseek_v32": LATENT_ATTENTION,
+    "kimi_linear": LATENT_ATTENTION,
+    "glm4_moe": {},
+    "glm4_moe_lite": LATENT_ATTENTION,
+    "glm4v_moe_text": {},
+    "glm_moe_dsa": LATENT_ATTENTION,
+    "dots1": {},
+    "solar_open": {},
+    "exaone_moe": {},
+    "bailing_hybrid": LATENT_ATTENTION,
+    "mimo_v2_flash": {},
+    "nemotron_h": {},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 2, "num_dense_layers": 1},
+    "afmoe": {},
+    "hy_v3": {},
+    "laguna": {},
+    "flint": {"mlp_only_layers": [0]},
+    "cohere2_moe": {"shared_expert_combination_strategy": "sum"},
+    "mistral4": LATENT_ATTENTION,
+    "ernie4_5_moe": {},
+    "longcat_flash": LATENT_ATTENTION,
+    "llama4_text": {},
+    "phimoe": {},
+    "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 3},
+}
+LAYER = 1
+
+
+def config_fields(model_type):
+    """Fields of the configuration with sizes drawn anew for every architecture, and multiples of nothing."""
+    draw = random.Random(model_type)
+    num_groups, top_k = draw.choice([2, 3]), draw.choice([2, 3])
+    num_experts = num_groups * draw.choice([3, 4, 5])
+    d_model, d_ff, shared_d_ff = 4 * draw.randint(9, 17), draw.randint(9, 31), draw.randint(9, 31)
+    fields = {
+        **dict.fromkeys(("hidden_size", "d_model"), d_model),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size", "d_ff"), d_ff),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), num_experts),
+        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), top_k),
+        **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
+        **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), shared_d_ff),
+        "moe_shared_expert_intermediate_size": shared_d_ff,
+        **dict.fromkeys(("n_group", "num_expert_group"), num_groups),
+        "topk_group": num_groups - 1,
+        **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "num_decoder_layers"), 2),
+        "zero_expert_num": 3,
+        **dict.fromkeys(("routed_scaling_factor", "moe_routed_scaling_factor", "route_scale"), 1.7),
+        "router_scaling_factor": 1.7,
+        "moe_router_logit_softcapping": 0.8,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        **HEADS,
+    }
+    return {**fields, **MODELS[model_type]}
+
+
+def save_model(model_type, directory, *, save_original_format=True, **changes):
+    """Write a random model in the layout of the hub, in small shards; returns its MoE block, a function of x."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    torch.manual_seed(len(model_type))
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    default = config_class()
+    known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
+    fields = {name: value for name, value in {**config_fields(model_type), **changes}.items() if name in known}
+    config = config_class(**fields)
+    if model_type == "dbrx":
+        sizes = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_hidden_size": 20, "moe_normalize_expert_weights": 2.0}
+        config = config_class(**fields, ffn_config={**sizes, "hidden_size": fields["d_model"]})
+        config.attn_config.rope_theta = 1e4
+    # Other implementations of the experts want aligned sizes.
+    model = model_class(model_type)._from_config(config, experts_implementation="eager").eval()
+    block = Block(model)
+    with torch.no_grad():
+        for tensor in [*block.parameters(), *block.buffers()]:
+            tensor.copy_(torch.randn(tensor.shape) * (tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.3))
+    model.save_pretrained(directory, max_shard_size="60KB", save_original_format=save_original_format)
+    return block
+
+
+def model_class(model_type):
+    """The class with a head, whose names are those of the hub, where there is one."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if model_type == "qwen3_omni_moe_text":
+        return transformers.Qwen3OmniMoeThinkerTextModel
+    for names in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_MAPPING_NAMES,
+    ):
+        if model_type in names:
+            return getattr(transformers, names[model_type])
+    raise AssertionError(model_type)
+
+
+class Block(nn.Module):
+    """The MoE block of layer 1 as one function of x; a shared expert beside the block counts as its part."""
+
+    def __init__(self, model):
+        super().__init__()
+        modules = dict(model.named_modules())
+        number = re.compile(rf"[^\d]*\b{LAYER}\b")  # the first one in the name counts layers
+        name = next(name for name in modules if self.is_moe(modules[name]) and number.match(name))
+        self.moe = modules[name]
+        self.shared_mlp = modules.get(name.rpartition(".")[0] + ".shared_mlp")
+
+    @staticmethod
+    def is_moe(module):
+        children = dict(module.named_children())
+        return "experts" in children and {"gate", "router"} & set(children)
+
+    def forward(self, x):
+        y = self.moe(x)
+        y = y[0] if isinstance(y, tuple) else y
+        y = y.view(x.shape)
+        return y if self.shared_mlp is None else y + self.shared_mlp(x)
