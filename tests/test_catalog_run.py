@@ -104,7 +104,10 @@ def test_filters():
     float8 = names(metadata_filter=lambda m: m.operands.A.dtype == torch.float8_e4m3fn)
     assert float8 and not float8 & names(cc=80) and float8 <= names(cc=89)
     assert names(metadata_filter=lambda m: torch.float32 in m.operands.out.dtypes and m.operands.A.dtype == FLOAT16)
-    assert names(metadata_filter=lambda m: "bias" in m.optional_operands) >= float8
+    assert names(metadata_filter=lambda m: "bias" in m.optional_operands) & float8
+    for kernel in get_kernels():
+        for name in kernel.metadata.optional_operands:
+            assert name in kernel.arguments_class.__dataclass_fields__
 
 
 def float32_kernel(arguments_class):

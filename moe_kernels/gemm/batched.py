@@ -28,7 +28,8 @@ class BatchedGemm(Kernel):
         metadata, operands = grouped.metadata, grouped.metadata.operands
         name = metadata.kernel_name.replace("grouped_gemm", "gemm")
         operands = GemmOperands(operands.A, operands.B, operands.out)
-        super().__init__(dataclasses.replace(metadata, kernel_name=name, kernel_class=type(self), operands=operands))
+        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
+        super().__init__(dataclasses.replace(metadata, **changes))
         self.grouped = self.compiled_as = grouped
         self.obstacle = grouped.obstacle
 

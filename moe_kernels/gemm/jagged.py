@@ -110,7 +110,8 @@ class JaggedGemm(Kernel):
         metadata, operands = grouped.metadata, grouped.metadata.operands
         name = metadata.kernel_name.replace("grouped_gemm", "jagged_gemm") + ("_by_group" if by_group else "")
         operands = JaggedGemmOperands(operands.A, operands.B, operands.out)
-        super().__init__(dataclasses.replace(metadata, kernel_name=name, kernel_class=type(self), operands=operands))
+        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
+        super().__init__(dataclasses.replace(metadata, **changes))
         self.grouped = self.compiled_as = grouped
         self.by_group = by_group
         self.obstacle = grouped.obstacle
