@@ -14,11 +14,20 @@ from ._triton import tl, triton
 
 
 @triton.jit
+def _sigmoid(x):
+    """(sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
+    small = tl.exp(-tl.abs(x))
+    high = 1.0 / (1.0 + small)
+    low = small * high
+    return tl.where(x >= 0, high, low), tl.where(x >= 0, low, high)
+
+
+@triton.jit
 def _silu(x):
     """(value, derivative)"""
-    sigmoid = tl.sigmoid(x)
+    sigmoid, rest = _sigmoid(x)
     value = x * sigmoid
-    return value, sigmoid + value * (1.0 - sigmoid)
+    return value, sigmoid + value * rest
 
 
 @triton.jit
@@ -34,9 +43,9 @@ def _gelu_tanh(x):
     """(value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
     square = x * x
     # 2 sqrt(2 / pi) and 0.044715 times it
-    below = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
+    below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
     slope = 1.5957691216057308 + 0.21406444881780075 * square
-    return x * below, below + x * below * (1.0 - below) * slope
+    return x * below, below + x * below * above * slope
 
 
 @triton.jit
@@ -145,9 +154,9 @@ def gpt_oss(gate, up, limit=7.0, alpha=1.702):
 @triton.jit
 def gpt_oss_backward(gate, up, dactivated, limit, alpha):
     clamped = _at_most(gate, limit)
-    sigmoid = tl.sigmoid(alpha * clamped)
+    sigmoid, rest = _sigmoid(alpha * clamped)
     value = clamped * sigmoid
-    derivative = sigmoid + alpha * value * (1.0 - sigmoid)
+    derivative = sigmoid + alpha * value * rest
     activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit) + 1.0, dactivated)
     return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
 

@@ -283,6 +283,9 @@ def _gated_gemm_backward(ctx, dout, _):
     if dout is None:
         return (None,) * 9
     *inputs, preactivation = ctx.saved_tensors
+    if inputs[4] is not None:
+        # The gradient of a row's scale sums over its columns: rounding them first would show.
+        preactivation, dout = preactivation.float(), dout.float()
     dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
     return _product_backward(ctx, dpreactivation, *inputs)
 

@@ -41,15 +41,22 @@ def empty_tile_table(num_rows: int, num_groups: int, block_rows: int, device: to
 
 def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
     """Memory that the tensors of a table take together."""
-    return 4 * (num_groups + 2 + 2 * tile_capacity(num_rows, num_groups, block_rows) + 2 + num_groups)
+    return 4 * sum(_table_sizes(num_rows, num_groups, block_rows))
+
+
+def _table_sizes(num_rows: int, num_groups: int, block_rows: int) -> tuple[int, ...]:
+    """Numbers for each tensor of a table in one memory: whole 16 bytes, so that all start as aligned as the first."""
+    capacity = tile_capacity(num_rows, num_groups, block_rows)
+    return tuple(-(-size // 4) * 4 for size in (num_groups + 2, 2 * capacity, 2, num_groups))
 
 
 def tile_table_in(memory: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
     """A table in the first `tile_table_bytes` of a [bytes] uint8 tensor, yet to be written."""
     capacity = tile_capacity(num_rows, num_groups, block_rows)
-    sizes = (num_groups + 2, 2 * capacity, 2, num_groups)
+    sizes = _table_sizes(num_rows, num_groups, block_rows)
     bounds, tiles, num_tiles, order = memory[: 4 * sum(sizes)].view(torch.int32).split(sizes)
-    return TileTable(bounds, tiles.view(capacity, 2), num_tiles, order, block_rows)
+    tiles = tiles[: 2 * capacity].view(capacity, 2)
+    return TileTable(bounds[: num_groups + 2], tiles, num_tiles[:2], order[:num_groups], block_rows)
 
 
 def make_tile_table(

@@ -220,9 +220,8 @@ class MoEFeedForward(nn.Module):
         routed = self.router(tokens)
         if self.capacity is not None:
             experts, sequence = routed.topk_experts, x.shape[-2] if x.dim() > 1 else 1
-            routed = routed._replace(
-                topk_experts=drop_beyond_capacity(experts, sequence, self.router.num_experts, self.capacity)
-            )
+            kept = drop_beyond_capacity(experts, sequence, self.router.num_experts, self.capacity)
+            routed = Routing(kept, routed.topk_weights, routed.logits)
         out, offsets = self._routed_experts(tokens, routed)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)

@@ -96,7 +96,7 @@ class TopKRouter(nn.Module):
         routed = call_with_autocast_rules(self._route, tokens, self.weight)
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.long()]
-            routed = routed._replace(topk_weights=routed.topk_weights * scale)
+            routed = Routing(routed.topk_experts, routed.topk_weights * scale, routed.logits)
         return routed
 
     def _route(self, tokens: Tensor, weight: Tensor) -> Routing:

@@ -236,7 +236,9 @@ def test_wgrad_out(device):
         for dtype in (torch.float16, torch.float32):
             out = torch.full((3, 31, 97), torch.nan, dtype=dtype, device=device).transpose(1, 2)
             assert grouped_gemm_wgrad(a, dout, offsets, out=out, implementation=implementation) is out
-            assert torch.equal(out, wide.to(dtype))
+            # Another kernel may write another layout, so the last bit may differ.
+            baseline = reference.grouped_gemm_wgrad(a.to(dtype), dout.to(dtype), offsets)
+            assert_accurate(out, baseline, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -45,4 +45,6 @@ def test_segment_sum(num_columns, indexed, dtype, device):
     out = launch_segment_sum(stored, bounds(device), index, weights)
     assert_accurate(out, expected(torch.float32), expected(torch.float64))
     assert not out[1].any() and not out[3].any()
-    assert torch.equal(out, launch_segment_sum(stored.t().contiguous().t(), bounds(device), index, weights))
+    assert torch.equal(out, launch_segment_sum(stored, bounds(device), index, weights))
+    strided = launch_segment_sum(stored.t().contiguous().t(), bounds(device), index, weights)
+    assert_accurate(strided, expected(torch.float32), expected(torch.float64))

@@ -8,7 +8,7 @@ from .._triton import cdiv, tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, PointerDesign, WgradArguments, WgradOperands
 from .base import WgradKernel, kernel_name
 from .pointer import out_operand
-from .precision import input_precision
+from .precision import carried, input_precision
 
 
 @triton.jit
@@ -40,7 +40,9 @@ def _wgrad_kernel(
     end = tl.load(bounds_ptr + group + 1)
     a_columns = k.to(tl.int64) * a_strides[1]
     dout_columns = n.to(tl.int64) * dout_strides[1]
+    FLOAT32: tl.constexpr = a_ptr.dtype.element_ty == tl.float32
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]
+    run = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]
     for first in range(start, end, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         row_mask = row < end
@@ -54,7 +56,13 @@ def _wgrad_kernel(
         dout_ptrs = dout_ptr + dout_row.to(tl.int64)[:, None] * dout_strides[0] + dout_columns[None, :]
         a = tl.load(a_ptrs, mask=row_mask[:, None] & (k < K)[None, :], other=0.0)
         dout = tl.load(dout_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
-        total = tl.dot(tl.trans(a), dout, total, input_precision=INPUT_PRECISION)
+        if FLOAT32:
+            run = tl.dot(tl.trans(a), dout, run, input_precision=INPUT_PRECISION)
+            total, run = carried(total, run, (first - start) // BLOCK_R)
+        else:
+            total = tl.dot(tl.trans(a), dout, total)
+    if FLOAT32:
+        total += run
     out_ptrs = (
         out_ptr
         + group.to(tl.int64) * out_strides[0]

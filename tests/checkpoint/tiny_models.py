@@ -68,7 +68,7 @@ MODELS = {
     "longcat_flash": LATENT_ATTENTION,
     "llama4_text": {},
     "phimoe": {},
-    "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 3},
+    "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 9},
 }
 LAYER = 1
 
