@@ -30,7 +30,7 @@ from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, referenc
 from moe_kernels.catalog import Kernel
 from moe_kernels.testing import assert_accurate
 
-from .layer import environment, print_table
+from .layer import environment, print_rows
 from .timing import Timing, time_interleaved
 
 # (number of problems, their M = N = K)
@@ -171,7 +171,7 @@ def main() -> None:
     for problem in options.problems:
         measured = bench(*map(int, problem.split("x")), options.device, dtype, options.rounds, options.round_ms)
         rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-        print_table(measured, COLUMNS)
+        print_rows(measured, COLUMNS)
         if options.output:  # after every problem, so that a stopped run keeps what it measured
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(rows, indent=1) + "\n")

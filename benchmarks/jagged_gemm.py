@@ -25,7 +25,7 @@ from moe_kernels import JaggedGemmArguments, get_kernels, jagged_gemm, reference
 from moe_kernels.testing import assert_accurate
 from moe_kernels.tuning import find
 
-from .layer import environment, print_table
+from .layer import environment, print_rows
 from .timing import Timing, time_interleaved
 
 # (R, K, N, G)
@@ -185,7 +185,7 @@ def main() -> None:
             sizes = tuple(map(int, problem.split(",")))
             measured = bench(sizes, skew, options.device, dtype, options.rounds, options.round_ms)
             rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-            print_table(measured, COLUMNS)
+            print_rows(measured, COLUMNS)
             if options.output:  # after every problem, so that a stopped run keeps what it measured
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")

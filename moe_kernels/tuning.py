@@ -96,8 +96,8 @@ def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:
 def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
     """What the table says; without an entry, a rule.
 
-    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy: most
-    in the forward and least in the weight gradient. And only where the GEMM behind the copy then runs warp-specialised.
+    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
+    only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
     """
     key = _copies_key(tokens, w_up, num_rows)
     if key not in _copies:
@@ -108,7 +108,7 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
         kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
         fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
         d_ff = num_columns // 2
-        by_rule = Copies(fast and d_ff >= 1024, fast and d_ff >= 2560, fast and d_ff >= 8192)
+        by_rule = Copies(*(fast and d_ff >= 512,) * 3)
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
         _copies[key] = Copies(*entry) if entry and fast else by_rule
     return _copies[key]

@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from .._triton import cdiv
 from ..catalog import GemmArguments, GemmOperands, GroupedGemmArguments, Kernel, Launch, Status
 from .base import GroupedGemmKernel, padded
 from .tma import TMA_KERNELS
@@ -60,10 +61,19 @@ class BatchedGemm(Kernel):
         return self.grouped.scratch_bytes(_grouped(args))
 
     def metadata_bytes(self, args: GemmArguments) -> int:
-        return self.grouped.metadata_bytes(_grouped(args))
+        """Of the table, and in front of it of the offsets that it is made from."""
+        num_bytes = self.grouped.metadata_bytes(_grouped(args))
+        return num_bytes + _offsets_bytes(args) if num_bytes else 0
 
     def with_metadata(self, args: GemmArguments, memory: Tensor | None, *, write: bool = True) -> GemmArguments:
-        grouped = self.grouped.with_metadata(_with_offsets(_grouped(args)), memory, write=write)
+        grouped = _grouped(args)
+        if memory is None:
+            grouped = _with_offsets(grouped)
+        else:
+            num_bytes = _offsets_bytes(args)
+            grouped = _with_offsets(grouped, memory[:num_bytes].view(torch.int32)[: len(grouped.B)])
+            memory = memory[num_bytes:]
+        grouped = self.grouped.with_metadata(grouped, memory, write=write)
         return dataclasses.replace(args, tile_table=grouped.tile_table)
 
 
@@ -84,11 +94,18 @@ def _grouped(args: GemmArguments) -> GroupedGemmArguments:
     )
 
 
-def _with_offsets(grouped: GroupedGemmArguments) -> GroupedGemmArguments:
+def _offsets_bytes(args: GemmArguments) -> int:
+    return cdiv(4 * args.num_batches, 16) * 16
+
+
+def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -> GroupedGemmArguments:
+    """With offsets, in `memory` [G] int32 if it is given."""
     num_rows, num_groups = len(grouped.out), len(grouped.B)
     size = num_rows // num_groups
-    offsets = torch.arange(size, num_rows + 1, size, dtype=torch.int32, device=grouped.out.device)
-    return dataclasses.replace(grouped, offsets=offsets)
+    if memory is None:
+        memory = torch.empty(num_groups, dtype=torch.int32, device=grouped.out.device)
+    torch.arange(size, num_rows + 1, size, out=memory)
+    return dataclasses.replace(grouped, offsets=memory)
 
 
 BATCHED_KERNELS = tuple(
