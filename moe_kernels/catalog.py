@@ -345,7 +345,7 @@ def get_kernels(
     With `args`, the best first: the measured table's choice for them, then by a rule of thumb.
     """
     from .gemm import ALL_KERNELS  # the kernels are built from the classes above
-    from .tuning import best_first
+    from .tuning import best_first, measured_best
 
     kernels = [
         kernel
@@ -354,4 +354,4 @@ def get_kernels(
         and (metadata_filter is None or metadata_filter(kernel.metadata))
         and (args is None or kernel.supports(args))
     ]
-    return kernels if args is None else best_first(kernels, args)
+    return kernels if args is None else best_first(kernels, args, measured_best(args))

@@ -80,17 +80,21 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
     return listed.with_epilogue(args.epilogue) if listed and args.epilogue in EPILOGUES else None
 
 
-def best_first(kernels: list[Kernel], args: Arguments) -> list[Kernel]:
-    """Kernels that support the arguments in the order of their speed: the table's choice, then by a rule of thumb.
+def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
+    """Kernels that support the arguments in the order of their speed: the measured best one, then by a rule of thumb.
 
     The rule is each kernel's estimate of its work over the speed of its design.
     """
-    measured = table_for(args.A.device).kernels.get(args.table_key())
 
     def rank(kernel: Kernel) -> tuple[bool, float]:
         return kernel.metadata.kernel_name != measured, kernel.estimate(args) / _speed(kernel.metadata.design)
 
     return sorted(kernels, key=rank)
+
+
+def measured_best(args: Arguments) -> str | None:
+    """The kernel that the table names for these arguments."""
+    return table_for(args.A.device).kernels.get(args.table_key())
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
