@@ -220,7 +220,7 @@ def plot(path: Path) -> Path:
         axis.set_title(name)
         axis.axhline(1.0, color="black", linewidth=0.8)
     axes[0].set_ylabel("share of the dense cuBLAS bound")
-    axes[1].legend()
+    axes[0].legend(loc="lower left")
     figure.suptitle(f"{rows[0]['gpu']}, bfloat16, even routing ({path.name})")
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=120)

@@ -17,7 +17,8 @@ from ._triton import tl, triton
 def _sigmoid(x):
     """(sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
     small = tl.exp(-tl.abs(x))
-    high = tl.math.div_rn(1.0, 1.0 + small)
+    high = 1.0 / (1.0 + small)
+    high += high * tl.fma(-1.0 - small, high, 1.0)  # the division is off by two last places; a Newton step
     low = small * high
     return tl.where(x >= 0, high, low), tl.where(x >= 0, low, high)
 

@@ -1,6 +1,7 @@
 """Tests run on the GPU where there is one; elsewhere the Triton kernels run in the interpreter."""
 
 import os
+import sys
 
 # cuBLAS repeats its results only with a workspace of its own.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -25,6 +26,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Tests that compile the same function for many settings do not add up to PyTorch's limit of recompilations."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items):
