@@ -182,7 +182,7 @@ def test_command_reports_errors(tmp_path, capsys):
     [("qwen3_moe", "fused"), ("mixtral", "fused"), ("gpt_oss", "interleaved"), ("llama4", "transposed")],
 )
 def test_transformers_loads_what_was_converted(case, layout, tmp_path):
-    """Through another layout and into the one that transformers' own modules have: the same logits as before."""
+    """Through another layout and into the one that transformers' own modules have: the same logits."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -190,10 +190,11 @@ def test_transformers_loads_what_was_converted(case, layout, tmp_path):
     convert(golden.directory, tmp_path / "between", "per_expert")
     convert(tmp_path / "between", tmp_path / "out", layout, max_shard_bytes=100_000)
     model_class = getattr(transformers, golden.config["architectures"][0])
-    logits = []
-    for directory in (golden.directory, tmp_path / "out"):
-        model, info = model_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-        assert not any(info.values())
-        with torch.no_grad():
-            logits.append(model(golden.tensors("golden")["input_ids"]).logits)
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=2e-6)
+    if case == "gpt_oss" and not hasattr(transformers.GptOssConfig(), "swiglu_limit"):
+        pytest.skip(f"transformers {transformers.__version__} does not read the limit of gpt-oss's activation")
+    model, info = model_class.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    expected = golden.tensors("golden")
+    with torch.no_grad():
+        logits = model(expected["input_ids"]).logits
+    torch.testing.assert_close(logits, expected["logits"], rtol=1e-5, atol=2e-6)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -68,7 +69,7 @@ MODELS = {
     "longcat_flash": LATENT_ATTENTION,
     "llama4_text": {},
     "phimoe": {},
-    "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 9},
+    "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 3},
 }
 LAYER = 1
 
@@ -112,6 +113,10 @@ def save_model(model_type, directory, *, save_original_format=True, **changes):
     transformers.logging.disable_progress_bar()
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    if model_type == "switch_transformers" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip(
+            f"transformers {transformers.__version__} may count Switch's capacity over the batch, not a sequence"
+        )
     torch.manual_seed(len(model_type))
     config_class = transformers.CONFIG_MAPPING[model_type]
     default = config_class()
