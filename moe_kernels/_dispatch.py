@@ -63,8 +63,65 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
         return function(*args, **kwargs)
 
 
+class Op:
+    """An op of PyTorch's dispatcher that writes to none of its tensors, which are not in lists.
+
+    As `torch.library.custom_op`, whose autograd takes four times as long per call.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        self._name = name
+        self._backward: Callable[..., Any] | None = None
+        self._setup_context: Callable[..., None] | None = None
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.moe_kernels, name).default
+        self._function = type(
+            name,
+            (torch.autograd.Function,),
+            {"forward": staticmethod(self._forward), "backward": staticmethod(self._backwards)},
+        )
+        _LIBRARY.impl(name, self._autograd, "Autograd")
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Shapes, dtypes and devices of the results; as a decorator."""
+        return torch.library.register_fake(f"moe_kernels::{self._name}", function, lib=_LIBRARY)
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """`setup_context(ctx, inputs, output)` after forward, `backward(ctx, *gradients)` for the inputs' gradients.
+
+        Trailing inputs that have their default values are missing from `inputs`.
+        """
+        self._backward, self._setup_context = backward, setup_context
+
+    def _autograd(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+            return self._function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*inputs)
+
+    def _forward(self, ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = self.overload(*inputs)
+        if self._setup_context is not None:
+            self._setup_context(ctx, inputs, output)
+        return output
+
+    def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
+        if self._backward is None:
+            raise NotImplementedError(f"moe_kernels::{self._name} has no gradient")
+        return self._backward(ctx, *gradients)
+
+
+_LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
+
+
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """`torch.library.custom_op` of a function that writes only to `mutates`, run on the GPU of its first tensor."""
+    """Register a function that writes only to `mutates` as an op, run on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
@@ -73,6 +130,9 @@ def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callabl
             first = first[0] if isinstance(first, list) else first
             return on_device_of(first, function, *args, **kwargs)
 
-        return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)
+        schema = torch.library.infer_schema(on_its_device, mutates_args=mutates)
+        if mutates or "Tensor[" in schema:
+            return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)
+        return Op(name, on_its_device)
 
     return register

@@ -13,9 +13,10 @@ from torch import Tensor
 from . import reference
 from ._checks import check_shapes
 from ._dispatch import choose, registered_op
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
 from .activation_functions import ACTIVATIONS
 from .activation_spec import Activation, as_activation
+from .launching import launch_kernel
 
 
 def gated_activation(
@@ -71,7 +72,7 @@ class RowBias(NamedTuple):
 
 def _block(num_columns: int) -> tuple[int, int]:
     """(rows, columns) of a tile that keeps four warps busy without spilling."""
-    block_f = min(triton.next_power_of_2(num_columns), 512)
+    block_f = min(next_power_of_2(num_columns), 512)
     return max(1, 2048 // block_f), block_f
 
 
@@ -85,7 +86,9 @@ def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBi
     out = preactivation.new_empty(num_rows, d_ff)
     if out.numel():
         block_r, block_f = _block(d_ff)
-        _activation_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(d_ff, block_f))](
+        launch_kernel(
+            _activation_kernel,
+            (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
             preactivation,
             preactivation.stride(),
             *_bias_arguments(bias),
@@ -181,7 +184,9 @@ def _activation_backward_op(
     dpreactivation = preactivation.new_empty(preactivation.shape)
     if dpreactivation.numel():
         block_r, block_f = _block(d_ff)
-        _activation_backward_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(d_ff, block_f))](
+        launch_kernel(
+            _activation_backward_kernel,
+            (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
             preactivation,
             preactivation.stride(),
             dactivated,
@@ -258,7 +263,9 @@ def launch_weighted_activation_backward(
     dpreactivation = torch.empty_like(preactivation)
     dweights = torch.empty_like(topk_weights)
     if num_slots:
-        _weighted_activation_backward_kernel[(triton.cdiv(num_slots, 4),)](
+        launch_kernel(
+            _weighted_activation_backward_kernel,
+            (cdiv(num_slots, 4),),
             preactivation,
             *_bias_arguments(bias),
             dweighted,
@@ -273,7 +280,7 @@ def launch_weighted_activation_backward(
             BACKWARD=ACTIVATIONS[activation.name].backward,
             GATED=activation.gated,
             BLOCK_S=4,
-            BLOCK_F=min(triton.next_power_of_2(d_ff), 256),
+            BLOCK_F=min(next_power_of_2(d_ff), 256),
         )
     return dpreactivation, dweights
 

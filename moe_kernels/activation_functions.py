@@ -14,9 +14,20 @@ from ._triton import tl, triton
 
 
 @triton.jit
+def _exp_negative(x):
+    """exp(-x) of x >= 0 to its last places: exp2 of the hardware is, but x * log2(e) is rounded."""
+    x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # beyond which the result is zero
+    scaled = x * -1.4426950408889634
+    # The rounding error of the product, and that of log2(e) in float32.
+    rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
+    power = tl.exp2(scaled)
+    return tl.fma(power, rest * 0.6931471805599453, power)
+
+
+@triton.jit
 def _sigmoid(x):
     """(sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
-    small = tl.exp(-tl.abs(x))
+    small = _exp_negative(tl.abs(x))
     high = 1.0 / (1.0 + small)
     high += high * tl.fma(-1.0 - small, high, 1.0)  # the division is off by two last places; a Newton step
     low = small * high

@@ -1,7 +1,8 @@
-"""One kernel launch as a value: run it through Triton's JIT, compile it, or run it with what was compiled before.
+"""One kernel launch as a value: run it, compile it, or run it with what was compiled before.
 
-Before each launch the JIT inspects every argument, to find the compiled kernel that fits. A `CompiledArtifact` holds
-that kernel, so a launch with one only passes the arguments on.
+Before each launch Triton's JIT inspects every argument, to find the compiled kernel that fits, which takes longer than
+the launch. So what it found is kept here by the `static_properties` of the launch, and a `CompiledArtifact` holds it
+for a caller who vouches for them.
 """
 
 from __future__ import annotations
@@ -41,16 +42,13 @@ class CompiledArtifact:
 
     kernel_name: str
     static_properties: tuple[Any, ...]
-    constants: tuple[Any, ...]  # values of the constexpr parameters, in the function's order
     compiled: Any  # Triton's compiled kernel; None in the interpreter, which has none
 
 
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     """Compile for the active device or compilation target."""
     compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options)
-    names = launch.function.arg_names[len(launch.arguments) :]
-    constants = tuple(launch.options[name] for name in names)
-    return CompiledArtifact(kernel_name, static_properties(launch), constants, compiled)
+    return CompiledArtifact(kernel_name, static_properties(launch), compiled)
 
 
 def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
@@ -59,9 +57,16 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tenso
     Args:
         scratch: memory for descriptors; allocated if it is None or too small.
     """
-    # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
-    # with none. In a copy of the context, ours never replaces one of the caller's.
-    contextvars.copy_context().run(on_device_of, operand, _run, launch, artifact, operand.device, scratch)
+    on_device_of(operand, _run, launch, artifact, operand.device, scratch)
+
+
+def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """`function[grid](*arguments, **options)` on the current device, for kernels without descriptors."""
+    if INTERPRET:
+        function[grid](*arguments, **options)
+    else:
+        launch = Launch(function, grid, arguments, options)
+        _launch(launch, _find_compiled(launch))
 
 
 _thread = threading.local()
@@ -76,44 +81,94 @@ def _need_context(device: torch.device) -> None:
 
 
 def _run(launch: Launch, artifact: CompiledArtifact | None, device: torch.device, scratch: Tensor | None) -> None:
+    _need_context(device)
+    compiled = _find_compiled(launch) if artifact is None or artifact.compiled is None else artifact.compiled
+    if compiled is not None and not compiled.metadata.global_scratch_size:
+        _launch(launch, compiled)
+    else:
+        # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
+        # with none. In a copy of the context, ours never replaces one of the caller's.
+        contextvars.copy_context().run(_launch_with_scratch, launch, compiled, device, scratch)
+
+
+def _launch_with_scratch(launch: Launch, compiled: Any, device: torch.device, scratch: Tensor | None) -> None:
     def allocate(size: int, alignment: int, stream: int) -> Tensor:
         if scratch is None or len(scratch) < size:
             return torch.empty(size, dtype=torch.int8, device=device)
         return scratch
 
-    _need_context(device)
     triton.set_allocator(allocate)
-    if artifact is None or artifact.compiled is None:
-        launch.function[launch.grid](*launch.arguments, **launch.options)
+    _launch(launch, compiled)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}  # Triton's compiled kernels by the static properties of their launches
+
+
+def _find_compiled(launch: Launch) -> Any:
+    """What an earlier launch of the same static properties was compiled to, or None."""
+    return None if INTERPRET else _compiled.get(static_properties(launch))
+
+
+def _launch(launch: Launch, compiled: Any) -> None:
+    if compiled is None:
+        compiled = launch.function[launch.grid](*launch.arguments, **launch.options)
+        # Without a GPU this compiles for some target, which is not part of the properties.
+        if not INTERPRET and torch.cuda.is_available():
+            _compiled[static_properties(launch)] = compiled
     else:
         # Triton 3.6 to 3.9 take all parameters here, constexpr ones too, which they skip.
         grid = (*launch.grid, 1, 1)[:3]
-        artifact.compiled[grid](*launch.arguments, *artifact.constants)
+        compiled[grid](*launch.arguments, *_constants(launch))
+
+
+def _constants(launch: Launch) -> tuple[Any, ...]:
+    """Values of the parameters that are passed by name, in the function's order."""
+    names = launch.function.arg_names[len(launch.arguments) :]
+    return tuple([launch.options[name] for name in names])
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
     """What Triton compiles a launch for."""
-    names = launch.function.arg_names
-    if INTERPRET:
-        unspecialized = launch.function.kwargs["do_not_specialize"] or ()
-    else:
-        unspecialized = [parameter.name for parameter in launch.function.params if parameter.do_not_specialize]
-    arguments = [
-        _static(value, specialize=name not in unspecialized)
-        for name, value in zip(names, launch.arguments, strict=False)
-    ]
-    return launch.function, tuple(arguments), tuple(launch.options.items())
+    properties = [launch.function, *launch.options.items()]
+    has_device = False
+    for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
+        if isinstance(value, Tensor):
+            if not has_device:
+                properties.append(value.device)
+                has_device = True
+            properties.append(value.dtype)
+            properties.append(value.data_ptr() % 16 == 0)
+        elif kind == _CONSTANT or value is None or isinstance(value, (bool, float)):
+            properties.append(value if kind == _CONSTANT else type(value))
+        elif isinstance(value, int):
+            properties.append(_of_int(value, kind))
+        elif isinstance(value, tuple):
+            properties += [_of_int(item, kind) for item in value]
+        else:  # A TMA descriptor made on the host.
+            properties += (value.base.dtype, value.base.device, tuple(value.block_shape), value.layout)
+    return tuple(properties)
 
 
-def _static(value: Any, *, specialize: bool = True) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        is_wide = not -(2**31) <= value < 2**31
-        return (is_wide, value == 1, value % 16 == 0) if specialize else (is_wide,)
-    if isinstance(value, tuple):
-        return tuple(_static(item, specialize=specialize) for item in value)
-    # A TMA descriptor made on the host.
-    return type(value), value.base.dtype, value.base.device, tuple(value.block_shape), value.layout
+def _of_int(value: int, kind: int) -> int:
+    size = 0 if -(2**31) <= value < 2**31 else 100
+    return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
+
+
+_CONSTANT, _PLAIN, _SPECIALIZED = range(3)  # compiled for its value; for its type; for its type and divisors
+
+_kinds: dict[int, tuple[Any, tuple[int, ...]]] = {}
+
+
+def _parameter_kinds(function: Any) -> tuple[int, ...]:
+    if id(function) not in _kinds:
+        if INTERPRET:
+            plain = function.kwargs["do_not_specialize"] or ()
+            constant = [name for name, note in function.fn.__annotations__.items() if "constexpr" in str(note)]
+        else:
+            plain = [parameter.name for parameter in function.params if parameter.do_not_specialize]
+            constant = [parameter.name for parameter in function.params if parameter.is_constexpr]
+        kinds = (
+            _CONSTANT if name in constant else _PLAIN if name in plain else _SPECIALIZED for name in function.arg_names
+        )
+        _kinds[id(function)] = function, tuple(kinds)  # with the function, so that its id stays its own
+    return _kinds[id(function)][1]

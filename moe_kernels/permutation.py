@@ -8,7 +8,8 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_same_device, check_shapes
 from ._dispatch import choose, registered_op
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
+from .launching import launch_kernel
 from .reference import Permutation
 
 
@@ -69,9 +70,16 @@ def _permute_op(tokens: Tensor, row_to_token: Tensor, slot_to_row: Tensor) -> Te
     num_rows, d_model = len(row_to_token), tokens.shape[1]
     rows = tokens.new_empty(num_rows, d_model)
     if rows.numel():
-        block_d = min(triton.next_power_of_2(d_model), 1024)
-        _permute_kernel[(num_rows, triton.cdiv(d_model, block_d))](
-            tokens, tokens.stride(), row_to_token, rows, d_model, BLOCK_D=block_d
+        block_d = min(next_power_of_2(d_model), 1024)
+        launch_kernel(
+            _permute_kernel,
+            (num_rows, cdiv(d_model, block_d)),
+            tokens,
+            tokens.stride(),
+            row_to_token,
+            rows,
+            d_model,
+            BLOCK_D=block_d,
         )
     return rows
 
@@ -122,8 +130,10 @@ def launch_combine(
     d_model = rows.shape[1]
     out = rows.new_empty(num_tokens, d_model)
     if out.numel():
-        block_d = min(triton.next_power_of_2(d_model), 2048)
-        _combine_kernel[(num_tokens, triton.cdiv(d_model, block_d))](
+        block_d = min(next_power_of_2(d_model), 2048)
+        launch_kernel(
+            _combine_kernel,
+            (num_tokens, cdiv(d_model, block_d)),
             rows,
             rows.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
@@ -144,8 +154,10 @@ def launch_spread(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tens
     num_tokens, top_k = slot_to_row.shape
     d_model = tokens.shape[1]
     if rows.numel():
-        block_d = min(triton.next_power_of_2(d_model), 2048)
-        _spread_kernel[(num_tokens, triton.cdiv(d_model, block_d))](
+        block_d = min(next_power_of_2(d_model), 2048)
+        launch_kernel(
+            _spread_kernel,
+            (num_tokens, cdiv(d_model, block_d)),
             tokens,
             tokens.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
@@ -265,7 +277,9 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
     dweights = dout.new_empty(num_tokens, top_k, dtype=torch.float32)
     if dweights.numel():
         d_model = dout.shape[1]
-        _combine_dweights_kernel[(num_tokens, top_k)](
+        launch_kernel(
+            _combine_dweights_kernel,
+            (num_tokens, top_k),
             dout,
             dout.stride(),
             rows,
@@ -274,7 +288,7 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
             dweights,
             d_model,
             TOP_K=top_k,
-            BLOCK_D=min(triton.next_power_of_2(d_model), 1024),
+            BLOCK_D=min(next_power_of_2(d_model), 1024),
         )
     return dweights
 

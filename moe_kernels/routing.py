@@ -14,7 +14,8 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k
 from ._dispatch import choose, registered_op
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
+from .launching import launch_kernel
 from .reference import Routing
 
 _LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -180,10 +181,12 @@ def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
     topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens:
-        E_P2 = triton.next_power_of_2(num_experts)
+        E_P2 = next_power_of_2(num_experts)
         # One warp owns whole rows, so that finding a maximum takes no shared memory.
         block_t = max(1, 512 // E_P2)
-        _topk_kernel[(triton.cdiv(num_tokens, block_t),)](
+        launch_kernel(
+            _topk_kernel,
+            (cdiv(num_tokens, block_t),),
             logits,
             logits.stride(),
             topk_experts,
@@ -192,7 +195,7 @@ def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
             num_experts,
             NORMALIZE=normalize,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             E_P2=E_P2,
             BLOCK_T=block_t,
             num_warps=1,
@@ -275,9 +278,11 @@ def _topk_backward_op(
     num_columns = num_experts if split_dtype is None else 2 * num_experts
     dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
     if num_tokens:
-        E_P2 = triton.next_power_of_2(num_experts)
+        E_P2 = next_power_of_2(num_experts)
         block_t = max(1, 512 // E_P2)
-        _topk_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+        launch_kernel(
+            _topk_backward_kernel,
+            (cdiv(num_tokens, block_t),),
             logits,
             (0, 0) if logits is None else logits.stride(),
             dlogits_direct,
@@ -290,7 +295,7 @@ def _topk_backward_op(
             num_experts,
             SPLIT=split_dtype is not None,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             E_P2=E_P2,
             BLOCK_T=block_t,
             num_warps=1,

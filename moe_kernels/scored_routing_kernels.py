@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
+from .launching import launch_kernel
 from .routing import _ordered
 
 
@@ -28,7 +29,7 @@ class Facts(NamedTuple):
 
 def _blocks(num_experts: int) -> dict[str, int]:
     """One warp owns whole rows, so that a reduction takes no shared memory; more than 512 experts take more warps."""
-    E_P2 = triton.next_power_of_2(num_experts)
+    E_P2 = next_power_of_2(num_experts)
     return {"E_P2": E_P2, "BLOCK_T": max(1, 512 // E_P2), "num_warps": max(1, E_P2 // 512)}
 
 
@@ -38,7 +39,9 @@ def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, fa
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens:
         blocks = _blocks(num_experts)
-        _scored_routing_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        launch_kernel(
+            _scored_routing_kernel,
+            (cdiv(num_tokens, blocks["BLOCK_T"]),),
             logits,
             logits.stride(),
             None if selection_bias is None else selection_bias.contiguous(),
@@ -53,12 +56,12 @@ def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, fa
             BY_LOGIT=facts.by_logit,
             NUM_GROUPS=facts.num_groups,
             TOP_GROUPS=facts.top_groups,
-            G_P2=triton.next_power_of_2(facts.num_groups),
+            G_P2=next_power_of_2(facts.num_groups),
             TOP2_SUM=facts.top2_sum and num_experts > facts.num_groups,
             EXCLUDED_ZERO=facts.excluded_zero,
             NORMALIZE=facts.normalize,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             **blocks,
         )
     return topk_weights, topk_experts
@@ -81,7 +84,9 @@ def launch_backward(
     dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
     if num_tokens:
         blocks = _blocks(num_experts)
-        _scored_routing_backward_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        launch_kernel(
+            _scored_routing_backward_kernel,
+            (cdiv(num_tokens, blocks["BLOCK_T"]),),
             logits,
             logits.stride(),
             dlogits_direct,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
+from .launching import launch_kernel
 
 
 def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
@@ -34,9 +35,19 @@ def launch_segment_sum(
     num_groups, num_columns = len(bounds) - 2, rows.shape[1]
     out = rows.new_empty(num_groups, num_columns, dtype=torch.float32)
     if out.numel():
-        block_n = min(triton.next_power_of_2(num_columns), 64)
-        _segment_sum_kernel[(num_groups, triton.cdiv(num_columns, block_n))](
-            rows, rows.stride(), row_to_token, row_weights, bounds, out, num_columns, BLOCK_R=64, BLOCK_N=block_n
+        block_n = min(next_power_of_2(num_columns), 64)
+        launch_kernel(
+            _segment_sum_kernel,
+            (num_groups, cdiv(num_columns, block_n)),
+            rows,
+            rows.stride(),
+            row_to_token,
+            row_weights,
+            bounds,
+            out,
+            num_columns,
+            BLOCK_R=64,
+            BLOCK_N=block_n,
         )
     return out
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_shapes
 from ._dispatch import choose, registered_op
-from ._triton import tl, triton
+from ._triton import cdiv, next_power_of_2, tl, triton
+from .launching import launch_kernel
 from .reference import Permutation, TileTable
 from .tiles import TABLE_BLOCK, empty_tile_table, table_block, write_tile_table
 
@@ -60,15 +61,19 @@ def _sort_op(
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
     table = TileTable(*tensors, block_rows)
-    num_blocks = triton.cdiv(num_slots, _SORT_BLOCK)
+    num_blocks = cdiv(num_slots, _SORT_BLOCK)
     counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
     totals = topk_experts.new_empty(num_experts)
-    E_P2 = triton.next_power_of_2(num_experts)
+    E_P2 = next_power_of_2(num_experts)
     if num_blocks:
-        _count_kernel[(num_blocks,)](topk_experts, counts, num_slots, num_experts, E_P2, _SORT_BLOCK)
-    _scan_kernel[(triton.cdiv(num_experts, 4),)](counts, totals, num_blocks, num_experts, BLOCK_B=512, BLOCK_E=4)
+        launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, _SORT_BLOCK)
+    launch_kernel(
+        _scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_B=512, BLOCK_E=4
+    )
     capacity = len(table.tiles)
-    _place_kernel[(num_blocks + triton.cdiv(capacity, TABLE_BLOCK),)](
+    launch_kernel(
+        _place_kernel,
+        (num_blocks + cdiv(capacity, TABLE_BLOCK),),
         topk_experts,
         counts,
         totals,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._triton import cdiv, next_power_of_2, tl, triton
+from .launching import launch_kernel
 from .reference import TileTable
 
 TABLE_BLOCK = 64  # table entries that one program writes
@@ -75,7 +76,9 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
     num_groups, block_rows, capacity = len(offsets), table.block_rows, len(table.tiles)
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
-    _tile_table_kernel[(cdiv(capacity, TABLE_BLOCK),)](
+    launch_kernel(
+        _tile_table_kernel,
+        (cdiv(capacity, TABLE_BLOCK),),
         offsets,
         offsets.stride(0),
         table.bounds,

@@ -144,7 +144,7 @@ def test_gradcheck_of_reference():
 def test_opcheck(device):
     for case in ("batched", "shared_a", "shared_b"):
         a, b = (t.requires_grad_() for t in draw(case, torch.float32, device))
-        torch.library.opcheck(_batched_gemm_op, (a, b, torch.float32))
+        torch.library.opcheck(_batched_gemm_op.overload, (a, b, torch.float32))
 
 
 def test_compiles_without_graph_break(device):

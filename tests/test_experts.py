@@ -172,7 +172,7 @@ def test_opcheck(device):
     leaves = [tensor.requires_grad_() for tensor in (tokens, weights, w_up, w_down)]
     table = permutation.tile_table
     torch.library.opcheck(
-        _fused_experts_op,
+        _fused_experts_op.overload,
         (
             *leaves[:4],
             None,
@@ -340,8 +340,8 @@ def test_opcheck_of_variants(device):
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
     index = (permutation.slot_to_row, permutation.row_to_token, *permutation.tile_table)
-    torch.library.opcheck(_fused_experts_op, (*operands, *index, "gpt_oss", 0.5, 1.702, False))
-    torch.library.opcheck(_fused_experts_op, (*operands, *index, "swiglu", None, None, True))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "gpt_oss", 0.5, 1.702, False))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "swiglu", None, None, True))
 
 
 def test_variants_compile_without_graph_break(device):

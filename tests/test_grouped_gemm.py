@@ -264,8 +264,8 @@ def test_opcheck(transposed, device):
     a, b, offsets = draw("tail", torch.float32, device)
     if transposed:
         b = b.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.library.opcheck(_grouped_gemm_op, (a.requires_grad_(), b.detach().requires_grad_(), offsets))
-    torch.library.opcheck(_wgrad_op, (a.detach(), a.detach(), offsets, transposed))
+    torch.library.opcheck(_grouped_gemm_op.overload, (a.requires_grad_(), b.detach().requires_grad_(), offsets))
+    torch.library.opcheck(_wgrad_op.overload, (a.detach(), a.detach(), offsets, transposed))
 
 
 def test_compiles_without_graph_break(device):

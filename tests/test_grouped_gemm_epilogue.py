@@ -298,14 +298,14 @@ def test_gradcheck_of_reference():
 def test_opcheck(device):
     a, b, offsets, bias, row_scale = draw("odd_sizes", torch.float32, device, ("bias", "row_scale"))
     operands = (a.requires_grad_(), b.requires_grad_(), offsets, bias.requires_grad_(), row_scale.requires_grad_())
-    torch.library.opcheck(_grouped_gemm_op, (*operands, None, None, torch.float32))
-    torch.library.opcheck(_gated_gemm_op, (*operands, None, None, "swiglu", torch.float32))
+    torch.library.opcheck(_grouped_gemm_op.overload, (*operands, None, None, torch.float32))
+    torch.library.opcheck(_gated_gemm_op.overload, (*operands, None, None, "swiglu", torch.float32))
     plain = tuple(tensor.detach() for tensor in operands)
     out = torch.empty(len(a), b.shape[2], device=device)
     torch.library.opcheck(_grouped_gemm_out_op, (*plain, None, None, None, out))
-    torch.library.opcheck(_row_scale_backward_op, (out.fill_(1.0), *plain, True))
-    torch.library.opcheck(_row_scale_backward_op, (out, *plain, False))
-    torch.library.opcheck(_wgrad_op, (operands[0], out.requires_grad_(), offsets, False, torch.float32))
+    torch.library.opcheck(_row_scale_backward_op.overload, (out.fill_(1.0), *plain, True))
+    torch.library.opcheck(_row_scale_backward_op.overload, (out, *plain, False))
+    torch.library.opcheck(_wgrad_op.overload, (operands[0], out.requires_grad_(), offsets, False, torch.float32))
 
 
 def test_compiles_without_graph_break(device):

@@ -276,8 +276,8 @@ def test_opcheck(transposed, device):
     a, b, offsets = draw("odd_sizes", torch.float32, device)
     if transposed:
         b = b.t().contiguous().t()
-    torch.library.opcheck(_jagged_gemm_op, (a.requires_grad_(), b.requires_grad_(), offsets))
-    torch.library.opcheck(_jagged_wgrad_op, (a.detach(), a.detach(), offsets, transposed))
+    torch.library.opcheck(_jagged_gemm_op.overload, (a.requires_grad_(), b.requires_grad_(), offsets))
+    torch.library.opcheck(_jagged_wgrad_op.overload, (a.detach(), a.detach(), offsets, transposed))
 
 
 def test_compiles_without_graph_break(device):

@@ -119,9 +119,9 @@ def test_opcheck(weighted, device):
     permutation = reference.sort_by_expert(experts, 3)
     rows = torch.randn(6, 4, device=device, requires_grad=True)
     weights = torch.rand(3, 2, device=device, requires_grad=True) if weighted else None
-    torch.library.opcheck(_combine_op, (rows, weights, permutation.slot_to_row))
+    torch.library.opcheck(_combine_op.overload, (rows, weights, permutation.slot_to_row))
     tokens = torch.randn(3, 4, device=device, requires_grad=True)
-    torch.library.opcheck(_permute_op, (tokens, permutation.row_to_token, permutation.slot_to_row))
+    torch.library.opcheck(_permute_op.overload, (tokens, permutation.row_to_token, permutation.slot_to_row))
 
 
 def test_compiles_without_graph_break(device):

@@ -271,11 +271,11 @@ def test_small_scores_keep_their_precision(device):
 def test_opcheck(name, device):
     spec = SPECS[name]
     logits, bias = draw(spec, 6, device=device)
-    torch.library.opcheck(_scored_routing_op, (logits.requires_grad_(), bias, 2, *_facts(spec)))
+    torch.library.opcheck(_scored_routing_op.overload, (logits.requires_grad_(), bias, 2, *_facts(spec)))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(12, 4, device=device, requires_grad=True)
     logit_bias = torch.randn(12, device=device, requires_grad=True)
-    torch.library.opcheck(_scored_linear_routing_op, (tokens, w_router, logit_bias, bias, 2, *_facts(spec)))
+    torch.library.opcheck(_scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, 2, *_facts(spec)))
 
 
 def test_compiles_without_graph_break(device):

@@ -182,10 +182,10 @@ def test_gradcheck_of_reference(normalize):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_opcheck(normalize, device):
     logits = torch.randn(6, 5, device=device, requires_grad=True)
-    torch.library.opcheck(_topk_op, (logits, 2, normalize))
+    torch.library.opcheck(_topk_op.overload, (logits, 2, normalize))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(5, 4, device=device, requires_grad=True)
-    torch.library.opcheck(_linear_routing_op, (tokens, w_router, 2, normalize))
+    torch.library.opcheck(_linear_routing_op.overload, (tokens, w_router, 2, normalize))
 
 
 def test_compiles_without_graph_break(device):

@@ -16,6 +16,7 @@ from .._triton import cdiv, next_power_of_2, tl, triton
 from ..activation import _activation_backward_op, launch_activation
 from ..activation_spec import as_activation
 from ..catalog import GroupedGemmArguments, PointerDesign
+from ..launching import launch_kernel
 from ..reference import TileTable
 
 _BLOCK_ROWS = 16
@@ -77,7 +78,9 @@ def launch_bias_and_scale(
     if not rows.numel():
         return
     block_n = min(next_power_of_2(rows.shape[1]), 256)
-    _bias_and_scale_kernel[(len(table.tiles), cdiv(rows.shape[1], block_n))](
+    launch_kernel(
+        _bias_and_scale_kernel,
+        (len(table.tiles), cdiv(rows.shape[1], block_n)),
         rows,
         rows.stride(),
         bias,
@@ -143,7 +146,9 @@ def launch_row_scale_backward(
     drows = dout.new_empty(dout.shape, dtype=dtype)
     drow_scale = None if rows is None else row_scale.new_empty(num_rows)
     if num_rows:
-        _row_scale_backward_kernel[(cdiv(num_rows, _BLOCK_ROWS),)](
+        launch_kernel(
+            _row_scale_backward_kernel,
+            (cdiv(num_rows, _BLOCK_ROWS),),
             dout,
             dout.stride(),
             row_scale,

@@ -18,6 +18,7 @@ from torch import Tensor
 from .._dispatch import on_device_of
 from .._triton import cdiv, next_power_of_2, tl, triton
 from ..catalog import Arguments, GroupedGemmArguments, Kernel, KernelMetadata, Launch, Operand, Status, WgradOperands
+from ..launching import launch_kernel
 from ..reference import TileTable
 from ..tiles import (
     MAX_GROUPS,
@@ -193,7 +194,9 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
     num_groups = len(group_offsets) - 1
     capacity = len(table.tiles)
     programs = cdiv(capacity, TABLE_BLOCK)
-    _jagged_table_kernel[(programs if out is None else max(programs, 2 * num_programs(out)),)](
+    launch_kernel(
+        _jagged_table_kernel,
+        (programs if out is None else max(programs, 2 * num_programs(out)),),
         group_offsets,
         group_offsets.stride(0),
         table.bounds,

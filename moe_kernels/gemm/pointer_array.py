@@ -142,7 +142,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)
-} | {torch.float32: [((64, 64, 32), 8, 3, (2,), 1)]}
+} | {torch.float32: [((64, 64, 16), 8, 3, (2,), 1)]}
 
 
 def _kernels(

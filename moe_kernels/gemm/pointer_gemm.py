@@ -121,7 +121,7 @@ def _batch_strides(tensor: Tensor) -> tuple[int, int, int]:
 _TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((16, 128, 64), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((16, 128, 64), 4, 3)],
-    torch.float32: [((64, 64, 32), 8, 3)],
+    torch.float32: [((64, 64, 16), 8, 3)],
 }
 
 

@@ -111,7 +111,7 @@ class PointerWgrad(WgradKernel):
 _TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)],
-    torch.float32: [((64, 64, 32), 4, 2)],
+    torch.float32: [((64, 64, 16), 4, 2)],
 }
 
 

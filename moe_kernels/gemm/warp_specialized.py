@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .._triton import INTERPRET, TRITON_VERSION, triton
+from .._triton import INTERPRET, TRITON_VERSION, cdiv
 from ..activation_functions import EPILOGUES
 from ..catalog import (
     GroupedGemmArguments,
@@ -101,8 +101,8 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 table.tiles,
                 table.num_tiles,
                 num_columns,
-                triton.cdiv(num_columns, block_n),
-                max(triton.cdiv(depth, block_k), _LEAST_STEPS),
+                cdiv(num_columns, block_n),
+                max(cdiv(depth, block_k), _LEAST_STEPS),
             ),
             {
                 "ZERO_TAIL": int(args.zero_tail),
@@ -169,8 +169,8 @@ class WarpSpecializedWgrad(WgradKernel):
                 table.order,
                 num_groups,
                 size_n,
-                triton.cdiv(size_k, block_k),
-                triton.cdiv(size_n, block_n),
+                cdiv(size_k, block_k),
+                cdiv(size_n, block_n),
             ),
             {
                 "BLOCK_K": block_k,
