@@ -284,7 +284,7 @@ def test_a_stream_and_no_allocation(form):
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)
+            torch.cuda._sleep(100_000_000)
         kernel.run(args, artifact, stream=stream, workspace=workspace)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert not stream.query(), "it waits for what the stream does"

@@ -29,8 +29,8 @@ def test_static_properties_tell_apart_what_triton_compiles_for():
         "a stride's divisors": spread_launch(torch.zeros(4, 33)[:, :32], weights, index, rows),
         "a stride of 64 bits": spread_launch(tokens.as_strided((1, 32), (2**31, 1)), weights, index, rows),
         "an absent operand": spread_launch(tokens, None, index, rows),
-        "a constant": spread_launch(tokens, weights, index, rows, d_model=48),
-        "an option": spread_launch(tokens, weights, index, rows, top_k=1),
+        "a size's divisors": spread_launch(tokens, weights, index, rows, d_model=33),
+        "a constant": spread_launch(tokens, weights, index, rows, top_k=1),
     }
     for what, launch in others.items():
         assert static_properties(launch) != plain, what
@@ -59,5 +59,5 @@ def test_other_properties_get_a_kernel_of_their_own(device):
             for scale in (None, weights):
                 rows = tokens.new_empty(8, columns)
                 launch_spread(tokens, scale, index, rows)
-                factors = 1 if scale is None else scale[:, :, None]
+                factors = weights.new_ones(4, 2, 1) if scale is None else scale[:, :, None]
                 assert torch.equal(rows, (tokens[:, None].float() * factors).to(dtype).view(8, columns))

@@ -16,7 +16,7 @@ from ..catalog import (
     PointerDesign,
 )
 from .base import GroupedGemmKernel, kernel_name
-from .precision import carried, input_precision
+from .precision import float32_dot, input_precision
 
 
 @triton.jit
@@ -41,7 +41,6 @@ def multiply_tile(
     k = tl.arange(0, BLOCK_K)
     FLOAT32: tl.constexpr = a_ptrs.dtype.element_ty == tl.float32
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-    run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
     for first in range(0, depth, BLOCK_K):
         a_mask = row_mask[:, None]
         b_mask = column_mask[None, :]
@@ -51,14 +50,11 @@ def multiply_tile(
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FLOAT32:
-            run = tl.dot(a, b, run, input_precision=INPUT_PRECISION)
-            total, run = carried(total, run, first // BLOCK_K)
+            total = float32_dot(a, b, total, depth, INPUT_PRECISION)
         else:
             total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
         a_ptrs += BLOCK_K * a_stride
         b_ptrs += BLOCK_K * b_stride
-    if FLOAT32:
-        total += run
     return total
 
 

@@ -17,7 +17,7 @@ from .array import (
     tile_origin,
 )
 from .base import kernel_name
-from .precision import carried, input_precision
+from .precision import float32_dot, input_precision
 
 
 @triton.jit
@@ -78,7 +78,6 @@ def _pointer_array_kernel(
         a_ptrs = a_ptr + row.to(tl.int64)[:, None] * a_stride_m + k.to(tl.int64)[None, :] * a_stride_k
         b_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_stride_k + column.to(tl.int64)[None, :] * b_stride_n
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-        run = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
         for first in range(0, K, BLOCK_K):
             a_mask = row_mask[:, None]
             b_mask = column_mask[None, :]
@@ -88,14 +87,11 @@ def _pointer_array_kernel(
             a = tl.load(a_ptrs, mask=a_mask, other=0.0)
             b = tl.load(b_ptrs, mask=b_mask, other=0.0)
             if DTYPE == tl.float32:  # noqa: SIM300
-                run = tl.dot(a, b, run, input_precision=INPUT_PRECISION)
-                total, run = carried(total, run, first // BLOCK_K)
+                total = float32_dot(a, b, total, K, INPUT_PRECISION)
             else:
                 total = tl.dot(a, b, total)
             a_ptrs += BLOCK_K * a_stride_k
             b_ptrs += BLOCK_K * b_stride_k
-        if DTYPE == tl.float32:  # noqa: SIM300
-            total += run
         out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_leading + column[None, :]
         tl.store(out_ptrs, total.to(DTYPE), mask=row_mask[:, None] & column_mask[None, :])
 

@@ -8,7 +8,7 @@ from .._triton import cdiv, tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, PointerDesign, WgradArguments, WgradOperands
 from .base import WgradKernel, kernel_name
 from .pointer import out_operand
-from .precision import carried, input_precision
+from .precision import float32_dot, input_precision
 
 
 @triton.jit
@@ -42,7 +42,6 @@ def _wgrad_kernel(
     dout_columns = n.to(tl.int64) * dout_strides[1]
     FLOAT32: tl.constexpr = a_ptr.dtype.element_ty == tl.float32
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]
-    run = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]
     for first in range(start, end, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         row_mask = row < end
@@ -57,12 +56,9 @@ def _wgrad_kernel(
         a = tl.load(a_ptrs, mask=row_mask[:, None] & (k < K)[None, :], other=0.0)
         dout = tl.load(dout_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
         if FLOAT32:
-            run = tl.dot(tl.trans(a), dout, run, input_precision=INPUT_PRECISION)
-            total, run = carried(total, run, (first - start) // BLOCK_R)
+            total = float32_dot(tl.trans(a), dout, total, end, INPUT_PRECISION)
         else:
             total = tl.dot(tl.trans(a), dout, total)
-    if FLOAT32:
-        total += run
     out_ptrs = (
         out_ptr
         + group.to(tl.int64) * out_strides[0]

@@ -15,8 +15,11 @@ def input_precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
-def carried(total, run, step):
-    """(total, run) after a step of a float32 product: sums of two steps, summed. A sum's error grows with the number
-    of its terms, and 16-bit results hide that of a plain one."""
-    is_last = step % 2 == 1
-    return tl.where(is_last, total + run, total), tl.where(is_last, 0.0, run)
+def float32_dot(a, b, total, positive, INPUT_PRECISION: tl.constexpr):
+    """total + a @ b, the product summed by itself: a sum's error grows with the number of its terms, and 16-bit results
+    hide that of a long one.
+
+    `positive` is any number above zero that the compiler does not know, lest it adds every term to `total`.
+    """
+    zero = tl.where(positive <= 0, total, 0.0)
+    return total + tl.dot(a, b, zero, input_precision=INPUT_PRECISION)
