@@ -102,6 +102,8 @@ def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
     size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
     a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
     b_list = [torch.empty(size_k, size_n, dtype=operands.B.dtype) for _ in range(2)]
+    if operands.B.layout == "column":
+        b_list = [b.t().contiguous().t() for b in b_list]
     if form == "other":
         # Open to any layout: one of both.
         a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]

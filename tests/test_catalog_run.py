@@ -103,7 +103,8 @@ def test_filters():
     tiles = names(metadata_filter=lambda m: m.design.tile_shape == (128, 128, 64))
     assert tiles and all("128x128x64" in name for name in tiles) and not tiles & {n for n in every if "64x64" in n}
     float8 = names(metadata_filter=lambda m: m.operands.A.dtype == torch.float8_e4m3fn)
-    assert float8 and not float8 & names(cc=80) and float8 <= names(cc=89)
+    assert float8 and not float8 & names(cc=80) and float8 <= names(cc=89) | names(cc=90)
+    assert {name.split("_pointer")[0] for name in float8 & names(cc=89)} >= {"grouped_gemm", "grouped_gemm_list"}
     assert names(metadata_filter=lambda m: torch.float32 in m.operands.out.dtypes and m.operands.A.dtype == FLOAT16)
     assert names(metadata_filter=lambda m: "bias" in m.optional_operands) & float8
     for kernel in get_kernels():
