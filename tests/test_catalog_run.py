@@ -165,6 +165,29 @@ def test_status_of_other_forms():
         assert wgrad.supports(WgradArguments(*operands, offsets=zeros(2).int())).error == error
 
 
+@pytest.mark.parametrize("form", ["wgrad", "jagged"])
+def test_forms_without_an_epilogue_say_so(form, device):
+    args = dataclasses.replace(ARGUMENTS[form](device), epilogue="relu")
+    assert get_kernels(args) == []
+    kernel = get_kernels(dataclasses.replace(args, epilogue=None))[0]
+    assert kernel.supports(args).error == "applies no epilogue, asked for relu"
+    with pytest.raises(ValueError, match="applies no epilogue, asked for relu"):
+        kernel.run(args)
+    with pytest.raises(NotImplementedError, match="applies no epilogue, asked for relu"):
+        tuning.select(args)
+
+
+def test_gated_epilogues_beside_the_listed_one(device):
+    args = grouped_arguments(device, epilogue="reglu")
+    b = args.B.mT.contiguous().mT
+    args = dataclasses.replace(args, B=b, out=args.out.new_empty(40, 24), preactivation=args.out)
+    listed = get_kernels(dataclasses.replace(args, epilogue="swiglu"))
+    kernels = get_kernels(args)
+    assert [k.metadata.design for k in kernels] == [k.metadata.design for k in listed]
+    assert all(kernel.metadata.epilogue == "reglu" for kernel in kernels)
+    assert {tuning.select(args)} <= set(kernels) if kernels else tuning.find(args) is None
+
+
 def test_run_asks_unless_told_or_selected(device, monkeypatch):
     args = grouped_arguments(device)
     kernel = tuning.select(args)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels, grouped_gemm_list, reference
+from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels, grouped_gemm_list, reference, tuning
+from moe_kernels.activation_functions import PLAIN_EPILOGUES
 from moe_kernels.gemm.array import make_problem_table
 from moe_kernels.grouped_gemm_list import _grouped_gemm_list_op
 from moe_kernels.testing import assert_accurate
@@ -95,13 +96,17 @@ def test_kernel(kernel, case, layouts, device):
     a_list, b_list = draw(case, dtype, device, layouts)
     shapes = [(m, n) for m, n, _ in CASES[case]]
     outs = [torch.full((m, n + 8), torch.nan, dtype=out_dtype, device=device) for m, n in shapes]
-    args = GroupedGemmListArguments(a_list, b_list, [out[:, :n] for out, (_, n) in zip(outs, shapes, strict=True)])
+    out_list = [out[:, :n] for out, (_, n) in zip(outs, shapes, strict=True)]
+    epilogue = kernel.metadata.epilogue
+    args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=epilogue)
     if not (status := kernel.supports(args)):
         pytest.skip(status.error)
     kernel.run(args)
     exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
-    baseline = reference_list(a_list, b_list, out_dtype=out_dtype)
-    assert_accurate(joined(args.out_list), joined(baseline), joined(exact))
+    expected = [joined(reference_list(a_list, b_list, out_dtype=out_dtype)), joined(exact)]
+    if epilogue is not None:
+        expected = [reference.plain_activation(product, epilogue) for product in expected]
+    assert_accurate(joined(args.out_list), *expected)
     assert all(out[:, n:].isnan().all() for out, (_, n) in zip(outs, shapes, strict=True)), "wrote between rows"
 
 
@@ -153,6 +158,19 @@ def test_float8_names_the_capability(monkeypatch):
     for op in (grouped_gemm_list, GroupedProblem.from_lists):
         with pytest.raises(NotImplementedError, match=r"need a GPU of compute capability 8\.9, this one has 8\.0"):
             op([matrix], [matrix])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_epilogues(dtype, device):
+    a_list, b_list = draw("odd_sizes", dtype, device, "mm")
+    products = joined(reference_list(a_list, b_list))
+    exact = joined(reference_list([a.double() for a in a_list], [b.double() for b in b_list]))
+    for epilogue in PLAIN_EPILOGUES:
+        outs = [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]
+        args = GroupedGemmListArguments(a_list, b_list, outs, epilogue=epilogue)
+        tuning.run(args)
+        expected = (reference.plain_activation(product, epilogue) for product in (products, exact))
+        assert_accurate(joined(outs), *expected, epilogue)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -241,7 +259,7 @@ def test_prepared_problem_with_a_kernel_of_choice(device):
     a_list, b_list = draw("unlike", torch.float16, device)
     kernels = [kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float16]
     for kernel in kernels:
-        if kernel.runs_on(90):
+        if kernel.runs_on(90) and kernel.metadata.epilogue is None:
             problem = GroupedProblem.from_lists(a_list, b_list, kernel=kernel)
             assert problem.kernel is kernel
             torch.testing.assert_close(joined(problem.run()), joined(reference_list(a_list, b_list)))

@@ -22,6 +22,7 @@ from torch.nn import functional
 from .._dispatch import FLOAT8
 from .._triton import cdiv, tl, triton
 from .._upload import upload
+from ..arguments import epilogue_key
 from ..catalog import Arguments, Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
 
@@ -89,7 +90,7 @@ def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True, eq=False)
 class GroupedGemmListArguments(Arguments):
-    """out_list[g] = A_list[g] @ B_list[g] for every g. All sizes may differ; an empty reduction gives zeros."""
+    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero."""
 
     tensors = ()
     operand_names = ("A", "B", "out")
@@ -99,6 +100,7 @@ class GroupedGemmListArguments(Arguments):
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
     table: ProblemTable | None = None  # of these tensors; made by the kernel when it is not given
+    epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
 
     def __post_init__(self) -> None:
         for name in ("A_list", "B_list", "out_list"):
@@ -175,13 +177,14 @@ class GroupedGemmListArguments(Arguments):
         """What support and speed depend on; sizes only by their powers of two. The problems must be without error."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
-        return self.A.dtype, self.out_list[0].dtype, self.A.device, static, self._size_class()
+        return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
 
     def table_key(self) -> str:
         """The key of a table of measured kernels."""
         groups, m, n, k, area = self._size_class()
         layouts = "A={} B={}".format(*self.survey.layouts)
-        return f"grouped_gemm_list {layouts} {str(self.A.dtype)[6:]} G={groups} M={m} N={n} K={k} area={area}"
+        form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"
+        return f"{form} G={groups} M={m} N={n} K={k} area={area}"
 
     def _size_class(self) -> tuple[int, ...]:
         """Number of problems, largest M, N and K, and sum of M * N, each rounded up to a power of two."""

@@ -9,6 +9,7 @@ import torch
 
 from .._dispatch import FLOAT8, FLOAT8_CC
 from .._triton import tl, triton
+from ..activation_functions import PLAIN_EPILOGUES
 from ..catalog import KernelMetadata, Launch, Operand, Status
 from .array import (
     NUM_FIELDS,
@@ -20,7 +21,7 @@ from .array import (
     triton_dtype,
 )
 from .base import kernel_name
-from .pointer import multiply_tile, out_operand
+from .pointer import activate, multiply_tile, out_operand, plain_forward
 from .precision import input_precision
 
 
@@ -49,6 +50,7 @@ def _pointer_array_kernel(
     OUT_PIECE: tl.constexpr,  # and those of out
     EVEN_K: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    FORWARD: tl.constexpr,  # activation, or None
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -99,11 +101,14 @@ def _pointer_array_kernel(
             BLOCK_K,
         )
         out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_leading + column[None, :]
+        total = activate(total, FORWARD)
         tl.store(out_ptrs, total.to(OUT_DTYPE), mask=row_mask[:, None] & column_mask[None, :])
 
 
 class PointerArrayGemm(GroupedGemmListKernel):
-    """`out_list[g] = A_list[g] @ B_list[g]`, one launch."""
+    """`out_list[g] = epilogue(A_list[g] @ B_list[g])`, one launch."""
+
+    epilogues = tuple(PLAIN_EPILOGUES)
 
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
         return Status(None if args.survey.whole else "expected contiguous axes of whole 16 bytes for all problems")
@@ -131,6 +136,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
                 "OUT_PIECE": 16 // out.element_size() if wide else 1,
                 "EVEN_K": all(depth % block_k == 0 for depth in args.survey.depths),
                 "INPUT_PRECISION": input_precision(a.dtype),
+                "FORWARD": plain_forward(self.metadata),
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
@@ -154,7 +160,13 @@ _DESIGNS = {
 
 
 def _kernels(
-    dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...], alignment: int
+    dtype: torch.dtype,
+    tile: tuple[int, int, int],
+    warps: int,
+    stages: int,
+    choices: tuple[int, ...],
+    alignment: int,
+    epilogue: str | None = None,
 ) -> Iterator[PointerArrayGemm]:
     either_layout = Operand(dtype, None, alignment)
     out = dataclasses.replace(out_operand(dtype), layout="row", alignment_bytes=alignment)
@@ -162,12 +174,19 @@ def _kernels(
     min_cc, first = FLOAT8_CC if dtype == FLOAT8 else 80, None
     for per_sm in choices:
         design = PointerArrayDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm)
-        name = kernel_name("grouped_gemm_list", "pointer", dtype, design, f"p{per_sm}")
-        kernel = PointerArrayGemm(KernelMetadata(name, PointerArrayGemm, min_cc, operands, design), first)
+        name = kernel_name("grouped_gemm_list", "pointer", dtype, design, f"p{per_sm}", epilogue)
+        kernel = PointerArrayGemm(KernelMetadata(name, PointerArrayGemm, min_cc, operands, design, epilogue), first)
         first = first or kernel
         yield kernel
 
 
-POINTER_ARRAY_KERNELS = tuple(
-    kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)
+POINTER_ARRAY_KERNELS = (
+    *(kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)),
+    # With an activation only those that take any operands.
+    *(
+        kernel
+        for dtype, designs in _DESIGNS.items()
+        if dtype != FLOAT8
+        for kernel in _kernels(dtype, *designs[-1], "relu")
+    ),
 )
