@@ -11,6 +11,9 @@ Results of this package are checked before they are timed, and timings take turn
     mm_loop            one torch.mm (cuBLAS) per group, whose sizes the host knows
     dense              one torch.mm of all rows with one matrix: the bound, computing as much but not the same
 
+The plain problem is so small that a call may take the CPU longer than the GPU: `host` "graph" replays a CUDA graph of
+one call, all its launches in it, where "eager" is the call itself.
+
 `cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up, for
 the ops and for the best kernel of each design: `run` asks whether it supports its arguments, "assumed" does not, and
 "compiled" also has a compiled artifact, so that nothing is inspected.
@@ -38,10 +41,10 @@ from moe_kernels.tuning import select
 
 from .layer import environment, print_rows
 from .shapes import SHAPES, TINY, Shape
-from .timing import Timing, time_interleaved
+from .timing import Timing, in_a_graph, time_interleaved
 
 GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
-COLUMNS = ("shape", "gemm", "routing", "implementation", "kernel", "ms", "tflops", "share_of_dense", "cpu_us")
+COLUMNS = ("shape", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense", "cpu_us")
 
 
 @dataclass(frozen=True)
@@ -190,10 +193,16 @@ def bench_problem(problem: Problem, dtype: torch.dtype, rounds: int, round_ms: f
     check(problem, functions, operands)
     if device == "cuda":
         torch.cuda.empty_cache()
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    calls = {("eager", name): function for name, function in functions.items()}
+    if device == "cuda" and problem.gemm == "plain":
+        calls |= {("graph", name): in_a_graph(function) for name, function in functions.items()}
+    timings = time_interleaved(calls, device, rounds=rounds, round_ms=round_ms)
     kernel = select(kernel_arguments(problem, *operands)).metadata.kernel_name
     names = {"op": kernel, "kernel": kernel}
-    return [_row(problem, name, names.get(name), timing, timings["dense"].ms) for name, timing in timings.items()]
+    return [
+        {**_row(problem, name, names.get(name), timing, timings[host, "dense"].ms), "host": host}
+        for (host, name), timing in timings.items()
+    ]
 
 
 def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:

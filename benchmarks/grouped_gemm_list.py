@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from moe_kernels.catalog import Kernel
 from moe_kernels.testing import assert_accurate
 
 from .layer import environment, print_rows
-from .timing import Timing, time_interleaved
+from .timing import Timing, in_a_graph, time_interleaved
 
 # (number of problems, their M = N = K)
 PROBLEMS = ((4, 128), (4, 256), (4, 512), (4, 1024), (64, 128))
@@ -50,16 +49,6 @@ def check(outs: list[Tensor], a_list: list[Tensor], b_list: list[Tensor]) -> Non
     baseline = reference.grouped_gemm_list(a_list, b_list)
     exact = reference.grouped_gemm_list([a.double() for a in a_list], [b.double() for b in b_list])
     assert_accurate(*(torch.stack(matrices) for matrices in (outs, baseline, exact)))
-
-
-def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
-    """A replay of what the function launches."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.results = function()
-    return graph.replay
 
 
 def prepared_problems(a_list: list[Tensor], b_list: list[Tensor]) -> dict[str, list[GroupedProblem]]:

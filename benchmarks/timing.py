@@ -59,3 +59,13 @@ def _percentiles(values: list[float]) -> tuple[float, float, float]:
     ordered = sorted(values)
     last = len(ordered) - 1
     return statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+
+
+def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
+    """A replay of what the function launches."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.results = function()
+    return graph.replay

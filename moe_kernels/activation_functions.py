@@ -258,3 +258,6 @@ ACTIVATIONS = {
 # Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`, so with the published
 # numbers. Gated ones; the others of them would spill registers there.
 EPILOGUES = {name: ACTIVATIONS[name] for name in ("swiglu", "reglu", "clamped_swiglu", "gpt_oss")}
+
+# Those of one value, which kernels that load through pointers apply in float32.
+PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}

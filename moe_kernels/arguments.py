@@ -34,11 +34,17 @@ def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size
     return f"{form} {str(dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
 
 
+def epilogue_key(epilogue: str | None) -> str:
+    """Part of a table's key."""
+    return "" if epilogue is None else f" epilogue={epilogue}"
+
+
 class Arguments(abc.ABC):
     """Base of the argument classes: A, the operands by name, and checks of what all kernels need."""
 
     A: Tensor
     accumulator_type: torch.dtype
+    epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
     operand_names: ClassVar[tuple[str, ...]]  # those of them that KernelMetadata.operands describes
 
@@ -178,13 +184,14 @@ class WgradArguments(Arguments):
     a_row_to_token: Tensor | None = None  # [R] int32
     dout_row_to_token: Tensor | None = None  # [R] int32
     tile_table: TileTable | None = None
+    epilogue: str | None = None  # no kernel applies one to a gradient
 
     @property
     def num_rows(self) -> int:
         return len(self.A if self.a_row_to_token is None else self.a_row_to_token)
 
     def selection_key(self) -> tuple[Any, ...]:
-        form = (self.a_row_to_token is not None, self.dout_row_to_token is not None)
+        form = (self.a_row_to_token is not None, self.dout_row_to_token is not None, self.epilogue)
         return *self.out.shape, rows_bucket(self.num_rows, len(self.out)), form, self._layouts()
 
     def table_key(self) -> str:
@@ -209,7 +216,7 @@ class WgradArguments(Arguments):
 
 @dataclass(frozen=True, eq=False)
 class GemmArguments(Arguments):
-    """out = A @ B, dense, or for each l in a batch of L matrices."""
+    """out = epilogue(A @ B), dense, or for each l in a batch of L matrices."""
 
     tensors = ("A", "B", "out")
     operand_names = ("A", "B", "out")
@@ -219,16 +226,17 @@ class GemmArguments(Arguments):
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # of the batch as groups of rows, for kernels that need one
+    epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
 
     @property
     def num_batches(self) -> int:
         return len(self.out) if self.out.dim() == 3 else 1
 
     def selection_key(self) -> tuple[Any, ...]:
-        return self.A.shape, self.B.shape, self._layouts()
+        return self.A.shape, self.B.shape, self.epilogue, self._layouts()
 
     def table_key(self) -> str:
-        form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}"
+        form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}{epilogue_key(self.epilogue)}"
         num_rows = self.num_batches * self.out.shape[-2]
         return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows)
 

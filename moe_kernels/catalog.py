@@ -12,6 +12,7 @@ The ops of this package choose among the same objects (`tuning.select`). Listing
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ class Kernel(abc.ABC):
 
     arguments_class: type  # has A, accumulator_type and `operands`; `Arguments` adds checks
     obstacle: str | None = None  # why it cannot run with the installed software
+    epilogues: Collection[str] = ()  # a kernel with an epilogue can have any of these; the catalog lists the first
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -163,6 +165,8 @@ class Kernel(abc.ABC):
             return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
         if args.accumulator_type != torch.float32:
             return Status(f"accumulates in torch.float32, asked for {args.accumulator_type}")
+        if args.epilogue != (epilogue := self.metadata.epilogue):
+            return Status(f"applies {epilogue or 'no'} epilogue, asked for {args.epilogue}")
         for name, tensor in args.operands.items():
             if error := _operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
@@ -176,6 +180,11 @@ class Kernel(abc.ABC):
             wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
             return Status(f"needs compute capability {wanted}, the device has {cc}")
         return SUPPORTED
+
+    def with_epilogue(self, activation: str) -> Kernel:
+        """This kernel, which has an epilogue, with another of its `epilogues`: the catalog lists one for all, since
+        what is fastest does not depend on the activation."""
+        return _with_epilogue(self, activation)
 
     def runs_on(self, cc: int) -> bool:
         """Whether it was written for GPUs of this compute capability."""
@@ -297,6 +306,12 @@ class Kernel(abc.ABC):
 
 
 @functools.cache
+def _with_epilogue(kernel: Kernel, activation: str) -> Kernel:
+    name = kernel.metadata.kernel_name.replace(kernel.metadata.epilogue, activation)
+    return type(kernel)(dataclasses.replace(kernel.metadata, kernel_name=name, epilogue=activation))
+
+
+@functools.cache
 def device_cc(device: torch.device) -> int:
     """Compute capability as two digits, such as 90."""
     major, minor = torch.cuda.get_device_capability(device)
@@ -334,6 +349,12 @@ def _operand_error(operand: Operand, tensor: Tensor) -> str | None:
     return None
 
 
+def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
+    """The kernel with this epilogue, if it can have it."""
+    can_have = epilogue in kernel.epilogues and kernel.metadata.epilogue is not None
+    return kernel.with_epilogue(epilogue) if can_have and epilogue != kernel.metadata.epilogue else kernel
+
+
 def get_kernels(
     args: Arguments | None = None,
     *,
@@ -342,14 +363,16 @@ def get_kernels(
 ) -> list[Kernel]:
     """The kernels that support `args`, run on compute capability `cc` and pass the filter. None asks nothing.
 
-    With `args`, the best first: the measured table's choice for them, then by a rule of thumb.
+    With `args`, the best first: the measured table's choice for them, then by a rule of thumb. Kernels with another
+    epilogue than the listed one are among them.
     """
     from .gemm import ALL_KERNELS  # the kernels are built from the classes above
     from .tuning import best_first, measured_best
 
+    epilogue = None if args is None else args.epilogue
     kernels = [
         kernel
-        for kernel in ALL_KERNELS
+        for kernel in (_taking(epilogue, listed) for listed in ALL_KERNELS)
         if (cc is None or kernel.runs_on(cc))
         and (metadata_filter is None or metadata_filter(kernel.metadata))
         and (args is None or kernel.supports(args))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from . import reference, tuning
-from ._dispatch import choose, registered_op
-from .catalog import CompiledArtifact, Kernel
+from ._checks import check_float8, check_no_gradient, result_dtype
+from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op
+from .catalog import CompiledArtifact, Kernel, device_cc
 from .gemm.array import GroupedGemmListArguments, leading_dimension, make_problem_table
 
 
@@ -24,29 +25,41 @@ def grouped_gemm_list(
     a_list: Sequence[Tensor],  # [M, K] each
     b_list: Sequence[Tensor],  # [K, N] each
     *,
+    out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> list[Tensor]:  # [M, N] each
-    """Multiply G pairs of matrices, all of different sizes, in one launch. Differentiable in every matrix.
+    """Multiply G pairs of matrices, all of different sizes, in one launch.
 
     Operands lie by rows or by columns, each with any leading dimension; one with neither axis contiguous is copied
-    first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once; float32 operands use TF32 only
-    after `torch.set_float32_matmul_precision`. Deterministic, also the gradients, which are stored in their matrix's
-    order; each list's gradient is one launch.
+    first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once; of float8, after every step of
+    the reduction, whose products the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
+    `torch.set_float32_matmul_precision`. Deterministic.
+
+    Differentiable in every matrix, unless they are float8. Upstream gradients are rounded to the operands' dtype first.
+    Each list's gradient is one launch, and is stored in its matrix's order.
 
     A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, and
     never waits. Not in a CUDA graph, and where the same tensors are multiplied again: use `GroupedProblem`.
 
     Args:
+        out_dtype: None is the operands', and bfloat16 for float8. 16-bit operands also give float32, float8 (e4m3)
+            ones float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: the lists are empty or differ in length, or a shape, dtype or device disagrees with the signature.
-        NotImplementedError: a CUDA graph is being captured.
+        ValueError: the lists are empty or differ in length, a shape, dtype or device disagrees with the signature, or
+            a float8 matrix requires a gradient.
+        NotImplementedError: a CUDA graph is being captured, or the operands are float8 and the GPU is below compute
+            capability 8.9; the reference upcasts.
     """
-    _check("grouped_gemm_list", a_list, b_list)
-    if choose("grouped_gemm_list", implementation, a_list[0]) == "reference":
-        return reference.grouped_gemm_list(a_list, b_list)
-    return _grouped_gemm_list_op(list(a_list), list(b_list), [False] * len(a_list))
+    op = "grouped_gemm_list"
+    _check(op, a_list, b_list)
+    out_dtype = result_dtype(op, a_list[0], None, out_dtype)
+    if a_list[0].dtype == FLOAT8:
+        check_no_gradient(op, "float8 operands", *a_list, *b_list)
+    if _choose(op, implementation, a_list[0]) == "reference":
+        return reference.grouped_gemm_list(a_list, b_list, out_dtype=out_dtype)
+    return _grouped_gemm_list_op(list(a_list), list(b_list), [False] * len(a_list), out_dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,28 +80,32 @@ class GroupedProblem:
         b_list: Sequence[Tensor],  # [K, N] each
         *,
         out_list: Sequence[Tensor] | None = None,  # [M, N] each, rows contiguous; allocated if None
+        out_dtype: torch.dtype | None = None,
         kernel: Kernel | None = None,
         implementation: str | None = None,
     ) -> GroupedProblem:
         """Prepare `a_list[g] @ b_list[g]` for every g. Costs what a call of `grouped_gemm_list` costs, less the launch.
 
         Args:
+            out_dtype: None is that of `out_list`, else as in `grouped_gemm_list`.
             kernel: one of the catalog (`get_kernels`); None selects.
 
         Raises:
             ValueError: as `grouped_gemm_list`, also for `out_list`; an operand requires grad while gradients are
                 recorded, or has no contiguous axis; `kernel` does not support the operands.
+            NotImplementedError: as `grouped_gemm_list`.
         """
         op = "GroupedProblem.from_lists"
         _check(op, a_list, b_list)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*a_list, *b_list)):
             raise ValueError(f"{op}: records no gradients, got operands that require grad: use grouped_gemm_list")
+        out_dtype = result_dtype(op, a_list[0], out_list[0] if out_list else None, out_dtype)
         if out_list is None:
-            out_list = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
+            out_list = _empty_products(a_list, b_list, [False] * len(a_list), out_dtype)
         args = GroupedGemmListArguments(tuple(a_list), tuple(b_list), tuple(out_list))
         if error := args.error():
             raise ValueError(f"{op}: {error}")
-        if kernel is None and choose(op, implementation, a_list[0]) == "reference":
+        if kernel is None and _choose(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
         kernel = kernel or tuning.select(args)
         if not (status := kernel.supports(args)):
@@ -104,8 +121,9 @@ class GroupedProblem:
         if self.kernel is not None:
             self.kernel.run(args, self.artifact, assume_supported_args=True)
         else:
-            for a, b, out in zip(args.A_list, args.B_list, args.out_list, strict=True):
-                out.copy_(a @ b)
+            products = reference.grouped_gemm_list(args.A_list, args.B_list, out_dtype=args.out_list[0].dtype)
+            for out, product in zip(args.out_list, products, strict=True):
+                out.copy_(product)
         return list(args.out_list)
 
 
@@ -128,9 +146,18 @@ def _check(op: str, a_list: Sequence[Tensor], b_list: Sequence[Tensor]) -> None:
             )
 
 
+def _choose(op: str, implementation: str | None, a: Tensor) -> str:
+    chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
+    if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:
+        check_float8(op, device_cc(a.device))
+    return chosen
+
+
 @registered_op("grouped_gemm_list")
-def _grouped_gemm_list_op(a_list: list[Tensor], b_list: list[Tensor], by_columns: list[bool]) -> list[Tensor]:
-    outs = _empty_products(a_list, b_list, by_columns)
+def _grouped_gemm_list_op(
+    a_list: list[Tensor], b_list: list[Tensor], by_columns: list[bool], out_dtype: torch.dtype
+) -> list[Tensor]:
+    outs = _empty_products(a_list, b_list, by_columns, out_dtype)
     operands = a_list, b_list, outs
     if any(by_columns):
         # Kernels write rows. The transpose of a product stored by columns is the product of the transposes, by rows.
@@ -145,30 +172,33 @@ def _with_contiguous_axes(matrices: Iterable[Tensor]) -> list[Tensor]:
     return [matrix if leading_dimension(matrix) is not None else matrix.contiguous() for matrix in matrices]
 
 
-def _empty_products(a_list: list[Tensor], b_list: list[Tensor], by_columns: list[bool]) -> list[Tensor]:
+def _empty_products(
+    a_list: Sequence[Tensor], b_list: Sequence[Tensor], by_columns: list[bool], dtype: torch.dtype
+) -> list[Tensor]:
     return [
-        b.new_empty(b.shape[1], a.shape[0]).t() if transposed else a.new_empty(a.shape[0], b.shape[1])
+        b.new_empty(b.shape[1], a.shape[0], dtype=dtype).t()
+        if transposed
+        else a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
         for a, b, transposed in zip(a_list, b_list, by_columns, strict=True)
     ]
 
 
-@_grouped_gemm_list_op.register_fake
-def _(a_list, b_list, by_columns):
-    return _empty_products(a_list, b_list, by_columns)
+_grouped_gemm_list_op.register_fake(_empty_products)
 
 
 def _setup(ctx, inputs, output):
-    a_list, b_list, _ = inputs
+    a_list, b_list, *_ = inputs
     ctx.save_for_backward(*a_list, *b_list)
 
 
 def _backward(ctx, douts):
     num_problems = len(douts)
     a_list, b_list = ctx.saved_tensors[:num_problems], ctx.saved_tensors[num_problems:]
-    needs_a, needs_b, _ = ctx.needs_input_grad
+    needs_a, needs_b, *_ = ctx.needs_input_grad
+    douts = [dout.to(a.dtype) for dout, a in zip(douts, a_list, strict=True)]
     da = _gradients(needs_a, douts, [b.t() for b in b_list], a_list)
     db = _gradients(needs_b, [a.t() for a in a_list], douts, b_list)
-    return da, db, None
+    return da, db, None, None
 
 
 def _gradients(
@@ -179,7 +209,8 @@ def _gradients(
     if not wanted:
         return [None] * len(needed)
     by_columns = [likes[g].stride(0) < likes[g].stride(1) for g in wanted]
-    products = _grouped_gemm_list_op([left[g] for g in wanted], [right[g] for g in wanted], by_columns)
+    operands = [left[g] for g in wanted], [right[g] for g in wanted]
+    products = _grouped_gemm_list_op(*operands, by_columns, left[0].dtype)
     found = dict(zip(wanted, products, strict=True))
     return [found.get(g) for g in range(len(needed))]
 

@@ -293,8 +293,12 @@ def batched_gemm(
 def grouped_gemm_list(
     a_list: Sequence[Tensor],  # [M, K] each
     b_list: Sequence[Tensor],  # [K, N] each
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:  # [M, N] each
-    return [a @ b for a, b in zip(a_list, b_list, strict=True)]
+    out_dtype = out_dtype or result_dtype(a_list[0].dtype)
+    dtype = out_dtype if out_dtype == a_list[0].dtype else torch.promote_types(out_dtype, torch.float32)
+    return [(a.to(dtype) @ b.to(dtype)).to(out_dtype) for a, b in zip(a_list, b_list, strict=True)]
 
 
 def jagged_gemm(

@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 import moe_kernels as mk
 from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
-from moe_kernels.activation_functions import EPILOGUES
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
@@ -102,11 +101,13 @@ def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
     size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
     a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
     b_list = [torch.empty(size_k, size_n, dtype=operands.B.dtype) for _ in range(2)]
+    if operands.B.layout == "column":
+        b_list = [b.t().contiguous().t() for b in b_list]
     if form == "other":
         # Open to any layout: one of both.
         a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
     out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
-    args = GroupedGemmListArguments(a_list, b_list, out_list)
+    args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=kernel.metadata.epilogue)
     return dataclasses.replace(args, table=make_problem_table(args, *kernel.metadata.design.tile_shape[:2]))
 
 
@@ -127,7 +128,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     offsets = torch.zeros(num_groups, dtype=torch.int32)
     if kernel.arguments_class is GemmArguments:
         b = torch.empty(size_k, size_n, dtype=operands.B.dtype)
-        return GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype))
+        return GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype), epilogue=epilogue)
     if kernel.arguments_class is GroupedGemmArguments:
         b = torch.empty(num_groups, size_k, size_n, dtype=operands.B.dtype)
         if operands.B.layout == "column" or (operands.B.layout is None and transposed):
@@ -267,8 +268,8 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
-    # What is not a GEMM differs little between targets: the oldest, the newest, and the one between for other cases.
-    for case, cc in (("large", 80), ("jagged", 80), ("odd", 90), ("large", 100)):
+    # What is not a GEMM differs little between targets: the oldest and the newest, and the one between for activations.
+    for case, cc in (("large", 80), ("jagged", 80), ("odd", 100)):
         yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
     yield from epilogue_jobs()
@@ -284,10 +285,11 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
     """Epilogues other than the listed one, in the kernels that have the fewest registers to spare."""
     for kernel in mk.get_kernels(cc=90):
         metadata = kernel.metadata
-        spare = metadata.design.tile_shape != (128, 256, 64) or metadata.operands.A.dtype != torch.bfloat16
-        is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and not spare
-        if metadata.epilogue is not None and is_tight and kernel.obstacle is None:
-            for name in EPILOGUES:
+        if metadata.epilogue is None or metadata.operands.A.dtype != torch.bfloat16 or kernel.obstacle is not None:
+            continue
+        is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and metadata.design.tile_shape[1] == 256
+        if is_tight or kernel.arguments_class is GemmArguments:
+            for name in kernel.epilogues:
                 if name != metadata.epilogue:
                     yield compile_gemm, (metadata.kernel_name, "plain", 90, name)
 
@@ -314,7 +316,9 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         return ("plain",)
     if kernel.arguments_class is WgradArguments:
         return ("plain", "other") if design.gather and is_bfloat16 else ("plain",)
-    return ("plain",) if design.gather else ("plain", "other", "full")
+    if design.gather:
+        return ("plain",)
+    return ("plain", "other", "full") if is_bfloat16 else ("plain", "full")
 
 
 def run_job(job: tuple[Callable, tuple]) -> list[dict[str, object]]:

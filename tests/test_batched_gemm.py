@@ -1,9 +1,11 @@
+import dataclasses
 from functools import partial
 
 import pytest
 import torch
 
-from moe_kernels import GemmArguments, PointerDesign, batched_gemm, get_kernels, reference
+from moe_kernels import GemmArguments, PointerDesign, batched_gemm, get_kernels, reference, tuning
+from moe_kernels.activation_functions import PLAIN_EPILOGUES
 from moe_kernels.batched_gemm import _batched_gemm_op
 from moe_kernels.catalog import Operand, device_cc
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
@@ -89,17 +91,52 @@ def test_each_kernel(kernel, device):
         a, b = draw(case, dtype, device)
         shape = reference.batched_gemm(a, b).shape
         out = torch.full(shape, torch.nan, dtype=dtype, device=device)
-        args = GemmArguments(a, by_columns(b) if operands.B.layout == "column" else b, out)
+        epilogue = kernel.metadata.epilogue
+        args = GemmArguments(a, by_columns(b) if operands.B.layout == "column" else b, out, epilogue=epilogue)
         if is_pointer:
             # Every stride is unlike a contiguous tensor's.
             out = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=dtype, device=device)[..., ::2]
-            args = GemmArguments(by_columns(a), by_columns(b), out)
+            args = GemmArguments(by_columns(a), by_columns(b), out, epilogue=epilogue)
         if kernel.supports(args):
             num_supported += 1
             kernel.run(args)
-            assert_accurate(out, reference.batched_gemm(a, b), reference.batched_gemm(*to_float64((a, b))), case)
+            expected = [reference.batched_gemm(*operands) for operands in ((a, b), to_float64((a, b)))]
+            if epilogue is not None:
+                expected = [reference.plain_activation(product, epilogue) for product in expected]
+            assert_accurate(out, *expected, case)
     on_other_gpu = torch.cuda.is_available() and not kernel.runs_on(device_cc(torch.device("cuda", 0)))
     assert num_supported >= (0 if on_other_gpu else len(CASES) if is_pointer else 2)
+
+
+@pytest.mark.parametrize("epilogue", PLAIN_EPILOGUES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_epilogues(dtype, epilogue, device):
+    a, b = draw("dense", dtype, device)
+    a *= 0.3
+    baseline, exact = (
+        reference.plain_activation(reference.batched_gemm(*operands), epilogue)
+        for operands in ((a, b), to_float64((a, b)))
+    )
+    for out_dtype in {dtype, torch.float32}:
+        args = GemmArguments(a, b, torch.full_like(baseline, torch.nan, dtype=out_dtype), epilogue=epilogue)
+        kernels = get_kernels(args)
+        assert kernels and kernels[0] is tuning.select(args)
+        for kernel in kernels:
+            assert kernel.metadata.epilogue == epilogue and kernel.metadata.kernel_name.endswith(epilogue)
+            kernel.run(args, kernel.compile(args))
+            assert_accurate(args.out.to(dtype), baseline, exact, kernel.metadata.kernel_name)
+
+
+def test_an_epilogue_that_no_kernel_has_is_named():
+    a, b = draw("dense", torch.float32, "cpu")
+    args = GemmArguments(a, b, a.new_empty(len(a), b.shape[1]), epilogue="swiglu")
+    assert get_kernels(args) == []
+    for kernel in KERNELS:
+        if kernel.metadata.operands.A.dtype == torch.float32:
+            has = kernel.metadata.epilogue or "no"
+            assert kernel.supports(args).error == f"applies {has} epilogue, asked for swiglu"
+            plain = dataclasses.replace(args, epilogue=None)
+            assert has == "no" or kernel.supports(plain).error == f"applies {has} epilogue, asked for None"
 
 
 def test_batches_that_are_no_rows_name_the_operand():

@@ -103,7 +103,8 @@ def test_filters():
     tiles = names(metadata_filter=lambda m: m.design.tile_shape == (128, 128, 64))
     assert tiles and all("128x128x64" in name for name in tiles) and not tiles & {n for n in every if "64x64" in n}
     float8 = names(metadata_filter=lambda m: m.operands.A.dtype == torch.float8_e4m3fn)
-    assert float8 and not float8 & names(cc=80) and float8 <= names(cc=89)
+    assert float8 and not float8 & names(cc=80) and float8 <= names(cc=89) | names(cc=90)
+    assert {name.split("_pointer")[0] for name in float8 & names(cc=89)} >= {"grouped_gemm", "grouped_gemm_list"}
     assert names(metadata_filter=lambda m: torch.float32 in m.operands.out.dtypes and m.operands.A.dtype == FLOAT16)
     assert names(metadata_filter=lambda m: "bias" in m.optional_operands) & float8
     for kernel in get_kernels():
@@ -162,6 +163,29 @@ def test_status_of_other_forms():
         ((zeros(4, 3), zeros(4, 6), zeros(2, 3, 5)), "Operand `out`: expected shape [2, 3, 6], got [2, 3, 5]"),
     ]:
         assert wgrad.supports(WgradArguments(*operands, offsets=zeros(2).int())).error == error
+
+
+@pytest.mark.parametrize("form", ["wgrad", "jagged"])
+def test_forms_without_an_epilogue_say_so(form, device):
+    args = dataclasses.replace(ARGUMENTS[form](device), epilogue="relu")
+    assert get_kernels(args) == []
+    kernel = get_kernels(dataclasses.replace(args, epilogue=None))[0]
+    assert kernel.supports(args).error == "applies no epilogue, asked for relu"
+    with pytest.raises(ValueError, match="applies no epilogue, asked for relu"):
+        kernel.run(args)
+    with pytest.raises(NotImplementedError, match="applies no epilogue, asked for relu"):
+        tuning.select(args)
+
+
+def test_gated_epilogues_beside_the_listed_one(device):
+    args = grouped_arguments(device, epilogue="reglu")
+    b = args.B.mT.contiguous().mT
+    args = dataclasses.replace(args, B=b, out=args.out.new_empty(40, 24), preactivation=args.out)
+    listed = get_kernels(dataclasses.replace(args, epilogue="swiglu"))
+    kernels = get_kernels(args)
+    assert [k.metadata.design for k in kernels] == [k.metadata.design for k in listed]
+    assert all(kernel.metadata.epilogue == "reglu" for kernel in kernels)
+    assert {tuning.select(args)} <= set(kernels) if kernels else tuning.find(args) is None
 
 
 def test_run_asks_unless_told_or_selected(device, monkeypatch):

@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 from functools import partial
 
 import numpy as np
@@ -6,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels, grouped_gemm_list, reference
+from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels, grouped_gemm_list, reference, tuning
+from moe_kernels.activation_functions import PLAIN_EPILOGUES
 from moe_kernels.gemm.array import make_problem_table
 from moe_kernels.grouped_gemm_list import _grouped_gemm_list_op
 from moe_kernels.testing import assert_accurate
@@ -15,12 +18,13 @@ from moe_kernels.testing import assert_accurate
 from .dtypes import DTYPES
 from .gpu import waiting_is_an_error
 
+FLOAT8 = torch.float8_e4m3fn
 triton_list = partial(grouped_gemm_list, implementation="triton")
 reference_list = partial(grouped_gemm_list, implementation="reference")
 KERNELS = [
     kernel
     for kernel in get_kernels()
-    if kernel.arguments_class is GroupedGemmListArguments and kernel.metadata.operands.A.dtype in DTYPES
+    if kernel.arguments_class is GroupedGemmListArguments and kernel.metadata.operands.A.dtype in (*DTYPES, FLOAT8)
 ]
 
 # (M, N, K) of each problem
@@ -88,16 +92,99 @@ def test_matches_reference(case, dtype, layouts, device):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_kernel(kernel, case, layouts, device):
     dtype = kernel.metadata.operands.A.dtype
+    out_dtype = torch.float16 if dtype == FLOAT8 else dtype
     a_list, b_list = draw(case, dtype, device, layouts)
     shapes = [(m, n) for m, n, _ in CASES[case]]
-    outs = [torch.full((m, n + 8), torch.nan, dtype=dtype, device=device) for m, n in shapes]
-    args = GroupedGemmListArguments(a_list, b_list, [out[:, :n] for out, (_, n) in zip(outs, shapes, strict=True)])
+    outs = [torch.full((m, n + 8), torch.nan, dtype=out_dtype, device=device) for m, n in shapes]
+    out_list = [out[:, :n] for out, (_, n) in zip(outs, shapes, strict=True)]
+    epilogue = kernel.metadata.epilogue
+    args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=epilogue)
     if not (status := kernel.supports(args)):
         pytest.skip(status.error)
     kernel.run(args)
     exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
-    assert_accurate(joined(args.out_list), joined(reference_list(a_list, b_list)), joined(exact))
+    expected = [joined(reference_list(a_list, b_list, out_dtype=out_dtype)), joined(exact)]
+    if epilogue is not None:
+        expected = [reference.plain_activation(product, epilogue) for product in expected]
+    assert_accurate(joined(args.out_list), *expected)
     assert all(out[:, n:].isnan().all() for out, (_, n) in zip(outs, shapes, strict=True)), "wrote between rows"
+
+
+def skip_without_float8():
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+
+
+FLOAT8_CASES = {
+    "unlike": [(40, 136, 32), (128, 16, 208), (16, 16, 16), (72, 80, 1040)],  # also as TMA takes it
+    "odd_sizes": [(53, 47, 97), (1, 1, 1), (17, 129, 3), (0, 4, 4), (5, 6, 0)],
+}
+
+
+@pytest.mark.parametrize("out_dtype", [*DTYPES[::-1], None], ids=str)
+@pytest.mark.parametrize("layouts", ["rr", "rc", "mm"])
+@pytest.mark.parametrize("case", FLOAT8_CASES)
+def test_float8(case, layouts, out_dtype, device, monkeypatch):
+    skip_without_float8()
+    if out_dtype is None and torch.bfloat16 not in DTYPES:
+        pytest.skip("no bfloat16 in the interpreter")
+    monkeypatch.setitem(CASES, case, FLOAT8_CASES[case])
+    a_list, b_list = draw(case, FLOAT8, device, layouts)
+    exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
+    outs = [triton_list(a_list, b_list, out_dtype=out_dtype)]
+    outs.append(GroupedProblem.from_lists(a_list, b_list, out_dtype=out_dtype, implementation="triton").run())
+    # Tensor cores sum the float8 products of a step in fewer bits than float32 has, but in more than float16.
+    kept = torch.float16 if device == "cuda" and out_dtype == torch.float32 else out_dtype or torch.bfloat16
+    baseline = reference_list(a_list, b_list, out_dtype=kept)
+    for out in outs:
+        assert all(matrix.dtype == (out_dtype or torch.bfloat16) for matrix in out)
+        assert_accurate(joined(out).to(kept), joined(baseline), joined(exact))
+
+
+def test_float8_in_the_reference(device):
+    a_list, b_list = draw("unlike", FLOAT8, device)
+    outs = reference_list(a_list, b_list)
+    for out, prepared, a, b in zip(
+        outs, GroupedProblem.from_lists(a_list, b_list, implementation="reference").run(), a_list, b_list, strict=True
+    ):
+        assert out.dtype == torch.bfloat16 and torch.equal(out, (a.float() @ b.float()).bfloat16())
+        assert torch.equal(out, prepared)
+
+
+def test_float8_names_the_capability(monkeypatch):
+    monkeypatch.setattr(sys.modules["moe_kernels.grouped_gemm_list"], "device_cc", lambda device: 80)
+    with FakeTensorMode():
+        matrix = torch.empty(16, 16, dtype=FLOAT8, device="cuda")
+    for op in (grouped_gemm_list, GroupedProblem.from_lists):
+        with pytest.raises(NotImplementedError, match=r"need a GPU of compute capability 8\.9, this one has 8\.0"):
+            op([matrix], [matrix])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_epilogues(dtype, device):
+    a_list, b_list = draw("odd_sizes", dtype, device, "mm")
+    products = joined(reference_list(a_list, b_list))
+    exact = joined(reference_list([a.double() for a in a_list], [b.double() for b in b_list]))
+    for epilogue in PLAIN_EPILOGUES:
+        outs = [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]
+        args = GroupedGemmListArguments(a_list, b_list, outs, epilogue=epilogue)
+        tuning.run(args)
+        expected = (reference.plain_activation(product, epilogue) for product in (products, exact))
+        assert_accurate(joined(outs), *expected, epilogue)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_float32_results_of_16_bit_operands(dtype, device):
+    def wide(op, a_list, b_list):
+        return op(a_list, b_list, out_dtype=torch.float32 if a_list[0].dtype == dtype else None)
+
+    a_list, b_list = draw("odd_sizes", dtype, device, "rc")
+    actual = with_gradients(partial(wide, triton_list), a_list, b_list)
+    baseline = with_gradients(partial(wide, reference_list), a_list, b_list)
+    exact = with_gradients(reference_list, a_list, b_list, torch.float64)
+    for name, *results in zip(("out", "gradients"), actual, baseline, exact, strict=True):
+        assert_accurate(*map(joined, results), name)
+    assert all(out.dtype == torch.float32 for out in actual[0])
 
 
 @settings(max_examples=20, deadline=None)
@@ -172,7 +259,7 @@ def test_prepared_problem_with_a_kernel_of_choice(device):
     a_list, b_list = draw("unlike", torch.float16, device)
     kernels = [kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float16]
     for kernel in kernels:
-        if kernel.runs_on(90):
+        if kernel.runs_on(90) and kernel.metadata.epilogue is None:
             problem = GroupedProblem.from_lists(a_list, b_list, kernel=kernel)
             assert problem.kernel is kernel
             torch.testing.assert_close(joined(problem.run()), joined(reference_list(a_list, b_list)))
@@ -293,7 +380,7 @@ def test_gradcheck_of_reference():
 def test_opcheck(by_columns, device):
     a_list = [torch.randn(m, 8, device=device, requires_grad=True) for m in (3, 5)]
     b_list = [torch.randn(8, n, device=device, requires_grad=True) for n in (4, 2)]
-    torch.library.opcheck(_grouped_gemm_list_op, (a_list, b_list, by_columns))
+    torch.library.opcheck(_grouped_gemm_list_op, (a_list, b_list, by_columns, torch.float32))
 
 
 def test_compiles_without_graph_break(device):
@@ -328,18 +415,34 @@ def test_bad_input(a_list, b_list, message):
             op(a_list, b_list)
 
 
+def test_bad_dtypes():
+    a, b = ([matrix] for matrix in MATRIX)
+    for op in (grouped_gemm_list, GroupedProblem.from_lists):
+        with pytest.raises(ValueError, match=r"operands of torch\.float32 do not give out_dtype torch\.float16"):
+            op(a, b, out_dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"do not give out_dtype torch\.float8_e4m3fn"):
+            op([a[0].to(FLOAT8)], [b[0].to(FLOAT8)], out_dtype=FLOAT8)
+        with pytest.raises(ValueError, match=r"a must be torch\.float8_e4m3fn, got torch\.float8_e5m2"):
+            op([a[0].to(torch.float8_e5m2)], [b[0].to(torch.float8_e5m2)])
+    with pytest.raises(ValueError, match="with float8 operands no input may require a gradient"):
+        grouped_gemm_list([a[0].to(FLOAT8).requires_grad_()], [b[0].to(FLOAT8)])
+
+
 def test_bad_preparation():
     a, b = MATRIX
     for change, message in (
         ({"out_list": [torch.zeros(4, 4)]}, "problem 0: expected"),
         ({"out_list": []}, "as many A as B and out, got 1, 1 and 0"),
         ({"out_list": [torch.zeros(5, 4).t()]}, "expected rows contiguous"),
-        ({"out_list": [torch.zeros(4, 5).half()]}, "Operand `out` of problem 0: expected torch.float32"),
+        ({"out_list": [torch.zeros(4, 5).half()]}, "operands of torch.float32 do not give out_dtype torch.float16"),
+        ({"out_list": [torch.zeros(4, 5)], "out_dtype": torch.float16}, "out_dtype must be out's"),
     ):
         with pytest.raises(ValueError, match=message):
             GroupedProblem.from_lists([a], [b], **change)
     with pytest.raises(ValueError, match="require grad"):
         GroupedProblem.from_lists([a.clone().requires_grad_()], [b])
+    with pytest.raises(ValueError, match=r"Operand `out` of problem 1: expected torch\.float32, got torch\.float64"):
+        GroupedProblem.from_lists([a, a], [b, b], out_list=[torch.zeros(4, 5), torch.zeros(4, 5).double()])
     with pytest.raises(ValueError, match="one contiguous axis"):
         GroupedProblem.from_lists([torch.zeros(8, 6)[::2, ::2]], [b])
 

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._dispatch import FLOAT8
 from .._triton import cdiv, tl, triton
 from .._upload import upload
+from ..arguments import epilogue_key
 from ..catalog import Arguments, Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
 
@@ -88,7 +90,7 @@ def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True, eq=False)
 class GroupedGemmListArguments(Arguments):
-    """out_list[g] = A_list[g] @ B_list[g] for every g. All sizes may differ; an empty reduction gives zeros."""
+    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero."""
 
     tensors = ()
     operand_names = ("A", "B", "out")
@@ -98,6 +100,7 @@ class GroupedGemmListArguments(Arguments):
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
     table: ProblemTable | None = None  # of these tensors; made by the kernel when it is not given
+    epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
 
     def __post_init__(self) -> None:
         for name in ("A_list", "B_list", "out_list"):
@@ -124,12 +127,12 @@ class GroupedGemmListArguments(Arguments):
     def _error(self) -> str | None:
         if not len(self.A_list) == len(self.B_list) == len(self.out_list):
             return f"as many A as B and out, got {len(self.A_list)}, {len(self.B_list)} and {len(self.out_list)}"
-        dtype = self.A_list[0].dtype
+        dtypes = self.A_list[0].dtype, self.A_list[0].dtype, self.out_list[0].dtype
         for g, matrices in enumerate(zip(self.A_list, self.B_list, self.out_list, strict=True)):
             a, b, out = (tuple(matrix.shape) for matrix in matrices)
             if not len(a) == len(b) == 2 or a[1] != b[0] or out != (a[0], b[1]):
                 return f"problem {g}: expected [M, K] @ [K, N] and [M, N], got {a} @ {b} and {out}"
-            for name, matrix in zip(("A", "B", "out"), matrices, strict=True):
+            for name, matrix, dtype in zip(("A", "B", "out"), matrices, dtypes, strict=True):
                 if matrix.dtype != dtype:
                     return f"Operand `{name}` of problem {g}: expected {dtype}, got {matrix.dtype}"
                 if matrix.device != self.A.device:
@@ -145,7 +148,7 @@ class GroupedGemmListArguments(Arguments):
         """One pass over the problems, which must be without error: it is what a call costs the CPU."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
-        separate, item = True, self.A.element_size()
+        separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()
         for a, b, out in zip(self.A_list, self.B_list, self.out_list, strict=True):
             m, k = a.shape
             n = b.shape[1]
@@ -159,8 +162,8 @@ class GroupedGemmListArguments(Arguments):
             by_columns.add((a_columns, b_columns))
             depths.add(k)
             a_line, b_line = m if a_columns else k, k if b_columns else n  # what is contiguous
-            address_bits |= pointers[0] | pointers[1] | pointers[2] | (lda | ldb | ldo) * item
-            size_bits |= (a_line | b_line | n) * item
+            address_bits |= pointers[0] | pointers[1] | pointers[2] | (lda | ldb) * item | ldo * out_item
+            size_bits |= (a_line | b_line) * item | n * out_item
             separate = separate and lda >= a_line and ldb >= b_line
             largest_m, largest_n, largest_k = max(m, largest_m), max(n, largest_n), max(k, largest_k)
             area += m * n
@@ -174,13 +177,14 @@ class GroupedGemmListArguments(Arguments):
         """What support and speed depend on; sizes only by their powers of two. The problems must be without error."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
-        return self.A.dtype, self.A.device, static, self._size_class()
+        return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
 
     def table_key(self) -> str:
         """The key of a table of measured kernels."""
         groups, m, n, k, area = self._size_class()
         layouts = "A={} B={}".format(*self.survey.layouts)
-        return f"grouped_gemm_list {layouts} {str(self.A.dtype)[6:]} G={groups} M={m} N={n} K={k} area={area}"
+        form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"
+        return f"{form} G={groups} M={m} N={n} K={k} area={area}"
 
     def _size_class(self) -> tuple[int, ...]:
         """Number of problems, largest M, N and K, and sum of M * N, each rounded up to a power of two."""
@@ -326,3 +330,7 @@ def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, B
     first = local // band * GROUP_TILES
     height = tl.minimum(num_row_tiles - first, GROUP_TILES)
     return (first + local % band % height) * BLOCK_M, local % band // height * BLOCK_N
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return tl.float8e4nv if dtype == FLOAT8 else getattr(tl, str(dtype)[6:])

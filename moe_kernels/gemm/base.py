@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._dispatch import on_device_of
 from .._triton import INTERPRET, cdiv
+from ..activation_functions import EPILOGUES
 from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
 from ..reference import TileTable
 from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
@@ -23,10 +24,9 @@ class GroupedGemmKernel(Kernel):
     """Kernels that compute `GroupedGemmArguments`."""
 
     arguments_class = GroupedGemmArguments
+    epilogues = tuple(EPILOGUES)
 
     def supports_design(self, args: GroupedGemmArguments) -> Status:
-        if args.epilogue != self.metadata.epilogue:
-            return Status(f"computes the epilogue {self.metadata.epilogue}, asked for {args.epilogue}")
         if (args.epilogue is None) != (args.preactivation is None):
             return Status("Operand `preactivation`: expected with an epilogue and only then")
         gather = self.metadata.design.gather
@@ -43,14 +43,6 @@ class GroupedGemmKernel(Kernel):
         rows_per_group = max(cdiv(len(args.out), num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
-
-    def with_epilogue(self, activation: str) -> GroupedGemmKernel:
-        """This kernel, which has an epilogue, with another gated activation in it.
-
-        The catalog lists the kernels with "swiglu" for all: what is fastest does not depend on the activation.
-        """
-        name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
-        return type(self)(dataclasses.replace(self.metadata, kernel_name=name, epilogue=activation))
 
     def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """The table of these arguments for this kernel's tile height; made here unless they hold it."""

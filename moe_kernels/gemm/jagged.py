@@ -49,6 +49,7 @@ class JaggedGemmArguments(Arguments):
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # as `make_jagged_table` makes it, which has then written the zeros as well
+    epilogue: str | None = None  # no kernel applies one so far
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 2) or self._expect_rank("out", 2):
@@ -81,7 +82,8 @@ class JaggedGemmArguments(Arguments):
             for tensor in self.operands.values()
         )
         contiguous = tuple(stride == 1 for tensor in self.operands.values() for stride in tensor.stride())
-        return self.A.dtype, self.B.dtype, self.A.device, self.B.shape, self._rows(), aligned, contiguous
+        dtypes = self.A.dtype, self.B.dtype, self.A.device
+        return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
 
     def table_key(self) -> str:
         """The key of a table of measured kernels."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._dispatch import FLOAT8, FLOAT8_CC
 from .._triton import cdiv, tl, triton
+from ..activation_functions import PLAIN_EPILOGUES
 from ..catalog import (
     GroupedGemmArguments,
     GroupedGemmOperands,
@@ -56,6 +59,15 @@ def multiply_tile(
         a_ptrs += BLOCK_K * a_stride
         b_ptrs += BLOCK_K * b_stride
     return total
+
+
+@triton.jit
+def activate(product, FORWARD: tl.constexpr):
+    """The product behind a plain activation, or as it is."""
+    if FORWARD is None:
+        return product
+    else:
+        return FORWARD(product, product)
 
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
@@ -202,6 +214,11 @@ _TILES = {
     torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 3)],
     FLOAT8: [((128, 128, 128), 8, 3), ((16, 128, 128), 4, 3)],
 }
+
+
+def plain_forward(metadata: KernelMetadata) -> Any:
+    """The device function of a kernel's plain epilogue, or None."""
+    return None if metadata.epilogue is None else PLAIN_EPILOGUES[metadata.epilogue].forward
 
 
 def out_operand(dtype: torch.dtype) -> Operand:

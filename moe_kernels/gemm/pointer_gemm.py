@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._triton import cdiv, tl, triton
+from ..activation_functions import PLAIN_EPILOGUES
 from ..catalog import (
     SUPPORTED,
     GemmArguments,
@@ -18,7 +19,7 @@ from ..catalog import (
     Status,
 )
 from .base import kernel_name, padded
-from .pointer import multiply_tile, out_operand
+from .pointer import activate, multiply_tile, out_operand, plain_forward
 from .precision import input_precision
 
 
@@ -35,6 +36,7 @@ def _gemm_kernel(
     N,
     EVEN_K: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    FORWARD: tl.constexpr,  # activation, or None
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,13 +68,15 @@ def _gemm_kernel(
         BLOCK_K,
     )
     out_ptrs = out_ptr + batch * out_strides[0] + row[:, None] * out_strides[1] + column[None, :] * out_strides[2]
+    total = activate(total, FORWARD)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
 
 
 class PointerGemm(Kernel):
-    """`out[l] = A[l] @ B[l]`, one program per tile; an operand without a batch is shared by all l."""
+    """`out[l] = epilogue(A[l] @ B[l])`, one program per tile; an operand without a batch is shared by all l."""
 
     arguments_class = GemmArguments
+    epilogues = tuple(PLAIN_EPILOGUES)
 
     def supports_design(self, args: GemmArguments) -> Status:
         return SUPPORTED
@@ -104,6 +108,7 @@ class PointerGemm(Kernel):
             {
                 "EVEN_K": depth % block_k == 0,
                 "INPUT_PRECISION": input_precision(args.A.dtype),
+                "FORWARD": plain_forward(self.metadata),
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
@@ -125,10 +130,13 @@ _TILES = {
 }
 
 
-def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerGemm:
+def _kernel(dtype: torch.dtype, design: PointerDesign, epilogue: str | None = None) -> PointerGemm:
     operands = GemmOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
-    name = kernel_name("gemm", "pointer", dtype, design)
-    return PointerGemm(KernelMetadata(name, PointerGemm, 80, operands, design))
+    name = kernel_name("gemm", "pointer", dtype, design, epilogue)
+    return PointerGemm(KernelMetadata(name, PointerGemm, 80, operands, design, epilogue))
 
 
-POINTER_GEMM_KERNELS = tuple(_kernel(dtype, PointerDesign(*tile)) for dtype, tiles in _TILES.items() for tile in tiles)
+POINTER_GEMM_KERNELS = (
+    *(_kernel(dtype, PointerDesign(*tile)) for dtype, tiles in _TILES.items() for tile in tiles),
+    *(_kernel(dtype, PointerDesign(*tiles[0]), "relu") for dtype, tiles in _TILES.items()),
+)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 
+from .._dispatch import FLOAT8
 from .._triton import tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, Status
 from ..launching import DESCRIPTOR_BYTES
@@ -16,8 +18,10 @@ from .array import (
     GroupedGemmListOperands,
     TmaArrayDesign,
     tile_origin,
+    triton_dtype,
 )
 from .base import kernel_name
+from .pointer import out_operand
 
 
 @triton.jit
@@ -34,6 +38,7 @@ def _tma_array_kernel(
     tile_to_problem_ptr,  # [num_tiles] int32
     num_tiles,
     DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
     FIELDS: tl.constexpr,
     A_COLUMN: tl.constexpr,
     B_COLUMN: tl.constexpr,
@@ -44,6 +49,8 @@ def _tma_array_kernel(
 ):
     """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
     HALF_N: tl.constexpr = BLOCK_N // 2
+    # As in `multiply_tile`: tensor cores sum float8 products in about 14 bits.
+    IMPRECISE: tl.constexpr = BLOCK_K if DTYPE.is_fp8() else None
     step = tl.num_programs(0)
     tile = tl.program_id(0)
     while tile < num_tiles:
@@ -62,7 +69,7 @@ def _tma_array_kernel(
             b_desc = _descriptor(tl.load(problem_ptr + 1), b_leading, N, K, DTYPE, BLOCK_N, BLOCK_K)
         else:
             b_desc = _descriptor(tl.load(problem_ptr + 1), b_leading, K, N, DTYPE, BLOCK_K, BLOCK_N)
-        out_desc = _descriptor(tl.load(problem_ptr + 2), tl.load(problem_ptr + 8), M, N, DTYPE, BLOCK_M, HALF_N)
+        out_desc = _descriptor(tl.load(problem_ptr + 2), tl.load(problem_ptr + 8), M, N, OUT_DTYPE, BLOCK_M, HALF_N)
         # The tiles of this problem that this program walks.
         num_here = tl.cdiv(end_tile - tile, step)
         for i in range(0, num_here):
@@ -78,10 +85,10 @@ def _tma_array_kernel(
                     b = b_desc.load([column, k]).T
                 else:
                     b = b_desc.load([k, column])
-                total = tl.dot(a, b, total)
+                total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
             left, right = total.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
-            out_desc.store([row, column], left.to(DTYPE))
-            out_desc.store([row, column + HALF_N], right.to(DTYPE))
+            out_desc.store([row, column], left.to(OUT_DTYPE))
+            out_desc.store([row, column + HALF_N], right.to(OUT_DTYPE))
         tile += num_here * step
 
 
@@ -107,7 +114,8 @@ class TmaArrayGemm(GroupedGemmListKernel):
             (self.num_programs(args),),
             (table.problems, table.tile_to_problem, len(table.tile_to_problem)),
             {
-                "DTYPE": getattr(tl, str(args.A.dtype)[6:]),
+                "DTYPE": triton_dtype(args.A.dtype),
+                "OUT_DTYPE": triton_dtype(args.out_list[0].dtype),
                 "FIELDS": NUM_FIELDS,
                 "A_COLUMN": args.survey.layouts[0] == "column",
                 "B_COLUMN": args.survey.layouts[1] == "column",
@@ -121,19 +129,23 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Tile, warps, stages, choices of programs per SM, the first by rule.
-_DESIGNS = (
-    ((128, 256, 64), 8, 4, (1,)),
-    ((128, 128, 64), 8, 4, (1,)),
-    ((64, 64, 64), 4, 4, (3, 1)),
-)
+# Tile, warps, stages, choices of programs per SM, the first by rule. Sums of float8 take twice the registers.
+_DESIGNS = {
+    dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
+    for dtype in (torch.bfloat16, torch.float16)
+} | {FLOAT8: [((128, 128, 128), 8, 4, (1,))]}
 
 
 def _kernels(
     dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...]
 ) -> Iterator[TmaArrayGemm]:
-    either_layout = Operand(dtype, None, 16)
-    operands = GroupedGemmListOperands(either_layout, either_layout, Operand(dtype, "row", 16))
+    if dtype == FLOAT8:
+        # Tensor cores read both operands along the reduction.
+        a, b = Operand(dtype, "row", 16), Operand(dtype, "column", 16)
+        out = dataclasses.replace(out_operand(dtype), layout="row", alignment_bytes=16)
+    else:
+        a, b, out = Operand(dtype, None, 16), Operand(dtype, None, 16), Operand(dtype, "row", 16)
+    operands = GroupedGemmListOperands(a, b, out)
     first = None
     for per_sm in choices:
         design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
@@ -144,5 +156,5 @@ def _kernels(
 
 
 TMA_ARRAY_KERNELS = tuple(
-    kernel for dtype in (torch.bfloat16, torch.float16) for design in _DESIGNS for kernel in _kernels(dtype, *design)
+    kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)
 )
