@@ -9,8 +9,8 @@ optimizer states.
 
 Both passes are checked first, against float32. The experts of a block: element by element, by the tests' error budget,
 with one choice of experts for all. The step, where near ties may choose otherwise: the norm of each parameter's
-gradient, by relative errors of at most twice the default's largest plus one unit in the last place of the dtype; and the
-loss, an average over tokens, by at most twice the default's error plus an eighth of that unit.
+gradient, by relative errors of at most twice the default's largest plus one unit in the last place of the dtype; and
+the loss, an average over tokens, by at most twice the default's error plus an eighth of that unit.
 """
 
 from __future__ import annotations
