@@ -1,0 +1,258 @@
+"""A Qwen3-MoE of transformers with its default experts against the same model with ours.
+
+    python -m benchmarks.huggingface --commit $(git rev-parse --short HEAD) --output benchmarks/results/huggingface.json
+
+The model has the width of Qwen3-30B-A3B, four layers and random weights. Timed are one MoE block, router included,
+forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Timings take turns in
+rounds. Peak memory is the highest during a call less what was allocated before it, that is without parameters and
+optimizer states.
+
+Both passes are checked first, against float32. The experts of a block: element by element, by the tests' error budget,
+with one choice of experts for all. The step, where near ties may choose otherwise: the norm of each parameter's
+gradient, by relative errors of at most twice the default's largest plus one unit in the last place of the dtype; and
+the loss, an average over tokens, by at most twice the default's error plus an eighth of that unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from moe_kernels import IMPLEMENTATIONS
+from moe_kernels.testing import assert_accurate
+from moe_layers.integrations.transformers import enable
+
+from .layer import MIB, environment, print_rows
+from .timing import time_interleaved
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model and of its batch."""
+
+    name: str
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    batch: int
+    context: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.context
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape("qwen3-30b-a3b", 2048, 768, 128, 8, 4, 32, 4, 128, 32000, 4, 4096),
+        ModelShape("tiny", 32, 16, 4, 2, 2, 2, 1, 16, 64, 2, 8),
+    )
+}
+OURS = "moe_layers"
+
+
+def make_model(shape: ModelShape, device: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=shape.d_model,
+        moe_intermediate_size=shape.d_ff,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.context,
+        use_cache=False,
+    )
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.train()
+
+
+def draw_tokens(shape: ModelShape, device: str) -> Tensor:  # [B, S]
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randint(shape.vocabulary, (shape.batch, shape.context), device=device, generator=generator)
+
+
+def block_of(model: nn.Module) -> nn.Module:
+    return model.model.layers[0].mlp
+
+
+def check_experts(default: nn.Module, ours: nn.Module, exact: nn.Module, tokens: Tensor) -> None:
+    """The error budget on the experts of a block: output and gradients."""
+    with torch.no_grad():
+        _, weights, chosen = block_of(default).gate(tokens)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        experts = block_of(model).experts
+        dtype = experts.down_proj.dtype
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (tokens, weights)]
+        out = experts(leaves[0], chosen, leaves[1])
+        generator = torch.Generator(tokens.device).manual_seed(2)
+        dout = torch.randn(out.shape, device=out.device, generator=generator).to(tokens.dtype).to(dtype)
+        gradients = torch.autograd.grad(out, [*leaves, experts.gate_up_proj, experts.down_proj], dout)
+        return [out.detach(), *gradients]
+
+    names = ("out", "dtokens", "dweights", "dgate_up", "ddown")
+    for name, *results in zip(names, run(ours), run(default), run(exact), strict=True):
+        assert_accurate(*results, name)
+
+
+def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Tensor) -> None:
+    """The loss and the norm of each gradient.
+
+    Raises:
+        AssertionError: names the value that is off.
+    """
+
+    def run(model: nn.Module) -> dict[str, float]:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        values = {name: parameter.grad.float().norm().item() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        return {"loss": loss.item(), **values}
+
+    def errors(values: dict[str, float]) -> dict[str, float]:
+        return {name: abs(values[name] - value) / value for name, value in wanted.items()}
+
+    wanted = run(exact)
+    of_default, of_ours = errors(run(default)), errors(run(ours))
+    one_ulp = torch.finfo(default.dtype).eps
+    budgets = dict.fromkeys(wanted, 2 * max(of_default.values()) + one_ulp)
+    budgets["loss"] = 2 * of_default["loss"] + one_ulp / 8
+    for name, budget in budgets.items():
+        assert of_ours[name] <= budget, f"{name}: relative error {of_ours[name]:.3e} exceeds {budget:.3e}"
+
+
+def check_models(default: nn.Module, ours: nn.Module, shape: ModelShape, batch: Tensor) -> None:
+    exact = copy.deepcopy(default).to(torch.float64 if default.dtype == torch.float32 else torch.float32)
+    exact.set_experts_implementation("eager")
+    generator = torch.Generator(batch.device).manual_seed(3)
+    tokens = torch.randn(shape.context, shape.d_model, device=batch.device, generator=generator).to(default.dtype)
+    check_experts(default, ours, exact, tokens)
+    check_step(default, ours, exact, batch[:1])
+
+
+def block_pass(model: nn.Module, shape: ModelShape, device: str) -> Callable[[], None]:
+    block, dtype = block_of(model), model.dtype
+    generator = torch.Generator(device).manual_seed(4)
+    x, dout = torch.randn(2, shape.batch, shape.context, shape.d_model, device=device, generator=generator).to(dtype)
+    x.requires_grad_()
+
+    def run() -> None:
+        for tensor in (x, *block.parameters()):
+            tensor.grad = None
+        block(x).backward(dout)
+
+    return run
+
+
+def training_step(model: nn.Module, batch: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+
+    return run
+
+
+def peak_mib(run: Callable[[], None], model: nn.Module) -> float:
+    run()  # optimizer states exist after a first call
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    peak = torch.cuda.max_memory_allocated() - before
+    model.zero_grad()
+    return peak / MIB
+
+
+def bench_model(shape: ModelShape, device: str, implementation: str | None, rounds: int, round_ms: float) -> list[dict]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    default = make_model(shape, device, dtype)
+    ours = copy.deepcopy(default)
+    print(enable(ours, implementation=implementation))
+    models = {f"transformers {default.config._experts_implementation}": default, OURS: ours}
+    batch = draw_tokens(shape, device)
+    check_models(default, ours, shape, batch)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    passes = {
+        "block forward+backward": {name: block_pass(model, shape, device) for name, model in models.items()},
+        "training step": {name: training_step(model, batch) for name, model in models.items()},
+    }
+    rows = []
+    for which, runs in passes.items():
+        memory = {name: peak_mib(run, models[name]) if device == "cuda" else None for name, run in runs.items()}
+        timings = time_interleaved(runs, device, rounds=rounds, round_ms=round_ms)
+        baseline = next(timing for name, timing in timings.items() if name != OURS)
+        for model in models.values():
+            model.zero_grad()
+        rows += [
+            {
+                "shape": shape.name,
+                "T": shape.num_tokens,
+                "D": shape.d_model,
+                "F": shape.d_ff,
+                "E": shape.num_experts,
+                "K": shape.top_k,
+                "layers": shape.num_layers,
+                "vocabulary": shape.vocabulary,
+                "pass": which,
+                "implementation": name,
+                **timing._asdict(),
+                "tokens_per_s": 1e3 * shape.num_tokens / timing.ms,
+                "times_as_fast": baseline.ms / timing.ms,
+                "peak_mib": memory[name],
+            }
+            for name, timing in timings.items()
+        ]
+    return rows
+
+
+COLUMNS = ("shape", "pass", "implementation", "ms", "ms_p20", "ms_p80", "tokens_per_s", "times_as_fast", "peak_mib")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=1000.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    measured = bench_model(
+        SHAPES[options.shape], options.device, options.implementation, options.rounds, options.round_ms
+    )
+    where = {**environment(options.device, options.commit), "transformers": transformers.__version__}
+    print_rows(measured, COLUMNS)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps([{**row, **where} for row in measured], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Our experts inside other libraries' models. Each module here needs its library; nothing else imports them."""

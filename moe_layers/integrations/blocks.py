@@ -1,0 +1,119 @@
+"""Blocks of transformers that have no experts interface, by class name: how ours replaces their forward.
+
+The module stays where it is with its parameters and its router, whose outputs transformers records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .experts_forward import ExpertsSpec, experts_forward
+from .recognition import recognise_gated
+
+
+@dataclass(frozen=True)
+class _FlatSpec(ExpertsSpec):
+    """DBRX: `mlp.w1` (gate), `v1` (up) and `w2` (down, transposed) are [E * F, D]."""
+
+    num_experts: int = 0
+
+    @property
+    def copies(self) -> bool:
+        return True
+
+    def up_parameters(self, experts: nn.Module) -> tuple[Tensor, ...]:
+        return experts.mlp.w1, experts.mlp.v1
+
+    def w_up(self, *parameters: Tensor) -> Tensor:
+        return torch.cat([part.unflatten(0, (self.num_experts, -1)) for part in parameters], 1)
+
+    def w_down(self, experts: nn.Module) -> Tensor:
+        return experts.mlp.w2.unflatten(0, (self.num_experts, -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _FirstSpec(ExpertsSpec):
+    """LongCat: behind the matrices of the experts lie unused ones, of the zero experts."""
+
+    num_experts: int = 0
+
+    def w_up(self, *parameters: Tensor) -> Tensor:
+        return super().w_up(*parameters)[: self.num_experts]
+
+
+def _swiglu_like(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act_fn(gate) * up
+
+    return apply_gate
+
+
+def _dbrx_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    out = experts_forward(self, hidden_states.reshape(-1, self.hidden_size), top_k_index, top_k_weights)
+    return out.view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _longcat_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Ids beyond the experts are zero experts: they return the token."""
+    routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
+    return routed + (identity * hidden_states).to(routed.dtype)
+
+
+def _llama4_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of the experts that were not chosen are zero."""
+    tokens = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(tokens)  # [T, E] each
+    chosen = logits.topk(self.top_k, dim=1).indices
+    routed = experts_forward(self.experts, tokens, chosen, scores.gather(1, chosen))
+    return self.shared_expert(tokens) + routed, logits
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How to compute a block of a class.
+
+    Attributes:
+        forward: in place of the block's own.
+        spec: of its experts; from the experts module and an implementation.
+        child: name of the experts module below the block, "" for the block itself.
+    """
+
+    forward: Callable[..., object]
+    spec: Callable[[nn.Module, str | None], ExpertsSpec]
+    child: str = ""
+
+    def experts(self, block: nn.Module) -> nn.Module:
+        return block.get_submodule(self.child)
+
+
+def _dbrx(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+    activation = recognise_gated(experts, _swiglu_like(experts.mlp.activation_fn), interleaved=False)
+    return _FlatSpec(activation, implementation, num_experts=experts.num_experts)
+
+
+def _longcat(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    return _FirstSpec(activation, implementation, num_experts=experts.num_routed_experts)
+
+
+def _llama4(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    return ExpertsSpec(activation, implementation, transposed=True, weight_on_input=True)
+
+
+def _step3p7(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+    return ExpertsSpec(recognise_gated(experts, experts._apply_gate, interleaved=False), implementation)
+
+
+SWAPS = {
+    "DbrxExperts": Swap(_dbrx_forward, _dbrx),
+    "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
+    "Llama4TextMoe": Swap(_llama4_forward, _llama4, child="experts"),
+    "Step3p7Experts": Swap(experts_forward, _step3p7),
+}

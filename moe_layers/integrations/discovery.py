@@ -1,0 +1,121 @@
+"""The experts modules of a transformers model, and which of them we can compute."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from .blocks import SWAPS
+from .experts_forward import ATTRIBUTE, ExpertsSpec
+from .recognition import recognise_gated, recognise_plain
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# How transformers calls classes that hold routed experts.
+_NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
+_SHARED_EXPERTS = re.compile(r"SharedExpert")
+# Before, DBRX's experts multiplied by transposed matrices.
+_OLDEST = {"DbrxExperts": "5.17"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """An experts module that we can compute.
+
+    Attributes:
+        block: the module that changes, the experts or one that holds them.
+        forward: in place of the block's own; None goes through the experts interface.
+    """
+
+    name: str
+    block: nn.Module
+    experts: nn.Module
+    spec: ExpertsSpec
+    forward: Callable[..., object] | None
+
+    @property
+    def path(self) -> str:
+        return "experts interface" if self.forward is None else "replaced forward"
+
+
+def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
+    """All experts of a model, in the order of its modules.
+
+    Raises:
+        ValueError: there are none, or some that we cannot compute.
+    """
+    found = [
+        part for name, module in model.named_modules() if (part := _found(name, module, implementation)) is not None
+    ]
+    if unknown := sorted(set(_unknown(model, {part.block for part in found}))):
+        raise ValueError(f"enable: all experts must be ones that moe_layers can compute, got {', '.join(unknown)}")
+    if not found:
+        raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
+    for part in found:
+        _check_parameters(part)
+    return found
+
+
+def _found(name: str, module: nn.Module, implementation: str | None) -> Found | None:
+    kind = type(module).__name__
+    if _has_interface(module):
+        return Found(name, module, module, _interface_spec(module, implementation), None)
+    if kind not in SWAPS or not type(module).__module__.startswith("transformers."):
+        return None
+    if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
+        return None
+    swap = SWAPS[kind]
+    experts = swap.experts(module)
+    if "forward" in vars(module) and not hasattr(experts, ATTRIBUTE):
+        raise ValueError(f"enable: the forward of {kind} must be its class's own, got one that was put in its place")
+    return Found(name, module, experts, swap.spec(experts, implementation), swap.forward)
+
+
+def _has_interface(module: nn.Module) -> bool:
+    """Whether the forward of the module's class asks the experts interface for an implementation."""
+    forward = type(module).forward
+    while inspect.isfunction(forward):
+        if "experts_interface" in forward.__code__.co_freevars:
+            return inspect.getclosurevars(forward).nonlocals["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _interface_spec(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+    if getattr(experts, "has_post_expert_norm", False):
+        raise ValueError(
+            f"enable: the output of an expert must go into the sum as it is, got a norm in {type(experts).__name__}"
+        )
+    interleaved = experts.has_gate and not experts.is_concatenated
+    if experts.has_gate:
+        activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
+    else:
+        activation = recognise_plain(experts, experts.act_fn)
+    return ExpertsSpec(activation, implementation, experts.is_transposed, interleaved, experts.has_bias)
+
+
+def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
+    """Classes that look like routed experts, around and inside of which nothing is known."""
+    inside = {inner for block in known for inner in block.modules()}
+    for module in model.modules():
+        kind = type(module).__name__
+        looks_alike = _NAMED_EXPERTS.search(kind) and not _SHARED_EXPERTS.search(kind)
+        if looks_alike and module not in inside and known.isdisjoint(module.modules()):
+            yield kind
+
+
+def _check_parameters(part: Found) -> None:
+    weights = (*part.spec.up_parameters(part.experts), part.spec.w_down(part.experts), *part.spec.biases(part.experts))
+    dtypes = {weight.dtype for weight in weights}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        raise ValueError(
+            f"enable: the weights of {part.name} must have one dtype of {[str(d) for d in _DTYPES]}, "
+            f"got {sorted(map(str, dtypes))}"
+        )

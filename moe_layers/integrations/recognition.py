@@ -1,0 +1,85 @@
+"""Which activation an experts module of another library computes, told by what it does and not by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels import ACTIVATIONS, Activation, gated_activation, plain_activation
+
+# What experts modules call the numbers of their activation.
+_NUMBERS = {"limit": ("limit", "swiglu_limit"), "alpha": ("alpha", "swiglu_alpha")}
+_NUM_COLUMNS = 3  # of a gate; more than one, so that interleaved columns do not look like concatenated ones
+
+
+def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:
+    """The gated activation that equals `apply_gate` on a probe.
+
+    Args:
+        experts: holds the numbers of the activation, and names it in errors.
+        apply_gate: of [n, 2F] columns, gate columns then up columns.
+        interleaved: the columns are gate 0, up 0, gate 1, ... instead.
+
+    Raises:
+        ValueError: none of ours equals it.
+    """
+    values = _probe(experts)
+    gate, up = (grid.reshape(-1, 1).repeat(1, _NUM_COLUMNS) for grid in torch.meshgrid(values, values, indexing="ij"))
+    gate[:, 1:] *= 0.5
+    columns = torch.cat([gate, up], 1)
+    given = torch.stack([gate, up], 2).flatten(1) if interleaved else columns
+    with torch.no_grad():
+        wanted = apply_gate(given)
+    candidates = _candidates(experts, gated=True)
+    return _match(experts, wanted, {a: gated_activation(columns, a, implementation="reference") for a in candidates})
+
+
+def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) -> Activation:
+    """The plain activation that equals `activation` on a probe.
+
+    Raises:
+        ValueError: none of ours equals it.
+    """
+    values = _probe(experts)[:, None]
+    with torch.no_grad():
+        wanted = activation(values)
+    candidates = _candidates(experts, gated=False)
+    return _match(experts, wanted, {a: plain_activation(values, a, implementation="reference") for a in candidates})
+
+
+def _probe(experts: nn.Module) -> Tensor:  # [n] float64, both sides of zero and of any clamp that is known
+    sizes = [0.0, 0.03, 0.3, 0.7, 1.1, 1.7, 2.6, 4.1, 6.3, 9.7, 30.0, 1e3]
+    limit = _number(experts, "limit")
+    if limit is not None and math.isfinite(limit):
+        sizes += [0.9 * limit, 1.1 * limit, 3.0 * limit]
+    return torch.tensor([sign * size for sign in (-1, 1) for size in sizes], dtype=torch.float64, device="cpu")
+
+
+def _number(experts: nn.Module, kind: str) -> float | None:
+    values = (getattr(experts, name, None) for name in _NUMBERS[kind])
+    return next((float(value) for value in values if value is not None), None)
+
+
+def _candidates(experts: nn.Module, *, gated: bool) -> list[Activation]:
+    found = []
+    for published in map(Activation, ACTIVATIONS):
+        asked = [kind for kind in _NUMBERS if getattr(published, kind) is not None]
+        numbers = {kind: value for kind in asked if (value := _number(experts, kind)) is not None and value > 0}
+        if published.gated == gated:
+            found.append(Activation(published.name, **numbers))
+    return found
+
+
+def _match(experts: nn.Module, wanted: Tensor, computed: dict[Activation, Tensor]) -> Activation:
+    # The closest two of ours, GELU by tanh and by erf, differ by 5e-4; a float32 step inside `wanted` by far less.
+    for activation, values in computed.items():
+        if wanted.shape == values.shape and torch.allclose(wanted.double(), values, rtol=1e-5, atol=1e-6):
+            return activation
+    function = getattr(experts, "act_fn", None)
+    raise ValueError(
+        f"enable: the activation of {type(experts).__name__} must be one of {sorted(ACTIVATIONS)} with its numbers in "
+        f"{[name for names in _NUMBERS.values() for name in names]}, got act_fn={function!r} and another result"
+    )

@@ -1,0 +1,129 @@
+"""Hugging Face transformers: our experts in the MoE blocks of a model, in one call.
+
+    from moe_layers.integrations.transformers import disable, enable
+
+    print(enable(model))
+    ...
+    disable(model)
+
+The model keeps its modules, parameters, names and routers; only what computes the experts changes. Needs transformers
+5.7 or later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_kernels import IMPLEMENTATIONS
+
+from .._checks import check_choice
+from .discovery import Found, find_experts
+from .experts_forward import ATTRIBUTE, experts_forward
+
+__all__ = ["EnableReport", "disable", "enable"]
+
+NAME = "moe_layers"  # in the experts interface
+OLDEST = "5.7"
+_STATE = "_moe_layers_state"  # of an enabled model
+
+if Version(transformers.__version__) < Version(OLDEST):
+    raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
+
+
+@dataclass(frozen=True)
+class EnableReport:
+    """What `enable` dispatched.
+
+    Attributes:
+        blocks: how many MoE blocks.
+        kinds: how many of each (class, activation, path); a path is "experts interface" or "replaced forward".
+    """
+
+    blocks: int
+    kinds: dict[tuple[str, str, str], int]
+
+    def __str__(self) -> str:
+        kinds = (f"{count} {name} ({activation}, {path})" for (name, activation, path), count in self.kinds.items())
+        return f"moe_layers computes the experts of {self.blocks} blocks: {', '.join(kinds)}"
+
+
+@dataclass
+class _State:
+    """What `disable` puts back."""
+
+    configs: list[tuple[object, str | None]]  # each with its experts implementation
+    experts: list[nn.Module]
+    replaced: list[nn.Module]  # the modules whose forward is ours
+
+
+def enable(model: nn.Module, *, implementation: str | None = None) -> EnableReport:
+    """Compute the experts of all MoE blocks of a model with `moe_kernels`.
+
+    Checks everything before it changes anything. An enabled model may be enabled again, with another implementation.
+
+    The choice of an experts implementation belongs to the model's configuration. Another model that was built from the
+    same object, and not from a copy, raises when it is called.
+
+    Args:
+        model: any module that holds MoE blocks of transformers.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: there is no MoE block; or one that we cannot compute, which is named; or a part of the model, or
+            another one with its configuration, is enabled.
+    """
+    check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
+    found = find_experts(model, implementation)
+    through_interface = [part.experts for part in found if part.forward is None]
+    configs = {id(experts.config): experts.config for experts in through_interface}.values()
+    if hasattr(model, _STATE):
+        disable(model)
+    if any(hasattr(part.experts, ATTRIBUTE) for part in found):
+        raise ValueError("enable: no part of the model may be enabled, or enabled again, without the whole")
+    if any(config._experts_implementation_internal == NAME for config in configs):
+        raise ValueError("enable: each model must have a configuration object of its own, got that of an enabled one")
+    ExpertsInterface.register(NAME, experts_forward)
+    state = _State(
+        [(config, config._experts_implementation_internal) for config in configs],
+        [part.experts for part in found],
+        [part.block for part in found if part.forward is not None],
+    )
+    for part in found:
+        setattr(part.experts, ATTRIBUTE, part.spec)
+        if part.forward is not None:
+            part.block.forward = partial(part.forward, part.block)
+    for config in configs:
+        # The public setters go on to the configurations of parts without experts.
+        config._experts_implementation_internal = NAME
+    setattr(model, _STATE, state)
+    return _report(found)
+
+
+def disable(model: nn.Module) -> None:
+    """Undo `enable`: the model is what it was before.
+
+    Raises:
+        ValueError: the model is not enabled.
+    """
+    state = getattr(model, _STATE, None)
+    if state is None:
+        raise ValueError(f"disable: the model must have been given to enable, got {type(model).__name__}")
+    for config, implementation in state.configs:
+        config._experts_implementation_internal = implementation
+    for block in state.replaced:
+        del block.forward
+    for experts in state.experts:
+        delattr(experts, ATTRIBUTE)
+    delattr(model, _STATE)
+
+
+def _report(found: list[Found]) -> EnableReport:
+    kinds = Counter((type(part.block).__name__, str(part.spec.activation), part.path) for part in found)
+    return EnableReport(len(found), dict(kinds))

@@ -1,0 +1,80 @@
+"""Small random models of transformers, and a forward and backward of them."""
+
+import pytest
+import torch
+import transformers
+
+from moe_kernels.testing import assert_accurate
+from tests.checkpoint.tiny_models import config_fields, model_class
+
+transformers.logging.set_verbosity_error()
+
+# Whose eager experts compute in float32 whatever their dtype, so that a float64 run would not be exact.
+FLOAT32_EAGER = {"openai_privacy_filter"}
+
+
+def config_of(model_type, **changes):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    default = config_class()
+    known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
+    fields = {name: value for name, value in config_fields(model_type).items() if name in known}
+    config = config_class(**{**fields, **changes})
+    if model_type == "dbrx":
+        sizes = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_hidden_size": 20, "hidden_size": fields["d_model"]}
+        config = config_class(**fields, ffn_config=sizes, **changes)
+        config.attn_config.rope_theta = 1e4
+    return config
+
+
+def build(model_type, device="cpu", dtype=torch.float32, **changes):
+    """A model in evaluation mode whose weights are of unit scale."""
+    torch.manual_seed(0)
+    config = config_of(model_type, **changes)
+    plain = "batched_mm" if model_type in FLOAT32_EAGER else "eager"  # transformers' own in plain PyTorch
+    model = model_class(model_type)._from_config(config, experts_implementation=plain).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dim() > 1:
+                tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
+            elif "bias" in name:
+                tensor.copy_(torch.randn(tensor.shape) * 0.3)
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            module.limit = 1.5  # values of unit scale meet it
+    return model.to(device, dtype)
+
+
+def draw_tokens(model, batch=2, length=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def step(model, tokens, **options):
+    """Output, router logits if any and, by name, all gradients of a loss with random weights for every output."""
+    model.zero_grad()
+    options = {"output_router_logits": True, "use_cache": False, **options}
+    result = model(input_ids=tokens, **options)
+    out = result.last_hidden_state if "last_hidden_state" in result else result.logits
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator).to(out)
+    (out * dout).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    router_logits = [logits.detach().flatten() for logits in getattr(result, "router_logits", None) or ()]
+    return out.detach(), torch.cat(router_logits) if router_logits else out.new_empty(0), gradients
+
+
+def assert_same_step(actual, baseline, exact):
+    """The error budget on outputs, router logits, and on all gradients together, each relative to its largest value."""
+    for name, a, b, e in zip(("output", "router logits"), actual[:2], baseline[:2], exact[:2], strict=True):
+        assert_accurate(a, b, e, name)
+    assert actual[2].keys() == baseline[2].keys() == exact[2].keys()
+    largest = {name: gradient.abs().max().item() for name, gradient in exact[2].items()}
+    for name, size in largest.items():
+        assert size or not actual[2][name].any(), name
+    scaled = [
+        torch.cat([gradient.flatten() / (largest[name] or 1.0) for name, gradient in gradients.items()])
+        for gradients in (actual[2], baseline[2], exact[2])
+    ]
+    assert_accurate(*scaled, "gradients")

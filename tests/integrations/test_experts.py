@@ -1,0 +1,131 @@
+"""The experts of one block: every layout of parameters, by the error budget."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from moe_kernels.testing import check_accuracy
+from moe_layers.integrations import experts_forward
+from moe_layers.integrations.transformers import enable
+from tests.dtypes import DTYPES
+
+from .models import build
+
+# Gated, with biases interleaved and transposed, with biases transposed, and plain.
+LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h"]
+NUM_TOKENS, TOP_K = 24, 3
+
+
+def experts_of(model):
+    return next(module for name, module in model.named_modules() if name.endswith("experts"))
+
+
+def both(model_type, device, dtype=torch.float32, **options):
+    """The experts of a model as they are, and ours with the same parameters."""
+    model = build(model_type, device, dtype)
+    enabled = copy.deepcopy(model)
+    enable(enabled, **options)
+    return experts_of(model), experts_of(enabled)
+
+
+def draw_routing(experts, dtype, seed=0):
+    """Tokens, ids and weights for an experts module."""
+    generator = torch.Generator().manual_seed(seed)
+    d_model = experts.down_proj.shape[2] if experts.is_transposed else experts.down_proj.shape[1]
+    num_experts, device = len(experts.down_proj), experts.down_proj.device
+    tokens = torch.randn(NUM_TOKENS, d_model, generator=generator).to(device, dtype)
+    ids = torch.rand(NUM_TOKENS, num_experts, generator=generator).argsort(-1)[:, :TOP_K].to(device)
+    weights = torch.randn(NUM_TOKENS, TOP_K, generator=generator).softmax(-1).to(device, dtype)
+    return tokens, ids, weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_experts_are_the_models_own(model_type, dtype, device):
+    own, ours = both(model_type, device, dtype)
+    parameters = {name: parameter.detach() for name, parameter in own.named_parameters()}
+
+    def draw(seed):
+        tokens, ids, weights = draw_routing(own, dtype, seed)
+        return tokens, ids, weights, *parameters.values()
+
+    def run(experts, tokens, ids, weights, *values):
+        return functional_call(experts, dict(zip(parameters, values, strict=True)), (tokens, ids, weights))
+
+    names = ("out", "tokens", "weights", *parameters)
+    check_accuracy(partial(run, ours), partial(run, own), draw, names)
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_slots_of_experts_elsewhere_add_nothing(model_type, device):
+    """Under expert parallelism an id past the experts marks a slot that another rank computes."""
+    _, ours = both(model_type, device)
+    tokens, ids, weights = draw_routing(ours, torch.float32)
+    elsewhere = torch.zeros_like(ids, dtype=torch.bool)
+    elsewhere[::2, 1] = elsewhere[5] = True
+    marked = ids.masked_fill(elsewhere, len(ours.down_proj))
+    weights.requires_grad_()
+    out = ours(tokens, marked, weights)
+    out.sum().backward()
+    assert not weights.grad[elsewhere].any() and weights.grad[~elsewhere].all()
+    assert not out[5].any()
+    torch.testing.assert_close(out, ours(tokens, ids, weights.masked_fill(elsewhere, 0.0)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_autocast_decides_the_dtype_of_the_products(model_type, device):
+    _, ours = both(model_type, device)
+    tokens, ids, weights = draw_routing(ours, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        actual = ours(tokens, ids, weights)
+    assert actual.dtype == torch.float32
+    expected = copy.deepcopy(ours).bfloat16()(tokens.bfloat16(), ids, weights)
+    torch.testing.assert_close(actual, expected.float(), rtol=0, atol=0)
+    actual.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_compiles_without_a_break(model_type, device):
+    _, ours = both(model_type, device)
+    tokens, ids, weights = draw_routing(ours, torch.float32)
+
+    def run(experts):
+        out = experts(tokens, ids, weights)
+        return out.detach(), torch.autograd.grad(out.sum(), list(ours.parameters()))
+
+    expected, actual = run(ours), run(torch.compile(ours, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def interleaved(device, monkeypatch):
+    """GPT-OSS's experts by the kernels, with a list that grows when their weights are put in order."""
+    copies = []
+    gates_first = experts_forward._gates_first
+    monkeypatch.setattr(experts_forward, "_gates_first", lambda t: copies.append(t.shape) or gates_first(t))
+    _, ours = both("gpt_oss", device, implementation="triton")
+    copies.clear()
+    return ours, copies
+
+
+def test_ordered_copy_is_not_kept_for_backward(interleaved):
+    ours, copies = interleaved
+    tokens, ids, weights = draw_routing(ours, torch.float32)
+    out = ours(tokens, ids, weights)
+    assert len(copies) == 2  # weights and biases
+    out.sum().backward()
+    assert len(copies) == 3
+
+
+def test_changed_parameters_do_not_reach_backward(interleaved):
+    ours, _ = interleaved
+    tokens, ids, weights = draw_routing(ours, torch.float32)
+    out = ours(tokens.requires_grad_(), ids, weights)
+    with torch.no_grad():
+        ours.gate_up_proj += 1
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.sum().backward()
