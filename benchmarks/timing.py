@@ -67,5 +67,5 @@ def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.results = function()
+        graph.keeps = function, function()  # what it reads and writes
     return graph.replay

@@ -187,9 +187,9 @@ def fastest_list(args: GroupedGemmListArguments) -> Kernel:
             assert_accurate(out, a @ b, e, name)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            graph.outs = problem.run()
-        graphs[name] = graph
-    times = measure({name: graph.replay for name, graph in graphs.items()})
+            problem.run()
+        graphs[name] = graph, problem  # whose table the graph reads
+    times = measure({name: graph.replay for name, (graph, _) in graphs.items()})
     print("  " + args.table_key(), *(f"\n    {ms:8.4f} ms  {name}" for name, ms in times.items()), flush=True)
     return kernels[min(times, key=times.get)]
 
