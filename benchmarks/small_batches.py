@@ -21,7 +21,7 @@ from moe_layers import MoEFeedForward
 
 from .layer import environment, make_layer, make_tokens, passes, print_rows
 from .shapes import SHAPES, Shape
-from .timing import time_interleaved
+from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
 NUM_TOKENS = (64, 256, 1024, 4096)
 
@@ -48,30 +48,12 @@ def cpu_us(function: Callable[[], object], *, batch: int = 20, rounds: int = 15)
     return 1e6 * statistics.median(samples)
 
 
-def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
 def touched_bytes(layer: MoEFeedForward, tokens: torch.Tensor) -> int:
     """Of the experts that at least one token chose, and of the router."""
     num_experts = layer.router(tokens).topk_experts.unique().numel()
     experts = layer.experts
     per_expert = experts.w_up[0].numel() + experts.w_down[0].numel()
     return (num_experts * per_expert + layer.router.weight.numel()) * tokens.element_size()
-
-
-@torch.no_grad()
-def copy_bytes_per_ms() -> float:
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / time_interleaved({"copy": lambda: target.copy_(source)}, "cuda")["copy"].ms
 
 
 def bench_small(shape: Shape, bytes_per_ms: float) -> dict:
@@ -82,8 +64,8 @@ def bench_small(shape: Shape, bytes_per_ms: float) -> dict:
     cpu = {name: cpu_us(function) for name, function in run.items()}
     with torch.no_grad():
         bound_ms = touched_bytes(layer, tokens) / bytes_per_ms
-        graph = captured(lambda: layer(tokens))
-    timings = time_interleaved({"eager": run["forward"], "graph": graph.replay}, "cuda")
+        replay = in_a_graph(lambda: layer(tokens))
+    timings = time_interleaved({"eager": run["forward"], "graph": replay}, "cuda")
     return {
         "shape": shape.name,
         "T": shape.num_tokens,
@@ -104,7 +86,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    bytes_per_ms = copy_bytes_per_ms()
+    bytes_per_ms = copy_bytes_per_ms("cuda")
     rows = []
     for name in options.shapes:
         for num_tokens in NUM_TOKENS:

@@ -69,3 +69,10 @@ def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         graph.keeps = function, function()  # what it reads and writes
     return graph.replay
+
+
+def copy_bytes_per_ms(device: str) -> float:
+    """Bytes that a large copy reads and writes."""
+    source = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"].ms

@@ -1,0 +1,86 @@
+"""From router logits to the permutation of the rows, in a CUDA graph, against moving the bytes once.
+
+    python -m benchmarks.routing --commit $(git rev-parse --short HEAD) --output benchmarks/results/routing.json
+
+`bound_us` is the time to read the logits and write the outputs of routing and sort at the speed of a large copy, and
+`limit_us` is 1.25 times that plus 40 us. Every choice is checked against the reference before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from moe_kernels import RouterSpec, Routing, reference, scored_routing, sort_by_expert, topk_routing
+
+from .layer import environment, print_rows
+from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
+
+# E, K, and the router's facts: None is a softmax over the chosen logits
+ROUTERS = {
+    "softmax E=64": (64, 8, None),
+    "softmax E=128": (128, 8, None),
+    "softmax E=256": (256, 8, None),
+    "softmax E=512": (512, 10, None),
+    "deepseek-v3": (256, 8, RouterSpec.sigmoid_groups(8, 4, scale=2.5)),
+}
+COLUMNS = ("router", "T", "E", "K", "routing_us", "sort_us", "both_us", "bound_us", "limit_us")
+
+
+def bench(name: str, num_tokens: int, device: str, bytes_per_ms: float, rounds: int, round_ms: float) -> dict:
+    num_experts, top_k, spec = ROUTERS[name]
+    logits = torch.randn(num_tokens, num_experts, device=device, generator=torch.Generator(device).manual_seed(0))
+    if spec is None:
+        route, check = partial(topk_routing, logits, top_k), partial(reference.topk_routing, logits, top_k)
+    else:
+        bias = torch.zeros(num_experts, device=device)
+        route = partial(scored_routing, logits, top_k, spec, selection_bias=bias)
+        check = partial(route, implementation="reference")
+    routed: Routing = route()
+    assert torch.equal(routed.topk_experts, check().topk_experts), f"{name}: other experts than the reference"
+    sort = partial(sort_by_expert, routed.topk_experts, num_experts)
+    permutation = sort()
+    expected = reference.sort_by_expert(routed.topk_experts, num_experts)
+    assert torch.equal(permutation.slot_to_row, expected.slot_to_row), f"{name}: other rows than the reference"
+    functions = {"routing": route, "sort": sort, "both": lambda: sort_by_expert(route().topk_experts, num_experts)}
+    if device == "cuda":
+        functions = {key: in_a_graph(function) for key, function in functions.items()}
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    outputs = (*routed[:2], *permutation[:3], *permutation.tile_table[:4])
+    bound_us = 1e3 * sum(tensor.nbytes for tensor in (logits, *outputs)) / bytes_per_ms
+    return {
+        "router": name,
+        "T": num_tokens,
+        "E": num_experts,
+        "K": top_k,
+        **{f"{key}_us": 1e3 * timing.ms for key, timing in timings.items()},
+        "bound_us": bound_us,
+        "limit_us": 1.25 * bound_us + 40.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
+    parser.add_argument("--num-tokens", type=int, default=32768)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=50.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    bytes_per_ms = copy_bytes_per_ms(options.device)
+    sizes = options.num_tokens, options.device, bytes_per_ms, options.rounds, options.round_ms
+    rows = [{**bench(name, *sizes), **environment(options.device, options.commit)} for name in options.routers]
+    print_rows(rows, COLUMNS)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
