@@ -17,7 +17,7 @@ from .catalog import (
     get_kernels,
     is_device_cc_supported,
 )
-from .experts import fused_experts
+from .experts import RECOMPUTE, fused_experts
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
@@ -33,6 +33,7 @@ from .sorting import sort_by_expert
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
+    "RECOMPUTE",
     "Activation",
     "CompiledArtifact",
     "GemmArguments",

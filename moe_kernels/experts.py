@@ -1,7 +1,7 @@
 """The expert feed-forward of all tokens as one differentiable op that saves the least it can.
 
 Forward:   H = gather(tokens) @ w_up^T      A = activation(H)      Y = A @ w_down^T      out = combine(Y, weights)
-Saved:     tokens, H, topk_weights and the routing integers. Not the gathered tokens, not A, not Y.
+Saved:     tokens, H, topk_weights and the routing integers. Not the gathered tokens, not A, not Y; on request not H.
 Backward, with w the routing weight of a row:
 
     dA' = gather(dout) @ w_down             dw = <dA', A>                    (so no saved Y is needed)
@@ -40,6 +40,8 @@ from .permutation import launch_combine, launch_slot_products, launch_spread
 from .reference import Permutation, TileTable
 from .segments import launch_segment_sum, row_to_expert, slot_to_expert
 
+RECOMPUTE = (None, "up")
+
 
 def fused_experts(
     tokens: Tensor,  # [T, D]
@@ -52,6 +54,7 @@ def fused_experts(
     b_down: Tensor | None = None,  # [E, D]
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
+    recompute: str | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
     """Each token through its experts, summed with its routing weights.
@@ -63,12 +66,16 @@ def fused_experts(
     Args:
         permutation: of the same choice of experts as `topk_weights`, from `sort_by_expert`. Dropped slots add nothing.
         weight_on_input: the routing weight multiplies the token before the expert, not its output.
+        recompute: "up" does not keep the pre-activations; backward multiplies by `w_up` once more, with the same bits.
+            The reference keeps what autograd keeps.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, or the activation is unknown.
+        ValueError: a shape, dtype or device disagrees with the signature, or activation or recompute is unknown.
     """
     activation = as_activation("fused_experts", activation)
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
     biases = {name: bias for name, bias in (("b_up", b_up), ("b_down", b_down)) if bias is not None}
     _check_operands(tokens, topk_weights, permutation, w_up, w_down, biases, activation)
     if choose("fused_experts", implementation, tokens) == "reference":
@@ -88,6 +95,7 @@ def fused_experts(
         activation.limit,
         activation.alpha,
         weight_on_input,
+        recompute == "up",
     )
     return out
 
@@ -215,6 +223,22 @@ class _Rows(NamedTuple):
         return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
 
 
+class _Up(NamedTuple):
+    """The first half of the experts: what their pre-activations are made from, in forward and perhaps again."""
+
+    tokens: Tensor  # [T, D]
+    weight: Tensor  # w_up
+    bias: RowBias | None
+    activation: Activation
+    input_weights: Tensor | None  # [T, K]
+    copy: bool  # the tokens to their rows before the GEMM
+
+    def __call__(self, rows: _Rows) -> tuple[Tensor, Tensor]:  # preactivation [R, 2F or F], activation [R, F]
+        rows_in = rows.spread(self.tokens, self.input_weights) if self.copy else self.tokens
+        b = self.weight.transpose(1, 2)
+        return rows.activated_gemm(rows_in, b, self.activation, self.bias, gather=not self.copy)
+
+
 def _row_bias(bias: Tensor | None, experts: Tensor | None) -> RowBias | None:
     return None if bias is None else RowBias(bias.contiguous(), experts)
 
@@ -238,15 +262,16 @@ def _fused_experts_op(
     limit: float | None,
     alpha: float | None,
     weight_on_input: bool,
-) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F]
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F], empty to recompute it
     rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     copy = weight_on_input or tuning.choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
-    up_input = rows.spread(tokens, input_weights) if copy else tokens
     kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
-    preactivation, activated = rows.activated_gemm(up_input, w_up.transpose(1, 2), kind, bias, gather=not copy)
-    del up_input
+    preactivation, activated = _Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
+    if recompute:
+        preactivation = tokens.new_empty(0)
     expert_out = rows.gemm(activated, w_down.transpose(1, 2))  # [R, D]
     del activated
     return rows.collect(expert_out, output_weights, b_down, experts_of_slots), preactivation
@@ -254,23 +279,24 @@ def _fused_experts_op(
 
 @_fused_experts_op.register_fake
 def _(tokens, topk_weights, w_up, w_down, b_up, b_down, slot_to_row, row_to_token, *rest):
-    return tokens.new_empty(tokens.shape), tokens.new_empty(row_to_token.shape[0], w_up.shape[1])
+    shape = 0 if rest[-1] else (row_to_token.shape[0], w_up.shape[1])
+    return tokens.new_empty(tokens.shape), tokens.new_empty(shape)
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.block_rows, activation, limit, alpha, weight_on_input = inputs
-    ctx.options = activation, limit, alpha, weight_on_input
+    *tensors, ctx.block_rows, activation, limit, alpha, weight_on_input, recompute = inputs
+    ctx.options = activation, limit, alpha, weight_on_input, recompute
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 17
+        return (None,) * 18
     *tensors, preactivation = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:6])
     gradients = _experts_backward_op(dout, preactivation, *tensors, ctx.block_rows, *ctx.options, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 11
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 12
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -297,6 +323,7 @@ def _experts_backward_op(
     limit: float | None,
     alpha: float | None,
     weight_on_input: bool,
+    recompute: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # of the first six operands; empty where not needed
     rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
@@ -305,6 +332,10 @@ def _experts_backward_op(
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
     dtokens, dw_up, dw_down, db_up, db_down = (dout.new_empty(0) for _ in range(5))
+    kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
+    if recompute:
+        copy = weight_on_input or copies.tokens_forward
+        preactivation, _ = _Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
     # At most H, dH, A_w and one [R, D] are alive at any time.
     drows = rows.spread(dout) if copies.dout else dout.contiguous()
     weighted = rows.gemm(drows, w_down, gather=not copies.dout)  # [R, F] dA'
@@ -313,8 +344,8 @@ def _experts_backward_op(
         weighted,
         torch.ones_like(topk_weights) if weight_on_input else topk_weights,
         slot_to_row,
-        Activation(activation, limit, alpha),
-        _row_bias(b_up, experts_of_rows),
+        kind,
+        bias,
     )  # and dA' has become A_w
     if needs_down:
         dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]
@@ -344,6 +375,6 @@ def _(dout, preactivation, tokens, topk_weights, w_up, w_down, b_up, b_down, *re
         return dout.new_empty(tensor.shape if needed else 0)
 
     needs_tokens, needs_weights, *needs = rest[-1]
-    dtokens = like(tokens, needs_tokens or (rest[-2] and needs_weights))
+    dtokens = like(tokens, needs_tokens or (rest[-3] and needs_weights))
     rest = map(like, (w_up, w_down, b_up, b_down), needs)
     return dtokens, torch.empty_like(topk_weights), *rest

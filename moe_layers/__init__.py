@@ -5,6 +5,7 @@ from .dispatcher import LocalDispatcher
 from .experts import GroupedExperts
 from .feed_forward import LayerRouting, MoEFeedForward, set_aux_loss_scale
 from .losses import load_balancing_loss, router_z_loss
+from .memory import saved_bytes
 from .router import TopKRouter
 from .shared_expert import SharedExpert
 
@@ -18,5 +19,6 @@ __all__ = [
     "TopKRouter",
     "load_balancing_loss",
     "router_z_loss",
+    "saved_bytes",
     "set_aux_loss_scale",
 ]

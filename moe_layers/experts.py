@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import IMPLEMENTATIONS, Activation, Permutation, as_activation, fused_experts
+from moe_kernels import IMPLEMENTATIONS, RECOMPUTE, Activation, Permutation, as_activation, fused_experts
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
@@ -23,6 +23,7 @@ class GroupedExperts(nn.Module):
         activation: "swiglu" or another name or `Activation`. A gated one makes the experts gated.
         bias: both projections have one.
         weight_on_input: the routing weight multiplies the token before the expert, not its output.
+        recompute: "up" keeps no pre-activations for backward, at the price of one more GEMM there; None keeps them.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -38,6 +39,7 @@ class GroupedExperts(nn.Module):
         activation: str | Activation = "swiglu",
         bias: bool = False,
         weight_on_input: bool = False,
+        recompute: str | None = None,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -45,9 +47,11 @@ class GroupedExperts(nn.Module):
         super().__init__()
         check_positive("GroupedExperts", d_model=d_model, d_ff=d_ff, num_experts=num_experts)
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
+        check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
         self.num_experts = num_experts
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
+        self.recompute = recompute
         self.implementation = implementation
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -90,6 +94,7 @@ class GroupedExperts(nn.Module):
                 **dict(zip(("b_up", "b_down"), biases, strict=False)),
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
+                recompute=self.recompute,
                 implementation=self.implementation,
             )
 

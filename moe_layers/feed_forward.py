@@ -17,6 +17,7 @@ from .dispatcher import LocalDispatcher
 from .dropping import drop_beyond_capacity, identity_output
 from .experts import GroupedExperts
 from .losses import attach_loss, load_balancing_loss, router_z_loss
+from .memory import saved_bytes
 from .router import TopKRouter
 from .shared_expert import SharedExpert
 
@@ -56,6 +57,7 @@ class MoEFeedForward(nn.Module):
             router and the shared expert see x.
         capacity: how many slots of one sequence (the last axis but one of x) an expert takes, in the order of the
             tokens; the slots beyond add nothing. None for no limit.
+        recompute: "up" keeps none of the experts' pre-activations for backward, at the price of one more GEMM there.
         load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
         z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
         implementation: "triton", "reference", or None to choose by device.
@@ -81,6 +83,7 @@ class MoEFeedForward(nn.Module):
         num_zero_experts: int = 0,
         latent_dim: int | None = None,
         capacity: int | None = None,
+        recompute: str | None = None,
         load_balancing_coefficient: float = 0.0,
         z_loss_coefficient: float = 0.0,
         init_std: float = 0.02,
@@ -119,6 +122,7 @@ class MoEFeedForward(nn.Module):
             activation=activation,
             bias=bias,
             weight_on_input=self.router.spec.weight_on_input,
+            recompute=recompute,
             **factory,
         )
         self.w_latent_in, self.w_latent_out = None, None
@@ -173,6 +177,10 @@ class MoEFeedForward(nn.Module):
     @property
     def latent_dim(self) -> int | None:
         return None if self.w_latent_in is None else self.w_latent_in.shape[0]
+
+    def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""
+        return saved_bytes(self, num_tokens, dtype)
 
     def keep_experts(self, experts: range) -> None:
         """Drop the parameters of all other experts: the layer then computes the share of these in the sum.

@@ -184,6 +184,7 @@ def test_opcheck(device):
             None,
             None,
             False,
+            False,
         ),
     )
 
@@ -340,8 +341,8 @@ def test_opcheck_of_variants(device):
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
     index = (permutation.slot_to_row, permutation.row_to_token, *permutation.tile_table)
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "gpt_oss", 0.5, 1.702, False))
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "swiglu", None, None, True))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "gpt_oss", 0.5, 1.702, False, False))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "swiglu", None, None, True, True))
 
 
 def test_variants_compile_without_graph_break(device):
@@ -394,3 +395,32 @@ def bad_operands(**changes):
 def test_bad_input(changes, message):
     with pytest.raises(ValueError, match=message):
         fused_experts(**bad_operands(**changes))
+
+
+@pytest.mark.parametrize("variant", ["weight_on_input", "gpt_oss", "relu_bias", "bias"])
+def test_recomputing_changes_no_bit_and_saves_no_preactivation(variant, device):
+    options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
+    tokens, weights, experts, *rest = draw_variant(ODD, variant, DTYPES[-1], device)
+    permutation = reference.sort_by_expert(experts, 4)
+    leaves = [tensor.requires_grad_() for tensor in (tokens, weights, *rest)]
+    biases = dict(zip(("b_up", "b_down"), leaves[4:], strict=False))
+
+    def run(recompute):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            out = triton_experts(*leaves[:2], permutation, *leaves[2:4], **biases, **options, recompute=recompute)
+        upstream = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
+        return saved, (out, *torch.autograd.grad(out, leaves, upstream))
+
+    (saved, results), (fewer, again) = run(None), run("up")
+    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+    rows, columns = experts.numel(), rest[0].shape[1]
+    assert [t.shape for t in saved if t.shape == (rows, columns)] and not [
+        t for t in fewer if t.shape == (rows, columns)
+    ]
+
+
+def test_unknown_recompute(device):
+    tokens, weights, experts, w_up, w_down = draw(CASES["one_token"], DTYPES[0], device)
+    with pytest.raises(ValueError, match=r"recompute must be one of \(None, 'up'\), got 'down'"):
+        fused_experts(tokens, weights, reference.sort_by_expert(experts, 8), w_up, w_down, recompute="down")

@@ -1,0 +1,41 @@
+"""How much a layer keeps for backward, without running it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+
+def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the distinct storages that a forward keeps for backward, less parameters, buffers and the input.
+
+    The layer runs on fake tensors, which have sizes and no memory, so whatever it would save is counted, and nothing is
+    launched or allocated on its device. Numbers of dropped or masked tokens do not matter.
+
+    Args:
+        dtype: of the input, which requires a gradient; None for that of the parameters.
+
+    Raises:
+        NotImplementedError: the reference would run, as without a GPU: what it keeps depends on the routing.
+    """
+    mode = FakeTensorMode()
+    own = {name: mode.from_tensor(tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    parameter = layer.experts.w_up
+    kept: dict[int, Tensor] = {}  # by storage; the tensors keep the storages alive
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with mode:
+        sizes = num_tokens, layer.d_model
+        x = torch.empty(sizes, dtype=dtype or parameter.dtype, device=parameter.device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            try:
+                torch.func.functional_call(layer, own, x)
+            except DynamicOutputShapeException as error:
+                raise NotImplementedError("saved_bytes: what the reference keeps depends on the routing") from error
+    for tensor in (x, *own.values()):
+        kept.pop(tensor.untyped_storage()._cdata, None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
