@@ -310,7 +310,7 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
-    if design.tile_shape not in ((128, 128, 64), (64, 64, 32)) or kernel.metadata.operands.A.dtype == torch.float16:
+    if design.tile_shape not in ((128, 128, 64), (64, 64, 16)) or kernel.metadata.operands.A.dtype == torch.float16:
         return ("plain",)
     if kernel.arguments_class is GemmArguments:
         return ("plain",)
