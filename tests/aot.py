@@ -179,16 +179,23 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
 
 def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
     """Whether a launch with the artifact hands the driver what Triton's JIT hands it, down to each argument."""
+    return are_same(*(handed_to_driver(artifact.compiled, used, launch) for used in (artifact, None)))
+
+
+def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch: Launch) -> list[object]:
+    """What a launch, which is to run this compiled kernel, hands to Triton's launcher."""
     handed = []
-    compiled = artifact.compiled
     compiled.module, compiled.function, compiled._run = True, 0, lambda *args: handed.append(args)
     try:
-        for used in (artifact, None):
-            run_launch(launch, used, torch.empty(0), None)
+        run_launch(launch, artifact, torch.empty(0), None)
     finally:
         compiled.module = compiled.function = compiled._run = None
+    (args,) = handed
     metadata = 6  # an object of each launch's own, for profilers
-    first, second = ([*args[:metadata], *args[metadata + 1 :]] for args in handed)
+    return [*args[:metadata], *args[metadata + 1 :]]
+
+
+def are_same(first: list[object], second: list[object]) -> bool:
     return len(first) == len(second) and all(
         x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
     )
