@@ -8,6 +8,7 @@ for a caller who vouches for them.
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,29 @@ class CompiledArtifact:
     kernel_name: str
     static_properties: tuple[Any, ...]
     compiled: Any  # Triton's compiled kernel; None in the interpreter, which has none
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file from which another process on the same kind of GPU can load the artifact.
+
+        Raises:
+            ValueError: it was made in the interpreter, which compiles nothing.
+        """
+        from .artifact_file import save_artifact  # which knows the catalog, and so this module
+
+        save_artifact(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> CompiledArtifact:
+        """An artifact that `save` wrote, for the current GPU, without compiling. It is code: load only what you trust.
+
+        Raises:
+            ValueError: another version of Triton or for another architecture wrote it, the catalog lacks its kernel or
+                has it with other source, or the file is damaged; the message says which.
+            RuntimeError: there is no GPU.
+        """
+        from .artifact_file import load_artifact
+
+        return load_artifact(path)
 
 
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:

@@ -179,16 +179,23 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
 
 def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
     """Whether a launch with the artifact hands the driver what Triton's JIT hands it, down to each argument."""
+    return are_same(*(handed_to_driver(artifact.compiled, used, launch) for used in (artifact, None)))
+
+
+def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch: Launch) -> list[object]:
+    """What a launch, which is to run this compiled kernel, hands to Triton's launcher."""
     handed = []
-    compiled = artifact.compiled
     compiled.module, compiled.function, compiled._run = True, 0, lambda *args: handed.append(args)
     try:
-        for used in (artifact, None):
-            run_launch(launch, used, torch.empty(0), None)
+        run_launch(launch, artifact, torch.empty(0), None)
     finally:
         compiled.module = compiled.function = compiled._run = None
+    (args,) = handed
     metadata = 6  # an object of each launch's own, for profilers
-    first, second = ([*args[:metadata], *args[metadata + 1 :]] for args in handed)
+    return [*args[:metadata], *args[metadata + 1 :]]
+
+
+def are_same(first: list[object], second: list[object]) -> bool:
     return len(first) == len(second) and all(
         x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
     )
@@ -310,7 +317,7 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
-    if design.tile_shape not in ((128, 128, 64), (64, 64, 32)) or kernel.metadata.operands.A.dtype == torch.float16:
+    if design.tile_shape not in ((128, 128, 64), (64, 64, 16)) or kernel.metadata.operands.A.dtype == torch.float16:
         return ("plain",)
     if kernel.arguments_class is GemmArguments:
         return ("plain",)
