@@ -19,7 +19,8 @@ class TopKRouter(nn.Module):
 
     Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
     `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
-    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small.
+    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
+    balancing is in `expert_counts` [E] int64, which no state dict holds.
 
     Args:
         normalize: short for `spec=RouterSpec(normalize=...)`: the weights of a token sum to one (softmax over the
@@ -34,6 +35,8 @@ class TopKRouter(nn.Module):
     """
 
     selection_bias: Tensor | None
+    expert_counts: Tensor
+    accumulated_counts: Tensor | None
 
     def __init__(
         self,
@@ -73,6 +76,9 @@ class TopKRouter(nn.Module):
         has_bias = spec.selection_bias is not None
         selection_bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if has_bias else None
         self.register_buffer("selection_bias", selection_bias)
+        counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
+        self.register_buffer("expert_counts", counts, persistent=False)
+        self.accumulated_counts = None
 
     @property
     def normalize(self) -> bool:
@@ -108,8 +114,10 @@ class TopKRouter(nn.Module):
         return route(tokens, weight, top_k=self.top_k, implementation=self.implementation)
 
     def _apply(self, fn, recurse: bool = True):
-        bias = self.selection_bias
+        bias, counts = self.selection_bias, self.expert_counts
         super()._apply(fn, recurse)
+        if counts.is_meta and not self.expert_counts.is_meta:
+            self.expert_counts.zero_()  # `to_empty` made them, and no state dict fills them
         if bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
