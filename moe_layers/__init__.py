@@ -19,7 +19,9 @@ from .losses import (
     router_z_loss,
     sequence_load_balancing_loss,
 )
+from .recomputation import save_routing
 from .router import TopKRouter
+from .routing_record import RoutingRecord
 from .shared_expert import SharedExpert
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
+    "RoutingRecord",
     "SharedExpert",
     "TopKRouter",
     "carry_expert_counts",
@@ -38,6 +41,7 @@ __all__ = [
     "load_balancing_loss",
     "reset_expert_counts",
     "router_z_loss",
+    "save_routing",
     "sequence_load_balancing_loss",
     "set_aux_loss_scale",
     "update_selection_bias",

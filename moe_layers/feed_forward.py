@@ -209,6 +209,7 @@ class MoEFeedForward(nn.Module):
         token_mask: Tensor | None = None,  # [...] bool
         sequence_lengths: Tensor | None = None,  # [N] int32 or int64
         num_tokens: int | Tensor | None = None,
+        topk_experts: Tensor | None = None,  # [T, K] int32
     ) -> Tensor | tuple[Tensor, LayerRouting]:  # [..., D]
         """Send each token through its experts.
 
@@ -218,16 +219,17 @@ class MoEFeedForward(nn.Module):
             sequence_lengths: of the sequences that are packed one after another into the leading axes, for
                 `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
             num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
+            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`.
 
         Raises:
-            ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask is not bool
-                or of another shape, or a loss needs lengths of sequences and there are none.
+            ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the
+                choice is of another shape or dtype, or a loss needs lengths of sequences and there are none.
         """
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         said = _check_tokens(x, token_mask, sequence_lengths, num_tokens)
         tokens = x.reshape(-1, self.d_model)  # [T, D]
-        routed = self.router(tokens)
+        routed = self.router(tokens) if topk_experts is None else self.router(tokens, topk_experts)
         chosen = routed.topk_experts
         if token_mask is not None:
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_kernels import IMPLEMENTATIONS, RouterSpec, Routing, linear_routing, scored_linear_routing
+from moe_kernels import (
+    IMPLEMENTATIONS,
+    RouterSpec,
+    Routing,
+    linear_routing,
+    routing_weights,
+    scored_linear_routing,
+)
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
@@ -94,12 +101,25 @@ class TopKRouter(nn.Module):
     def forward(
         self,
         tokens: Tensor,  # [T, D]
+        topk_experts: Tensor | None = None,  # [T, K] int32
     ) -> Routing:
+        """Choose and weigh experts; those of `topk_experts`, where it is given, are weighed instead of chosen.
+
+        Raises:
+            ValueError: a shape, dtype or device disagrees with the signature or the parameters.
+        """
+        if topk_experts is not None and topk_experts.shape != (len(tokens), self.top_k):
+            raise ValueError(
+                f"TopKRouter: topk_experts must be {[len(tokens), self.top_k]}, got {list(topk_experts.shape)}"
+            )
         if self.input_scale is not None:
             d_model = tokens.shape[-1]
             normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
             tokens = normed * (self.input_scale * d_model**-0.5)
         routed = call_with_autocast_rules(self._route, tokens, self.weight)
+        if topk_experts is not None:
+            weights = routing_weights(routed.logits, topk_experts, self.spec)
+            routed = Routing(topk_experts, weights, routed.logits)
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.long()]
             routed = Routing(routed.topk_experts, routed.topk_weights * scale, routed.logits)
