@@ -10,7 +10,7 @@ from .balancing import (
 from .checkpoint import LoadReport
 from .dispatcher import LocalDispatcher
 from .experts import GroupedExperts
-from .feed_forward import MoEFeedForward, set_aux_loss_scale
+from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
 from .layer_routing import LayerRouting
 from .losses import (
     global_load_balancing_loss,
@@ -19,6 +19,7 @@ from .losses import (
     router_z_loss,
     sequence_load_balancing_loss,
 )
+from .observation import RoutingObserver, RoutingStatistics
 from .recomputation import save_routing
 from .router import TopKRouter
 from .routing_record import RoutingRecord
@@ -31,7 +32,9 @@ __all__ = [
     "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
+    "RoutingObserver",
     "RoutingRecord",
+    "RoutingStatistics",
     "SharedExpert",
     "TopKRouter",
     "carry_expert_counts",
@@ -39,6 +42,7 @@ __all__ = [
     "global_load_balancing_loss",
     "importance_loss",
     "load_balancing_loss",
+    "observe",
     "reset_expert_counts",
     "router_z_loss",
     "save_routing",

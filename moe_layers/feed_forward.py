@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,9 @@ from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetenso
 from .dispatcher import LocalDispatcher
 from .dropping import drop_beyond_capacity, identity_output
 from .experts import GroupedExperts
-from .layer_routing import LayerRouting
-from .losses import attach_loss, check_num_tokens, check_sequence_lengths
+from .layer_routing import LayerRouting, facts_of_tokens
+from .losses import attach_loss
+from .observation import RoutingObserver
 from .recomputation import add_once
 from .router import TopKRouter
 from .shared_expert import SharedExpert
@@ -109,6 +109,7 @@ class MoEFeedForward(nn.Module):
         self.capacity = capacity
         self.balance_losses = balance_losses
         self.aux_loss_scale: Tensor | None = None
+        self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
         num_choices = num_experts + num_zero_experts
         self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, spec=router, **factory)
@@ -227,7 +228,7 @@ class MoEFeedForward(nn.Module):
         """
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
-        said = _check_tokens(x, token_mask, sequence_lengths, num_tokens)
+        said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
         tokens = x.reshape(-1, self.d_model)  # [T, D]
         routed = self.router(tokens) if topk_experts is None else self.router(tokens, topk_experts)
         chosen = routed.topk_experts
@@ -242,7 +243,7 @@ class MoEFeedForward(nn.Module):
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
         attaches, counts = bool(self.balance_losses) and torch.is_grad_enabled(), self._counts_experts()
-        if not return_routing and not attaches and not counts:
+        if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
         routing = self._layer_routing(routed, chosen, offsets)._replace(**said)
         if attaches:
@@ -251,6 +252,8 @@ class MoEFeedForward(nn.Module):
             out = attach_loss(out, loss, self.aux_loss_scale)
         if counts:
             add_once(self.router.expert_counts, routing.choices_per_expert)
+        if self.observer is not None:
+            self.observer.add(routing)
         out = out.view(x.shape)
         return (out, routing) if return_routing else out
 
@@ -342,31 +345,25 @@ class MoEFeedForward(nn.Module):
         load_safetensors(self, path)
 
 
-def _check_tokens(
-    x: Tensor,  # [..., D]
-    token_mask: Tensor | None,  # [...]
-    sequence_lengths: Tensor | None,  # [N]
-    num_tokens: int | Tensor | None,
-) -> dict[str, Any]:
-    """What the caller said of the tokens, for LayerRouting. Raises ValueError unless it fits."""
-    if num_tokens is not None:
-        check_num_tokens("MoEFeedForward", num_tokens)
-    if sequence_lengths is not None:
-        check_sequence_lengths("MoEFeedForward", sequence_lengths, x.device)
-    if token_mask is not None:
-        if token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool or token_mask.device != x.device:
-            raise ValueError(
-                f"MoEFeedForward: token_mask must be {list(x.shape[:-1])} torch.bool on {x.device}, "
-                f"got {list(token_mask.shape)} {token_mask.dtype} on {token_mask.device}"
-            )
-        token_mask = token_mask.reshape(-1)
-    if sequence_lengths is None and x.dim() > 2:
-        sequence_lengths = x.shape[-2]
-    return {"token_mask": token_mask, "sequence_lengths": sequence_lengths}
-
-
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     """`MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
     for module in model.modules():
         if isinstance(module, MoEFeedForward):
             module.set_aux_loss_scale(scale)
+
+
+def observe(model: nn.Module) -> dict[str, RoutingObserver]:
+    """Let every layer of a model collect statistics of its routing from now on, and return what they collect in.
+
+    The names are those of the layers in the model. Setting a layer's `observer` to None ends it.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    observers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoEFeedForward):
+            module.observer = observers[name] = RoutingObserver(module.router, module.num_experts)
+    if not observers:
+        raise ValueError("observe: the model must have a MoEFeedForward, got none")
+    return observers

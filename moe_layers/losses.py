@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .layer_routing import LayerRouting, spread_slots
+from .layer_routing import LayerRouting, check_num_tokens, check_sequence_lengths, spread_slots
 
 # The positive scores, up to the factor that makes those of a token sum to one.
 SCORES = {
@@ -190,25 +190,6 @@ def _masked(values: Tensor, token_mask: Tensor | None) -> Tensor:  # [T, E]
 def _over(total: Tensor, op: str, num_tokens: int | Tensor) -> Tensor:
     check_num_tokens(op, num_tokens)
     return total / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
-
-
-def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
-    """Raises ValueError unless this is a number of tokens, here or on the device."""
-    if isinstance(num_tokens, Tensor):
-        if num_tokens.numel() != 1:
-            raise ValueError(f"{op}: num_tokens must be a scalar, got {list(num_tokens.shape)}")
-    elif isinstance(num_tokens, bool) or num_tokens < 0:
-        raise ValueError(f"{op}: num_tokens must not be negative, got {num_tokens!r}")
-
-
-def check_sequence_lengths(op: str, lengths: Tensor, device: torch.device) -> None:
-    """Raises ValueError unless these are lengths of sequences; their values are not read."""
-    is_integer = lengths.dtype in (torch.int32, torch.int64)
-    if lengths.dim() != 1 or not len(lengths) or not is_integer or lengths.device != device:
-        raise ValueError(
-            f"{op}: sequence_lengths must be [N] int32 or int64 on {device} with N > 0, "
-            f"got {list(lengths.shape)} {lengths.dtype} on {lengths.device}"
-        )
 
 
 def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
