@@ -189,7 +189,7 @@ def _masked(values: Tensor, token_mask: Tensor | None) -> Tensor:  # [T, E]
 
 def _over(total: Tensor, op: str, num_tokens: int | Tensor) -> Tensor:
     check_num_tokens(op, num_tokens)
-    return total / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
+    return total / (num_tokens.clamp(min=1).view(()) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
 
 
 def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64

@@ -90,7 +90,7 @@ class RoutingObserver:
     def read(self) -> RoutingStatistics:
         """The statistics so far, on the CPU. Waits for the GPU."""
         num_choices = self.router.num_experts
-        tokens, chosen, scalars = self._counts.cpu().split([num_choices, num_choices, 4])
+        tokens, chosen, scalars = self._counts.to("cpu", copy=True).split([num_choices, num_choices, 4])
         num_calls, num_tokens, num_all, wasted_rows = scalars.tolist()
         entropy, margin, violations = self._sums.tolist()
         total = max(int(chosen.sum()), 1)

@@ -168,7 +168,7 @@ def test_padding_changes_nothing(name, padding, num_tokens):
 def test_splitting_between_sequences_changes_nothing(name):
     """Given the number of tokens in all, losses and gradients of unequal parts add up to those of the whole."""
     lengths, logits = torch.tensor([5, 3, 7, 9]), random_logits()
-    for num_tokens in (24, torch.tensor(24)):
+    for num_tokens in (24, torch.tensor(24), torch.tensor([24.0])):
 
         def loss(routing, num_tokens=num_tokens):
             return LOSSES[name](routing, num_tokens=num_tokens)

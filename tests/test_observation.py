@@ -143,8 +143,10 @@ def test_reset_and_nothing_observed(device):
     assert nothing.smallest_margin == math.inf and nothing.dead_experts == tuple(range(6))
     layer(make_x(device))
     once = observer.read()
+    before = once.tokens_per_expert.tolist()
     layer(make_x(device))
     assert observer.read().num_tokens == 2 * once.num_tokens == 24
+    assert once.tokens_per_expert.tolist() == before and sum(before) == 24  # what was read stays
     observer.reset()
     layer(make_x(device))
     again = observer.read()
