@@ -27,7 +27,7 @@ from .permutation import combine, permute
 from .reference import Permutation, Routing, TileTable
 from .router_spec import RouterSpec
 from .routing import linear_routing, topk_routing
-from .scored_routing import scored_linear_routing, scored_routing
+from .scored_routing import routing_weights, scored_linear_routing, scored_routing, selection_keys
 from .sorting import sort_by_expert
 
 __all__ = [
@@ -66,8 +66,10 @@ __all__ = [
     "pack_groups",
     "permute",
     "plain_activation",
+    "routing_weights",
     "scored_linear_routing",
     "scored_routing",
+    "selection_keys",
     "sort_by_expert",
     "topk_routing",
 ]

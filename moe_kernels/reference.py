@@ -92,14 +92,15 @@ def _top(keys: Tensor, k: int) -> Tensor:
     return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _choose_experts(
-    scores: Tensor,  # [T, E]
-    logits: Tensor,  # [T, E]
-    top_k: int,
+def selection_keys(
+    logits: Tensor,  # [T, E] as scored
     spec: RouterSpec,
-    selection_bias: Tensor | None,  # [E]
-) -> Tensor:  # [T, K]
-    keys = (logits if spec.chooses_by_logit else scores).detach()
+    selection_bias: Tensor | None = None,  # [E]
+) -> Tensor:  # [T, E]
+    logits = logits.detach()
+    if spec.sparsemixer_jitter is not None:
+        return _rankable(logits)
+    keys = logits if spec.chooses_by_logit else _SCORES[spec.score](logits)
     if selection_bias is not None:
         keys = keys + selection_bias.detach().to(keys.dtype)
     keys = _rankable(keys)
@@ -108,7 +109,7 @@ def _choose_experts(
         best = groups.topk(min(2 if spec.group_score == "top2_sum" else 1, groups.shape[-1])).values.sum(-1)
         kept = torch.zeros_like(best).scatter(1, _top(_rankable(best), spec.top_groups), 1.0).bool()
         keys = torch.where(kept[..., None], groups, spec.excluded_score).flatten(1)
-    return _top(keys, top_k)
+    return keys
 
 
 def shape_logits(
@@ -130,23 +131,41 @@ def scored_routing(
     selection_bias: Tensor | None = None,  # [E]
 ) -> Routing:
     logits = shape_logits(logits, spec)
+    experts = _top(selection_keys(logits, spec, selection_bias), top_k)
+    return Routing(experts.int(), _weights_of_choice(logits, experts, spec), logits)
+
+
+def _weights_of_choice(
+    logits: Tensor,  # [T, E] as scored
+    experts: Tensor,  # [T, K]
+    spec: RouterSpec,
+) -> Tensor:  # [T, K]
     if spec.sparsemixer_jitter is not None:
-        experts, weights = _sparsemixer(logits, spec.sparsemixer_jitter)
-        return Routing(experts.int(), weights * spec.scale, logits)
-    scores = _SCORES[spec.score](logits)
-    experts = _choose_experts(scores, logits, top_k, spec, selection_bias)
-    weights = scores.gather(1, experts)
+        return _sparsemixer_weights(logits, experts, spec.sparsemixer_jitter) * spec.scale
+    weights = _SCORES[spec.score](logits).gather(1, experts)
     if spec.normalize:
         norm = weights.pow(spec.norm_power).sum(-1, keepdim=True).pow(1 / spec.norm_power)
         weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
-    return Routing(experts.int(), weights * spec.scale, logits)
+    return weights * spec.scale
 
 
-def _sparsemixer(
+def routing_weights(
+    logits: Tensor,  # [T, E] as scored
+    topk_experts: Tensor,  # [T, K] int32
+    spec: RouterSpec,
+) -> Tensor:  # [T, K]
+    experts = topk_experts.long()
+    if not spec.is_softmax_of_chosen:
+        return _weights_of_choice(logits, experts, spec)
+    # The same, but for a choice whose probabilities among all experts vanish.
+    return logits.gather(1, experts).softmax(-1) * spec.scale
+
+
+def _sparsemixer_weights(
     logits: Tensor,  # [T, E]
+    experts: Tensor,  # [T, 2]
     jitter: float,
-) -> tuple[Tensor, Tensor]:  # experts, weights [T, 2]
-    experts = _top(_rankable(logits.detach()), 2)
+) -> Tensor:  # [T, 2]
     weights, left = [], logits
     for expert in experts.split(1, dim=1):  # [T, 1]
         highest = left.detach().gather(1, expert)
@@ -154,7 +173,7 @@ def _sparsemixer(
         probabilities = left.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1)
         weights.append(probabilities.gather(1, expert))
         left = left.scatter(1, expert, -torch.inf)
-    return experts, torch.cat(weights, 1)
+    return torch.cat(weights, 1)
 
 
 def scored_linear_routing(

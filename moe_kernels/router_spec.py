@@ -103,6 +103,13 @@ class RouterSpec:
             return self.selection_bias == "logit"
         return self.num_groups == 1 or (self.group_score == "max" and self.excluded_score == -math.inf)
 
+    @property
+    def is_softmax_of_chosen(self) -> bool:
+        """Whether the weights, but for their scale, are a softmax over the logits of the chosen experts alone."""
+        norm = self.norm_power, self.norm_epsilon, self.norm_minimum
+        is_normalized = self.normalize and norm == (1.0, 0.0, 0.0)
+        return self.score == "softmax" and is_normalized and self.sparsemixer_jitter is None
+
     def check_sizes(self, owner: str, num_experts: int, top_k: int) -> None:
         """Raises ValueError unless this router can choose `top_k` of `num_experts`."""
         if not 1 <= top_k <= num_experts:

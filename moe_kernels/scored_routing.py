@@ -101,6 +101,50 @@ def scored_linear_routing(
         return scored_routing(logits, top_k, spec, selection_bias=selection_bias, implementation="triton")
 
 
+def routing_weights(
+    logits: Tensor,  # [T, E]
+    topk_experts: Tensor,  # [T, K] int32
+    spec: RouterSpec,
+) -> Tensor:  # [T, K] float32
+    """The weights that a router gives to a choice of experts that need not be its own.
+
+    For its own choice they are those of `scored_routing`. Plain PyTorch, whatever the device. Differentiable in
+    `logits`: through the scores of the chosen experts, and of all experts where they share a softmax.
+
+    Args:
+        logits: as they were scored, that is, those of a `Routing`.
+        topk_experts: ids in [0, E). Not checked: reading them would wait for the GPU.
+
+    Raises:
+        ValueError: wrong shape or dtype, or `spec` cannot choose as many experts.
+    """
+    sizes = check_shapes("routing_weights", logits=(logits, "T E"), topk_experts=(topk_experts, "T K"))
+    check_dtype("routing_weights", "logits", logits, torch.float32, torch.float64)
+    check_dtype("routing_weights", "topk_experts", topk_experts, torch.int32)
+    check_same_device("routing_weights", logits=logits, topk_experts=topk_experts)
+    spec.check_sizes("routing_weights", sizes["E"], sizes["K"])
+    return reference.routing_weights(logits, topk_experts, spec)
+
+
+def selection_keys(
+    logits: Tensor,  # [T, E]
+    spec: RouterSpec,
+    *,
+    selection_bias: Tensor | None = None,  # [E]
+) -> Tensor:  # [T, E]
+    """The numbers whose top-k a router takes: logits or scores, with their bias, less excluded groups. No gradient.
+
+    Plain PyTorch, whatever the device.
+
+    Raises:
+        ValueError: wrong shape or dtype, or a missing or unasked selection bias.
+    """
+    check_shapes("selection_keys", logits=(logits, "T E"))
+    check_dtype("selection_keys", "logits", logits, torch.float32, torch.float64)
+    _check_bias("selection_keys", "selection_bias", spec.selection_bias is not None, selection_bias, logits)
+    return reference.selection_keys(logits, spec, selection_bias)
+
+
 def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, logits: Tensor) -> None:
     if (bias is not None) != wanted:
         raise ValueError(f"{op}: this router has {'a' if wanted else 'no'} {name}, got {'none' if wanted else 'one'}")

@@ -1,24 +1,54 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
+from .balancing import (
+    BalanceLosses,
+    carry_expert_counts,
+    global_expert_counts,
+    reset_expert_counts,
+    update_selection_bias,
+)
 from .checkpoint import LoadReport
 from .dispatcher import LocalDispatcher
 from .experts import GroupedExperts
-from .feed_forward import LayerRouting, MoEFeedForward, set_aux_loss_scale
-from .losses import load_balancing_loss, router_z_loss
+from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
+from .layer_routing import LayerRouting
+from .losses import (
+    global_load_balancing_loss,
+    importance_loss,
+    load_balancing_loss,
+    router_z_loss,
+    sequence_load_balancing_loss,
+)
 from .memory import saved_bytes
+from .observation import RoutingObserver, RoutingStatistics
+from .recomputation import save_routing
 from .router import TopKRouter
+from .routing_record import RoutingRecord
 from .shared_expert import SharedExpert
 
 __all__ = [
+    "BalanceLosses",
     "GroupedExperts",
     "LayerRouting",
     "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
+    "RoutingObserver",
+    "RoutingRecord",
+    "RoutingStatistics",
     "SharedExpert",
     "TopKRouter",
+    "carry_expert_counts",
+    "global_expert_counts",
+    "global_load_balancing_loss",
+    "importance_loss",
     "load_balancing_loss",
+    "observe",
+    "reset_expert_counts",
     "router_z_loss",
+    "save_routing",
     "saved_bytes",
+    "sequence_load_balancing_loss",
     "set_aux_loss_scale",
+    "update_selection_bias",
 ]

@@ -1,4 +1,4 @@
-"""Slots that reach no expert: those beyond an expert's capacity, and those of zero experts."""
+"""Slots that reach no expert: those of padding, those beyond an expert's capacity, and those of zero experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ def drop_beyond_capacity(
     num_experts: int,
     capacity: int,
 ) -> Tensor:  # [T, K] int32
-    """The choice with -1 wherever an expert already has `capacity` slots of the same sequence, in token order."""
+    """The choice with -1 wherever an expert already has `capacity` slots of the same sequence, in token order.
+
+    Slots that are -1 already count for no expert.
+    """
     if not topk_experts.numel():
         return topk_experts
-    experts = topk_experts.long().view(-1, sequence_length * topk_experts.shape[1], 1)
-    chosen = torch.zeros(*experts.shape[:2], num_experts, dtype=torch.int32, device=experts.device)
+    experts = torch.where(topk_experts < 0, num_experts, topk_experts).long()
+    experts = experts.view(-1, sequence_length * topk_experts.shape[1], 1)
+    chosen = torch.zeros(*experts.shape[:2], num_experts + 1, dtype=torch.int32, device=experts.device)
     rank = chosen.scatter_(2, experts, 1).cumsum(1, dtype=torch.int32).gather(2, experts)
     return torch.where(rank.view(topk_experts.shape) <= capacity, topk_experts, -1)
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, Routing, sort_by_expert
 
 from ._checks import check_positive
+from .balancing import BalanceLosses, update_selection_bias
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .dispatcher import LocalDispatcher
 from .dropping import drop_beyond_capacity, identity_output
 from .experts import GroupedExperts
-from .losses import attach_loss, load_balancing_loss, router_z_loss
+from .layer_routing import LayerRouting, facts_of_tokens
+from .losses import attach_loss
 from .memory import saved_bytes
+from .observation import RoutingObserver
+from .recomputation import add_once
 from .router import TopKRouter
 from .shared_expert import SharedExpert
-
-
-class LayerRouting(NamedTuple):
-    """What the router decided in one forward of a layer; T counts the tokens over all leading axes."""
-
-    topk_experts: Tensor  # [T, K] int32; -1 for a slot beyond an expert's capacity
-    topk_weights: Tensor  # [T, K] float32
-    logits: Tensor  # [T, E] float32
-    tokens_per_expert: Tensor  # [E] int32; E counts the zero experts too
 
 
 class MoEFeedForward(nn.Module):
@@ -60,10 +55,12 @@ class MoEFeedForward(nn.Module):
         recompute: "up" keeps none of the experts' pre-activations for backward, at the price of one more GEMM there.
         load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
         z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
+        balance_losses: the coefficients of all losses there are, instead of these two.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, the router cannot choose top_k experts, or a name is unknown.
+        ValueError: a size is not positive, a coefficient is negative or given twice, the router cannot choose top_k
+            experts, or a name is unknown.
     """
 
     def __init__(
@@ -86,6 +83,7 @@ class MoEFeedForward(nn.Module):
         recompute: str | None = None,
         load_balancing_coefficient: float = 0.0,
         z_loss_coefficient: float = 0.0,
+        balance_losses: BalanceLosses | None = None,
         init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -104,13 +102,17 @@ class MoEFeedForward(nn.Module):
             raise ValueError("MoEFeedForward: zero experts return x, so there is no latent_dim with them, got both")
         if shared_d_ff is None and (shared_gate or shared_activation is not None):
             raise ValueError("MoEFeedForward: shared_gate and shared_activation need a shared_d_ff, got None")
+        if balance_losses is None:
+            balance_losses = BalanceLosses(switch=load_balancing_coefficient, z=z_loss_coefficient)
+        elif load_balancing_coefficient or z_loss_coefficient:
+            raise ValueError("MoEFeedForward: coefficients must be in balance_losses when it is given, got both")
         factory = {"implementation": implementation, "device": device, "dtype": dtype}
         self.d_model = d_model
         self.num_zero_experts = num_zero_experts
         self.capacity = capacity
-        self.load_balancing_coefficient = load_balancing_coefficient
-        self.z_loss_coefficient = z_loss_coefficient
+        self.balance_losses = balance_losses
         self.aux_loss_scale: Tensor | None = None
+        self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
         num_choices = num_experts + num_zero_experts
         self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, spec=router, **factory)
@@ -213,31 +215,53 @@ class MoEFeedForward(nn.Module):
         x: Tensor,  # [..., D]
         *,
         return_routing: bool = False,
+        token_mask: Tensor | None = None,  # [...] bool
+        sequence_lengths: Tensor | None = None,  # [N] int32 or int64
+        num_tokens: int | Tensor | None = None,
+        topk_experts: Tensor | None = None,  # [T, K] int32
     ) -> Tensor | tuple[Tensor, LayerRouting]:  # [..., D]
         """Send each token through its experts.
 
         Args:
             return_routing: return (y, LayerRouting); gradients flow through its weights and logits.
+            token_mask: False for padding, which no routed expert computes and nothing counts. Shared experts see it.
+            sequence_lengths: of the sequences that are packed one after another into the leading axes, for
+                `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
+            num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
+            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`.
 
         Raises:
-            ValueError: the last axis is not d_model, or dtype or device differ from the parameters'.
+            ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the
+                choice is of another shape or dtype, or a loss needs lengths of sequences and there are none.
         """
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
+        said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
         tokens = x.reshape(-1, self.d_model)  # [T, D]
-        routed = self.router(tokens)
+        routed = self.router(tokens) if topk_experts is None else self.router(tokens, topk_experts)
+        chosen = routed.topk_experts
+        if token_mask is not None:
+            chosen = torch.where(said["token_mask"][:, None], chosen, -1)
+        kept = chosen
         if self.capacity is not None:
-            experts, sequence = routed.topk_experts, x.shape[-2] if x.dim() > 1 else 1
-            kept = drop_beyond_capacity(experts, sequence, self.router.num_experts, self.capacity)
-            routed = Routing(kept, routed.topk_weights, routed.logits)
+            sequence = x.shape[-2] if x.dim() > 1 else 1
+            kept = drop_beyond_capacity(chosen, sequence, self.router.num_experts, self.capacity)
+        routed = Routing(kept, routed.topk_weights, routed.logits)
         out, offsets = self._routed_experts(tokens, routed)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
-        if not return_routing and not self._has_auxiliary_loss():
+        attaches, counts = bool(self.balance_losses) and torch.is_grad_enabled(), self._counts_experts()
+        if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
-        routing = self._layer_routing(routed, offsets)
-        if self._has_auxiliary_loss():
-            out = attach_loss(out, self._auxiliary_loss(routing), self.aux_loss_scale)
+        routing = self._layer_routing(routed, chosen, offsets)._replace(**said)
+        if attaches:
+            accumulated = self.router.accumulated_counts
+            loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
+            out = attach_loss(out, loss, self.aux_loss_scale)
+        if counts:
+            add_once(self.router.expert_counts, routing.choices_per_expert)
+        if self.observer is not None:
+            self.observer.add(routing)
         out = out.view(x.shape)
         return (out, routing) if return_routing else out
 
@@ -252,12 +276,28 @@ class MoEFeedForward(nn.Module):
             out = out + identity.to(out.dtype)
         return out, offsets
 
-    def _layer_routing(self, routed: Routing, offsets: Tensor) -> LayerRouting:
+    def _layer_routing(self, routed: Routing, chosen: Tensor, offsets: Tensor) -> LayerRouting:
+        if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere
+            tokens_per_expert = self._count(routed.topk_experts)
+        else:
+            tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        routing = LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, tokens_per_expert)
+        if self.capacity is None:
+            return routing
+        return routing._replace(chosen_experts=chosen, chosen_per_expert=self._count(chosen))
+
+    def _count(self, experts: Tensor) -> Tensor:  # [E] int32
         num_choices, implementation = self.router.num_experts, self.experts.implementation
-        if self.experts.num_experts != num_choices:  # there are zero experts, or experts elsewhere
-            offsets = sort_by_expert(routed.topk_experts, num_choices, implementation=implementation).offsets
-        tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        return LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, tokens_per_expert)
+        offsets = sort_by_expert(experts, num_choices, implementation=implementation).offsets
+        return torch.diff(offsets, prepend=offsets.new_zeros(1))
+
+    def _counts_experts(self) -> bool:
+        wanted = self.router.selection_bias is not None or self.balance_losses.global_batch > 0
+        return self.training and wanted
+
+    def update_selection_bias(self, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
+        """Balance without a loss, once per optimizer step: see `moe_layers.update_selection_bias`."""
+        update_selection_bias(self, rate=rate, group=group)
 
     def set_aux_loss_scale(self, scale: Tensor | None) -> None:
         """Multiply the gradients of the auxiliary losses by `scale`, a scalar on the layer's device (None: 1).
@@ -312,21 +352,26 @@ class MoEFeedForward(nn.Module):
         """
         load_safetensors(self, path)
 
-    def _has_auxiliary_loss(self) -> bool:
-        coefficients = (self.load_balancing_coefficient, self.z_loss_coefficient)
-        return any(coefficients) and torch.is_grad_enabled()
-
-    def _auxiliary_loss(self, routing: LayerRouting) -> Tensor:
-        loss = routing.logits.new_zeros(())
-        if self.load_balancing_coefficient:
-            loss = loss + self.load_balancing_coefficient * load_balancing_loss(routing)
-        if self.z_loss_coefficient:
-            loss = loss + self.z_loss_coefficient * router_z_loss(routing)
-        return loss
-
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     """`MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
     for module in model.modules():
         if isinstance(module, MoEFeedForward):
             module.set_aux_loss_scale(scale)
+
+
+def observe(model: nn.Module) -> dict[str, RoutingObserver]:
+    """Let every layer of a model collect statistics of its routing from now on, and return what they collect in.
+
+    The names are those of the layers in the model. Setting a layer's `observer` to None ends it.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    observers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoEFeedForward):
+            module.observer = observers[name] = RoutingObserver(module.router, module.num_experts)
+    if not observers:
+        raise ValueError("observe: the model must have a MoEFeedForward, got none")
+    return observers

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_kernels import IMPLEMENTATIONS, RouterSpec, Routing, linear_routing, scored_linear_routing
+from moe_kernels import (
+    IMPLEMENTATIONS,
+    RouterSpec,
+    Routing,
+    linear_routing,
+    routing_weights,
+    scored_linear_routing,
+)
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
@@ -19,7 +26,8 @@ class TopKRouter(nn.Module):
 
     Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
     `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
-    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small.
+    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
+    balancing is in `expert_counts` [E] int64, which no state dict holds.
 
     Args:
         normalize: short for `spec=RouterSpec(normalize=...)`: the weights of a token sum to one (softmax over the
@@ -34,6 +42,8 @@ class TopKRouter(nn.Module):
     """
 
     selection_bias: Tensor | None
+    expert_counts: Tensor
+    accumulated_counts: Tensor | None
 
     def __init__(
         self,
@@ -73,6 +83,9 @@ class TopKRouter(nn.Module):
         has_bias = spec.selection_bias is not None
         selection_bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if has_bias else None
         self.register_buffer("selection_bias", selection_bias)
+        counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
+        self.register_buffer("expert_counts", counts, persistent=False)
+        self.accumulated_counts = None
 
     @property
     def normalize(self) -> bool:
@@ -88,12 +101,25 @@ class TopKRouter(nn.Module):
     def forward(
         self,
         tokens: Tensor,  # [T, D]
+        topk_experts: Tensor | None = None,  # [T, K] int32
     ) -> Routing:
+        """Choose and weigh experts; those of `topk_experts`, where it is given, are weighed instead of chosen.
+
+        Raises:
+            ValueError: a shape, dtype or device disagrees with the signature or the parameters.
+        """
+        if topk_experts is not None and topk_experts.shape != (len(tokens), self.top_k):
+            raise ValueError(
+                f"TopKRouter: topk_experts must be {[len(tokens), self.top_k]}, got {list(topk_experts.shape)}"
+            )
         if self.input_scale is not None:
             d_model = tokens.shape[-1]
             normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
             tokens = normed * (self.input_scale * d_model**-0.5)
         routed = call_with_autocast_rules(self._route, tokens, self.weight)
+        if topk_experts is not None:
+            weights = routing_weights(routed.logits, topk_experts, self.spec)
+            routed = Routing(topk_experts, weights, routed.logits)
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.long()]
             routed = Routing(routed.topk_experts, routed.topk_weights * scale, routed.logits)
@@ -108,8 +134,10 @@ class TopKRouter(nn.Module):
         return route(tokens, weight, top_k=self.top_k, implementation=self.implementation)
 
     def _apply(self, fn, recurse: bool = True):
-        bias = self.selection_bias
+        bias, counts = self.selection_bias, self.expert_counts
         super()._apply(fn, recurse)
+        if counts.is_meta and not self.expert_counts.is_meta:
+            self.expert_counts.zero_()  # `to_empty` made them, and no state dict fills them
         if bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self

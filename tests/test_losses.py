@@ -1,17 +1,68 @@
+"""Each loss against its definition, and what each is documented to be invariant to."""
+
+import math
+
 import pytest
 import torch
 
-from moe_layers import LayerRouting, MoEFeedForward, load_balancing_loss, router_z_loss, set_aux_loss_scale
+from moe_layers import (
+    LayerRouting,
+    global_load_balancing_loss,
+    importance_loss,
+    load_balancing_loss,
+    router_z_loss,
+    sequence_load_balancing_loss,
+)
+
+from .balance_cases import (
+    LOSSES,
+    SIZES,
+    balanced_logits,
+    balanced_value,
+    by_definition,
+    count,
+    random_logits,
+    routing_of,
+)
+
+SPLIT_INVARIANT = ["sequence", "sequence_sqrt_softplus", "global", "z"]
 
 
-def routing_of(logits, top_k=2):
-    weights, experts = logits.softmax(-1).topk(top_k)
-    counts = torch.bincount(experts.flatten(), minlength=logits.shape[1]).int()
-    return LayerRouting(experts.int(), weights, logits, counts)
+def with_gradient(loss, logits, **facts):
+    logits = logits.detach().clone().requires_grad_()
+    value = loss(routing_of(logits, **facts))
+    return value.detach(), torch.autograd.grad(value, logits)[0]
 
 
-def random_logits(num_tokens=20, num_experts=6, dtype=torch.float64):
-    return torch.randn(num_tokens, num_experts, dtype=dtype, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_the_definition(name, sizes):
+    num_tokens, num_experts, top_k, num_sequences = sizes
+    facts = {"top_k": top_k, "sequence_lengths": num_tokens // num_sequences}
+    logits = random_logits(num_tokens, num_experts)
+    if name == "global" and num_experts == 1:
+        pytest.skip("one expert of the other counts has none")
+    value, gradient = with_gradient(LOSSES[name], logits, **facts)
+    logits = logits.requires_grad_()
+    expected = by_definition(name, routing_of(logits, **facts))
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_is_as_close_as_its_dtype(name):
+    logits = random_logits(240, 12)
+    exact, exact_gradient = with_gradient(LOSSES[name], logits, sequence_lengths=24)
+    value, gradient = with_gradient(LOSSES[name], logits.float(), sequence_lengths=24)
+    assert value.dtype == gradient.dtype == torch.float32
+    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradcheck(name):
+    logits = random_logits(8, 5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits: LOSSES[name](routing_of(logits, sequence_lengths=4)), logits)
 
 
 def test_load_balancing_by_hand():
@@ -20,11 +71,17 @@ def test_load_balancing_by_hand():
     torch.testing.assert_close(load_balancing_loss(routing_of(logits, 1)), torch.tensor(1.5))
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_load_balancing_is_one_at_perfect_balance(top_k):
-    expert, token = torch.arange(6), torch.arange(12)
-    logits = -((expert[None] - token[:, None]) % 6).double()
-    torch.testing.assert_close(load_balancing_loss(routing_of(logits, top_k)), torch.tensor(1.0, dtype=torch.float64))
+def test_sequences_by_hand():
+    # The first sequence is that of the test above, of one token more than half of all: 2/3 * 1.5 + 1/3 * L.
+    logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 1.0]]).log()
+    routing = routing_of(logits, 1, sequence_lengths=torch.tensor([2, 1]))
+    torch.testing.assert_close(sequence_load_balancing_loss(routing), torch.tensor((2 * 1.5 + 1.0) / 3))
+
+
+def test_importance_by_hand():
+    # Importances 3 and 1: mean 2, variance 1.
+    logits = torch.tensor([[3.0, 1.0]] * 4).log()
+    torch.testing.assert_close(importance_loss(routing_of(logits, 2)), torch.tensor(0.25))
 
 
 def test_z_loss_by_hand():
@@ -33,77 +90,194 @@ def test_z_loss_by_hand():
     torch.testing.assert_close(router_z_loss(routing_of(logits)), (ln2**2 + (1 + ln2) ** 2) / 2)
 
 
-@pytest.mark.parametrize("loss", [load_balancing_loss, router_z_loss])
-def test_invariant_to_order_of_experts_and_tokens(loss):
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+@pytest.mark.parametrize("name", LOSSES)
+def test_documented_value_at_perfect_balance(name, top_k):
+    logits = torch.zeros(12, 6, dtype=torch.float64) if name == "z" else balanced_logits(6, 12)
+    routing = routing_of(logits, top_k, sequence_lengths=6)
+    if name == "global":
+        value = global_load_balancing_loss(routing, torch.full((6,), 12345))
+    else:
+        value = LOSSES[name](routing)
+    expected = torch.tensor(balanced_value(name, 6), dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ties_are_finite_and_follow_the_choice(name):
+    """All logits equal: the choice is of the first experts, the probabilities are even."""
+    value, gradient = with_gradient(LOSSES[name], torch.zeros(8, 5, dtype=torch.float64), sequence_lengths=4)
+    assert gradient.isfinite().all()
+    # Even probabilities give 1 whatever the shares; importance is 1/2 for each of two experts out of five.
+    expected = {"importance": 5 / 2 - 1, "z": balanced_value("z", 5)}.get(name, 1.0)
+    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LOSSES)
+def test_permuting_experts_changes_nothing(name, seed, monkeypatch):
     logits = random_logits()
-    expected = loss(routing_of(logits))
-    experts = torch.randperm(6, generator=torch.Generator().manual_seed(1))
-    tokens = torch.randperm(20, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(loss(routing_of(logits[:, experts])), expected)
-    torch.testing.assert_close(loss(routing_of(logits[tokens])), expected)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    value, gradient = with_gradient(LOSSES[name], logits, sequence_lengths=6)
+    if name == "global":
+        from . import balance_cases
+
+        monkeypatch.setattr(balance_cases, "OTHER_COUNTS", balance_cases.OTHER_COUNTS[:6][order])
+    permuted, permuted_gradient = with_gradient(LOSSES[name], logits[:, order], sequence_lengths=6)
+    torch.testing.assert_close(permuted, value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(permuted_gradient, gradient[:, order], rtol=1e-10, atol=1e-12)
 
 
-def test_splitting_a_batch():
-    """Documented: the z-loss of halves averages to the whole's, the load-balancing loss does not."""
+@pytest.mark.parametrize("name", LOSSES)
+def test_permuting_tokens_changes_nothing(name):
+    """Tokens inside their sequences, and sequences as wholes."""
     logits = random_logits()
-
-    def halves(loss):
-        return (loss(routing_of(logits[:10])) + loss(routing_of(logits[10:]))) / 2
-
-    torch.testing.assert_close(halves(router_z_loss), router_z_loss(routing_of(logits)))
-    assert (halves(load_balancing_loss) - load_balancing_loss(routing_of(logits))).abs() > 1e-3
-
-
-@pytest.mark.parametrize("loss", [load_balancing_loss, router_z_loss])
-def test_gradcheck_and_no_tokens(loss):
-    torch.autograd.gradcheck(lambda logits: loss(routing_of(logits)), random_logits().requires_grad_())
-    assert loss(routing_of(random_logits(0))) == 0
+    inside = torch.randperm(6, generator=torch.Generator().manual_seed(1))
+    order = (torch.tensor([2, 0, 3, 1])[:, None] * 6 + inside).flatten()
+    value, gradient = with_gradient(LOSSES[name], logits, sequence_lengths=6)
+    permuted, permuted_gradient = with_gradient(LOSSES[name], logits[order], sequence_lengths=6)
+    torch.testing.assert_close(permuted, value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(permuted_gradient, gradient[order], rtol=1e-10, atol=1e-12)
 
 
-def make_layer(device, **coefficients):
-    torch.manual_seed(0)
-    return MoEFeedForward(16, 8, 4, 2, init_std=0.3, implementation="triton", device=device, **coefficients)
+@pytest.mark.parametrize("num_tokens", [None, 100])
+@pytest.mark.parametrize("padding", [0.0, 50.0, torch.nan, -torch.inf], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_changes_nothing(name, padding, num_tokens):
+    """Three sequences of 5, 3 and 7 tokens, padded to 7, one of them on the left."""
+    lengths = torch.tensor([5, 3, 7])
+    logits = random_logits(15)
+    if name == "importance" and not math.isfinite(padding):
+        pytest.skip("the softmax behind the routing weights, not the loss, brings NaN into the gradient")
+
+    def loss(routing):
+        return LOSSES[name](routing, num_tokens=num_tokens)
+
+    value, gradient = with_gradient(loss, logits, sequence_lengths=lengths)
+    position = torch.arange(7)
+    token_mask = torch.stack([position < 5, position >= 4, position < 7]).flatten()
+    padded = torch.full((21, 6), padding, dtype=torch.float64)
+    padded[token_mask] = logits
+    padded_value, padded_gradient = with_gradient(loss, padded, sequence_lengths=7, token_mask=token_mask)
+    torch.testing.assert_close(padded_value, value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(padded_gradient[token_mask], gradient, rtol=1e-10, atol=1e-12)
+    assert not padded_gradient[~token_mask].any()
 
 
-def router_gradient(layer, x, scale=1.0):
-    layer.zero_grad()
-    (scale * layer(x).sum()).backward()
-    return layer.router.weight.grad.clone()
+@pytest.mark.parametrize("name", SPLIT_INVARIANT)
+def test_splitting_between_sequences_changes_nothing(name):
+    """Given the number of tokens in all, losses and gradients of unequal parts add up to those of the whole."""
+    lengths, logits = torch.tensor([5, 3, 7, 9]), random_logits()
+    for num_tokens in (24, torch.tensor(24), torch.tensor([24.0])):
+
+        def loss(routing, num_tokens=num_tokens):
+            return LOSSES[name](routing, num_tokens=num_tokens)
+
+        value, gradient = with_gradient(LOSSES[name], logits, sequence_lengths=lengths)
+        parts = [
+            with_gradient(loss, logits[:8], sequence_lengths=lengths[:2]),
+            with_gradient(loss, logits[8:], sequence_lengths=lengths[2:]),
+        ]
+        torch.testing.assert_close(sum(part[0] for part in parts), value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [None, 0.25, 65536.0])
-def test_coefficients_add_the_gradient_of_the_losses(scale, device):
-    x = torch.randn(10, 16, device=device)
-    plain = make_layer(device)
-    layer = make_layer(device, load_balancing_coefficient=0.5, z_loss_coefficient=0.125)
-    if scale is not None:
-        set_aux_loss_scale(layer, torch.tensor(scale, device=device))
-    y, routing = plain(x, return_routing=True)
-    loss = 0.5 * load_balancing_loss(routing) + 0.125 * router_z_loss(routing)
-    plain.zero_grad()
-    (y.sum() + (1.0 if scale is None else scale) * loss).backward()
-    assert torch.equal(layer(x), y)
-    torch.testing.assert_close(router_gradient(layer, x), plain.router.weight.grad)
-    # The losses see the tokens, too.
-    assert (router_gradient(layer, x) - router_gradient(make_layer(device), x)).abs().max() > 1e-4
+@pytest.mark.parametrize("name", ["switch", "switch_sigmoid", "importance"])
+def test_splitting_matters_where_it_is_documented(name):
+    """Two calls with opposite preferences are each out of balance, and together in balance."""
+    logits = torch.cat([balanced_logits(6, 6)[:3], balanced_logits(6, 6)[3:]])
+    whole = LOSSES[name](routing_of(logits, 1))
+    parts = [LOSSES[name](routing_of(part, 1), num_tokens=6) for part in logits.split(3)]
+    torch.testing.assert_close(whole.item(), balanced_value(name, 6))
+    assert sum(parts) > whole + 0.1
+    # The share of a call in `num_tokens` is a factor.
+    torch.testing.assert_close(parts[0], LOSSES[name](routing_of(logits[:3], 1)) / 2)
 
 
-def test_scale_follows_loss_scaling_and_can_be_changed_in_place(device):
-    x = torch.randn(10, 16, device=device)
-    layer = make_layer(device, load_balancing_coefficient=0.5)
-    expected = router_gradient(layer, x)
-    scale = torch.tensor([1024.0], device=device)
-    layer.set_aux_loss_scale(scale)
-    torch.testing.assert_close(router_gradient(layer, x, 1024.0) / 1024.0, expected)
-    scale.fill_(1.0)
-    assert torch.equal(router_gradient(layer, x), expected)
-    layer.set_aux_loss_scale(None)
-    assert torch.equal(router_gradient(layer, x), expected)
+def test_importance_ignores_a_factor_on_the_weights():
+    routing = routing_of(random_logits())
+    scaled = routing._replace(topk_weights=2.5 * routing.topk_weights)
+    torch.testing.assert_close(importance_loss(scaled), importance_loss(routing), rtol=1e-12, atol=0)
 
 
-def test_bad_scale():
-    layer = make_layer("cpu")
-    with pytest.raises(ValueError, match=r"scale must be a scalar tensor on cpu, got \[2\] on cpu"):
-        layer.set_aux_loss_scale(torch.ones(2))
-    with pytest.raises(ValueError, match=r"got \[\] on meta"):
-        layer.set_aux_loss_scale(torch.ones((), device="meta"))
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_tokens(name):
+    lengths = {"nothing": 6, "empty sequences": torch.tensor([0, 0])}
+    for sequence_lengths in lengths.values():
+        value, gradient = with_gradient(LOSSES[name], random_logits(0), sequence_lengths=sequence_lengths)
+        assert value == 0 and gradient.shape == (0, 6)
+    nothing_but_padding = torch.zeros(6, dtype=torch.bool)
+    value, gradient = with_gradient(LOSSES[name], random_logits(6), sequence_lengths=6, token_mask=nothing_but_padding)
+    assert value == 0 and not gradient.any()
+
+
+def test_sequences_of_no_tokens_and_tokens_of_no_sequence():
+    logits = random_logits()
+    lengths = torch.tensor([5, 0, 3, 7], dtype=torch.int32)
+    value, gradient = with_gradient(sequence_load_balancing_loss, logits, sequence_lengths=lengths)
+    expected, expected_gradient = with_gradient(
+        sequence_load_balancing_loss, logits[:15], sequence_lengths=torch.tensor([5, 3, 7])
+    )
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient[:15], expected_gradient, rtol=1e-12, atol=1e-15)
+    assert not gradient[15:].any()
+
+
+@pytest.mark.parametrize("name", ["switch", "sequence", "importance"])
+def test_slots_beyond_the_capacity_count_as_chosen(name):
+    """A full expert is not a balanced one."""
+    routing = routing_of(random_logits(), sequence_lengths=6)
+    dropped = routing.topk_experts.clone()
+    dropped[::2] = -1
+    limited = LayerRouting(
+        dropped,
+        routing.topk_weights,
+        routing.logits,
+        count(dropped, 6),
+        routing.topk_experts,
+        routing.tokens_per_expert,
+        sequence_lengths=6,
+    )
+    assert torch.equal(LOSSES[name](limited), LOSSES[name](routing))
+
+
+def test_probabilities_survive_scores_that_vanish():
+    """float32 sigmoids of -200 are 0: no NaN."""
+    logits = torch.full((4, 3), -200.0)
+    value, gradient = with_gradient(LOSSES["switch_sigmoid"], logits)
+    assert value == 0 and not gradient.any()
+
+
+ROUTING = routing_of(random_logits())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: load_balancing_loss(ROUTING, score="tanh"), r"load_balancing_loss: score must be one of .*'tanh'"),
+        (lambda: load_balancing_loss(ROUTING, num_tokens=-1), "num_tokens must not be negative, got -1"),
+        (lambda: router_z_loss(ROUTING, num_tokens=True), "num_tokens must not be negative, got True"),
+        (lambda: importance_loss(ROUTING, num_tokens=torch.ones(2)), r"num_tokens must be a scalar, got \[2\]"),
+        (lambda: sequence_load_balancing_loss(ROUTING), "must have sequence_lengths, got None"),
+        (
+            lambda: sequence_load_balancing_loss(ROUTING._replace(sequence_lengths=7)),
+            "must form sequences of sequence_lengths=7, got 24 tokens",
+        ),
+        (
+            lambda: sequence_load_balancing_loss(ROUTING._replace(sequence_lengths=torch.ones(3))),
+            r"sequence_lengths must be \[N\] int32 or int64 on cpu with N > 0, got \[3\] torch.float32",
+        ),
+        (
+            lambda: sequence_load_balancing_loss(ROUTING._replace(sequence_lengths=torch.ones(0).int())),
+            r"with N > 0, got \[0\]",
+        ),
+        (
+            lambda: global_load_balancing_loss(ROUTING, torch.ones(5).int()),
+            r"expert_counts must be \[E=6\] integers, got \[5\] torch.int32",
+        ),
+        (lambda: global_load_balancing_loss(ROUTING, torch.ones(6)), r"integers, got \[6\] torch.float32"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
