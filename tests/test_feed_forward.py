@@ -107,7 +107,8 @@ def test_nan_stays_in_its_token(device):
     assert y[1, 2].isnan().all()
     others = torch.ones(3, 7, dtype=torch.bool, device=device)
     others[1, 2] = False
-    assert torch.equal(y[others], clean[others])
+    # The token moves others to other rows of a tile, where the interpreter's NumPy may sum in another order.
+    torch.testing.assert_close(y[others], clean[others], **({"rtol": 0.0, "atol": 0.0} if y.is_cuda else {}))
     ids = routing.topk_experts[1 * 7 + 2].tolist()
     assert len(set(ids)) == 2 and all(0 <= e < 6 for e in ids)
 
