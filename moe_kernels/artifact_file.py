@@ -8,13 +8,14 @@
 
 The header has `kernel_name`, of the catalog; `triton_version`; `architecture`, such as 90; `static_properties`, the
 artifact's, as `_encode` writes them; and for the launch Triton's `signature` and `metadata` of the compiled kernel.
-Functions stand in it by name and the hash of their source. A file holds code for the GPU: load none that you would not
-run.
+Functions stand in it by name, with a digest of this package's source. A file holds code for the GPU: load none that you
+would not run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -140,7 +141,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, triton.language.dtype):
         return {"triton_dtype": value.name}
     if isinstance(value, triton.JITFunction):
-        return {"function": f"{value.__module__}.{value.__name__}", "source": value.cache_key}
+        return {"function": f"{value.__module__}.{value.__name__}", "source": _source_digest()}
     assert type(value).__name__ == "NVMMASharedLayout", value
     return {"shared_memory_layout": dataclasses.asdict(value)}
 
@@ -166,10 +167,20 @@ def _decode(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _source_digest() -> str:
+    """Of all files of the package. Triton's own hash of a function depends on which others it hashed before."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def _function(name: str, source: str) -> Any:
     """The function of this package, which the catalog has imported."""
     module, _, attribute = name.rpartition(".")
     function = getattr(sys.modules.get(module), attribute, None) if module.startswith(f"{_PACKAGE}.") else None
-    if not isinstance(function, triton.JITFunction) or function.cache_key != source:
+    if not isinstance(function, triton.JITFunction) or source != _source_digest():
         raise _error(f"expected the source of {name} as installed, got a kernel compiled from another")
     return function

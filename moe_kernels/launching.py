@@ -156,24 +156,27 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
     properties = [launch.function, *launch.options.items()]
     has_device = False
     for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
-        if isinstance(value, Tensor):
+        if kind == _CONSTANT:
+            properties.append(value)
+        elif type(value) is int:
+            properties.append(_of_int(value, kind))
+        elif isinstance(value, Tensor):
             if not has_device:
                 properties.append(value.device)
                 has_device = True
             properties.append(value.dtype)
             properties.append(value.data_ptr() % 16 == 0)
-        elif kind == _CONSTANT or value is None or isinstance(value, (bool, float)):
-            properties.append(value if kind == _CONSTANT else type(value))
-        elif isinstance(value, int):
-            properties.append(_of_int(value, kind))
         elif isinstance(value, tuple):
             properties += [_of_int(item, kind) for item in value]
+        elif value is None or isinstance(value, (bool, float)):
+            properties.append(type(value))
         else:  # A TMA descriptor made on the host.
             properties += (value.base.dtype, value.base.device, tuple(value.block_shape), value.layout)
     return tuple(properties)
 
 
 def _of_int(value: int, kind: int) -> int:
+    """Its number of bits and, unless the kernel does not ask, whether it is one or a multiple of 16."""
     size = 0 if -(2**31) <= value < 2**31 else 100
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
 

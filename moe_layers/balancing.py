@@ -63,7 +63,9 @@ class BalanceLosses:
     def coefficients(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in ("switch", "sequence", "global_batch", "importance", "z")}
 
-    def __bool__(self) -> bool:
+    @property
+    def any(self) -> bool:
+        """Whether there is a loss at all."""
         return any(self.coefficients.values())
 
     def total(

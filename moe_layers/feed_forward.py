@@ -250,7 +250,7 @@ class MoEFeedForward(nn.Module):
         out, offsets = self._routed_experts(tokens, routed)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
-        attaches, counts = bool(self.balance_losses) and torch.is_grad_enabled(), self._counts_experts()
+        attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
         routing = self._layer_routing(routed, chosen, offsets)._replace(**said)

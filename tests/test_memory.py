@@ -40,8 +40,9 @@ def test_saved_bytes_are_those_that_autograd_keeps(options, device):
     assert saved_bytes(layer, 40) == layer.saved_bytes(40) == seen_bytes(layer, x) > 0
 
 
-def test_recomputing_saves_the_preactivations():
-    sizes = {"d_model": 64, "d_ff": 128, "num_experts": 8, "top_k": 2, "dtype": DTYPES[0], "implementation": "triton"}
+def test_recomputing_saves_the_preactivations(device):
+    sizes = {"d_model": 64, "d_ff": 128, "num_experts": 8, "top_k": 2, "dtype": DTYPES[0], "device": device}
+    sizes["implementation"] = "triton"
     kept, recomputed = (MoEFeedForward(**sizes, recompute=recompute).saved_bytes(100) for recompute in (None, "up"))
     assert kept - recomputed == 100 * 2 * 2 * 128 * DTYPES[0].itemsize
 
