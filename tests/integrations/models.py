@@ -60,7 +60,8 @@ def step(model, tokens, **options):
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator).to(out)
     (out * dout).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}  # of a compiled model
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     router_logits = [logits.detach().flatten() for logits in getattr(result, "router_logits", None) or ()]
     return out.detach(), torch.cat(router_logits) if router_logits else out.new_empty(0), gradients
 
