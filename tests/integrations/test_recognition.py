@@ -46,7 +46,7 @@ def test_gated(name, interleaved):
         recognise_gated(experts(), apply_gate, interleaved=not interleaved)
 
 
-@pytest.mark.parametrize("limit", [0.5, 7.0, 100.0])
+@pytest.mark.parametrize("limit", [0.5, 7.0])
 def test_numbers_are_the_modules_own(limit):
     def gpt_oss(columns):
         gate, up = columns.chunk(2, -1)
@@ -95,5 +95,5 @@ def test_a_float32_step_inside_is_no_other_activation():
 
 @pytest.mark.parametrize("function", [nn.Mish(), nn.ReLU6(), nn.Tanh(), nn.LeakyReLU(1e-3), nn.GELU().forward])
 def test_others_are_refused(function):
-    with pytest.raises(ValueError, match="must be one of .*got act_fn='some function'"):
+    with pytest.raises(ValueError, match=r"must be one of .*got act_fn='some function'"):
         recognise_plain(experts(), lambda x: function(x).clamp(max=10))
