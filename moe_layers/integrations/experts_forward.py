@@ -89,9 +89,7 @@ def experts_forward(
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
 
     def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
-        # A compiler sees for itself that the copy can be made again.
-        rebuilds = spec.copies and not torch.compiler.is_compiling()
-        with rebuilt_in_backward(w_up, parameters, spec.w_up) if rebuilds else nullcontext():
+        with rebuilt_in_backward(w_up, parameters, spec.w_up) if spec.copies else nullcontext():
             return fused_experts(
                 tokens,
                 top_k_weights,

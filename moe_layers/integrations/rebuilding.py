@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,14 @@ def rebuilt_in_backward(
 ) -> AbstractContextManager[None]:
     """A context in which autograd keeps `parameters` in place of `copy`.
 
+    It does nothing under `torch.compile`, which sees for itself that a copy can be made again, and where hooks of
+    others (activation checkpointing, offloading) already decide what is kept: of several, autograd asks the last alone.
+
     Args:
         build: makes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.
     """
+    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
     rebuilt = _Rebuilt(parameters, versions, copy.dtype, build)
     place = (copy.data_ptr(), copy.shape, copy.stride())

@@ -102,7 +102,7 @@ def config_fields(model_type):
         "pad_token_id": 0,
         **HEADS,
     }
-    return {**fields, **MODELS[model_type]}
+    return {**fields, **MODELS.get(model_type, {})}
 
 
 def save_model(model_type, directory, *, save_original_format=True, **changes):

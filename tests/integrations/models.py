@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from moe_kernels.testing import assert_accurate
 from tests.checkpoint.tiny_models import config_fields, model_class
@@ -12,20 +13,43 @@ transformers.logging.set_verbosity_error()
 # Whose eager experts compute in float32 whatever their dtype, so that a float64 run would not be exact.
 FLOAT32_EAGER = {"openai_privacy_filter"}
 
+OWN_FIELDS = {
+    "dbrx": {"d_model": 64, "hidden_size": 64},
+    "nemotron_h": {"hybrid_override_pattern": "*E"},  # its Mamba layers would look for kernels on the network
+    "step3p7_text": {"share_expert_dim": 24, "sliding_window": 8},
+}
 
-def config_of(model_type, **changes):
+
+def config_class_of(model_type):
+    if model_type == "step3p7_text" and Version(transformers.__version__) >= Version("5.17"):  # not in the mapping
+        from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+
+        return Step3p7TextConfig
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config_class = transformers.CONFIG_MAPPING[model_type]
+    return transformers.CONFIG_MAPPING[model_type]
+
+
+def model_class_of(model_type):
+    if model_type == "step3p7_text":
+        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+        return Step3p7TextModel
+    return model_class(model_type)
+
+
+def config_of(model_type, **changes):
+    config_class = config_class_of(model_type)
     default = config_class()
     known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
     fields = {name: value for name, value in config_fields(model_type).items() if name in known}
-    config = config_class(**{**fields, **changes})
+    fields |= OWN_FIELDS.get(model_type, {})
     if model_type == "dbrx":
         sizes = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_hidden_size": 20, "hidden_size": fields["d_model"]}
-        config = config_class(**fields, ffn_config=sizes, **changes)
+        config = config_class(**fields, ffn_config=sizes, attn_config={"clip_qkv": 8.0})
         config.attn_config.rope_theta = 1e4
-    return config
+        return config
+    return config_class(**{**fields, **changes})
 
 
 def build(model_type, device="cpu", dtype=torch.float32, **changes):
@@ -33,7 +57,7 @@ def build(model_type, device="cpu", dtype=torch.float32, **changes):
     torch.manual_seed(0)
     config = config_of(model_type, **changes)
     plain = "batched_mm" if model_type in FLOAT32_EAGER else "eager"  # transformers' own in plain PyTorch
-    model = model_class(model_type)._from_config(config, experts_implementation=plain).eval()
+    model = model_class_of(model_type)._from_config(config, experts_implementation=plain).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.dim() > 1:
@@ -60,7 +84,8 @@ def step(model, tokens, **options):
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator).to(out)
     (out * dout).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}  # of a compiled model
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     router_logits = [logits.detach().flatten() for logits in getattr(result, "router_logits", None) or ()]
     return out.detach(), torch.cat(router_logits) if router_logits else out.new_empty(0), gradients
 

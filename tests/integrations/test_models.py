@@ -4,13 +4,15 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from moe_layers.integrations.transformers import enable
 
 from .models import assert_same_step, build, draw_tokens, step
 
 # gpt_oss: biases, a clamp that acts, transposed and interleaved. nemotron_h: no gates. qwen2_moe: a shared expert.
-MODELS = {
+INTERFACE = {
     "qwen3_moe": "swiglu",
     "mixtral": "swiglu",
     "gpt_oss": "gpt_oss(limit=1.5, alpha=1.702)",
@@ -21,16 +23,34 @@ MODELS = {
     "glm4_moe": "swiglu",
     "nemotron_h": "relu_squared",
 }
+# dbrx: flat weights. llama4_text: the weights are on the input. longcat_flash: zero experts.
+REPLACED = {
+    "dbrx": "swiglu",
+    "llama4_text": "swiglu",
+    "longcat_flash": "swiglu",
+    "step3p7_text": "swiglu_clamped_after(limit=1.5)",
+}
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_step_is_the_models_own(model_type, device):
-    model = build(model_type, device)
+def assert_enabled_step_is_the_models_own(model, activation, path):
     tokens = draw_tokens(model)
     baseline = step(model, tokens)
     exact = step(copy.deepcopy(model).double(), tokens)
     report = enable(model)
-    assert {activation for _, activation, _ in report.kinds} == {MODELS[model_type]}
+    assert {kind[1:] for kind in report.kinds} == {(activation, path)}
     actual = step(model, tokens)
     assert_same_step(actual, baseline, exact)
     assert not torch.equal(actual[0], baseline[0])  # something else did compute it
+
+
+@pytest.mark.parametrize("model_type", INTERFACE)
+def test_experts_by_the_interface(model_type, device):
+    assert_enabled_step_is_the_models_own(build(model_type, device), INTERFACE[model_type], "experts interface")
+
+
+@pytest.mark.parametrize("model_type", REPLACED)
+def test_blocks_without_the_interface(model_type, device):
+    if model_type == "dbrx" and Version(transformers.__version__) < Version("5.17"):
+        pytest.skip("DBRX's experts of transformers before 5.17 multiply by transposed matrices")
+    model = build(model_type, device)
+    assert_enabled_step_is_the_models_own(model, REPLACED[model_type], "replaced forward")

@@ -1,0 +1,275 @@
+"""What `enable` and `disable` change in a model, and what they refuse."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from moe_layers.integrations.transformers import disable, enable
+
+from .models import assert_same_step, build, config_of, draw_tokens, model_class, step
+
+MODELS = ["qwen3_moe", "gpt_oss", "llama4_text"]
+
+
+def snapshot(model):
+    """Everything of a model that `disable` has to put back, with its output."""
+    modules = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    config = model.config.to_dict(), model.config._experts_implementation
+    return modules, config, model.state_dict(), model(input_ids=draw_tokens(model)).logits
+
+
+def assert_same_model(actual, expected):
+    assert actual[:2] == expected[:2]
+    assert actual[2].keys() == expected[2].keys()
+    assert all(tensor.data_ptr() == expected[2][name].data_ptr() for name, tensor in actual[2].items())
+    assert torch.equal(actual[3], expected[3])
+
+
+@pytest.mark.parametrize("before", ["eager", "batched_mm"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_disable_restores_everything(model_type, before, device):
+    model = build(model_type, device)
+    model.set_experts_implementation(before)
+    wanted = snapshot(model)
+    enable(model)
+    modules, _, state, logits = snapshot(model)
+    assert {name: kind for name, (kind, _) in modules.items()} == {name: kind for name, (kind, _) in wanted[0].items()}
+    assert state.keys() == wanted[2].keys()
+    assert not torch.equal(logits, wanted[3])
+    disable(model)
+    assert_same_model(snapshot(model), wanted)
+
+
+def test_enabling_twice_takes_the_last_implementation(device):
+    model = build("qwen3_moe", device)
+    tokens = draw_tokens(model)
+    wanted = snapshot(model)
+    results = []
+    for implementation in ("triton", "reference", "triton"):
+        report = enable(model, implementation=implementation)
+        assert report.blocks == 2
+        results.append(model(input_ids=tokens).logits)
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+    disable(model)
+    assert_same_model(snapshot(model), wanted)
+    with pytest.raises(ValueError, match="disable: the model must have been given to enable, got Qwen3MoeForCausalLM"):
+        disable(model)
+
+
+def test_report_counts_blocks_and_says_how():
+    model = build("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1])
+    report = enable(model)
+    assert report.kinds == {("Qwen3MoeExperts", "swiglu", "experts interface"): 2} and report.blocks == 2
+    assert str(report) == ("moe_layers computes the experts of 2 blocks: 2 Qwen3MoeExperts (swiglu, experts interface)")
+
+
+def test_a_part_of_a_model_can_be_enabled(device):
+    model = build("mixtral", device)
+    assert enable(model.model.layers[0]).blocks == 1
+    with pytest.raises(ValueError, match="no part of the model may be enabled"):
+        enable(model)
+    disable(model.model.layers[0])
+    assert enable(model).blocks == 2
+
+
+def test_a_copy_of_an_enabled_model_is_its_own(device):
+    model = build("gpt_oss", device)
+    tokens = draw_tokens(model)
+    own = model(input_ids=tokens).logits
+    enable(model)
+    ours = model(input_ids=tokens).logits
+    twin = copy.deepcopy(model)
+    disable(model)
+    assert torch.equal(model(input_ids=tokens).logits, own)
+    assert torch.equal(twin(input_ids=tokens).logits, ours)
+    disable(twin)
+    assert torch.equal(twin(input_ids=tokens).logits, own)
+
+
+def test_a_saved_model_loads_without_us(tmp_path, device):
+    model = build("gpt_oss", device)
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    enable(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config._experts_implementation != "moe_layers"
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, wanted[name].cpu()), name
+
+
+def test_router_logits_and_their_loss_stay(device):
+    model = build("mixtral", device)
+    tokens = draw_tokens(model)
+    own = model(input_ids=tokens, labels=tokens, output_router_logits=True)
+    enable(model)
+    ours = model(input_ids=tokens, labels=tokens, output_router_logits=True)
+    assert [logits.shape for logits in ours.router_logits] == [logits.shape for logits in own.router_logits]
+    assert len(ours.router_logits) == 2 and ours.aux_loss > 0
+    torch.testing.assert_close(ours.aux_loss, own.aux_loss)
+    torch.testing.assert_close(ours.loss, own.loss)
+
+
+@pytest.mark.parametrize("frozen", ["experts", "not experts", "up"])
+def test_frozen_parameters(frozen, device):
+    model = build("qwen3_moe", device)
+    for name, parameter in model.named_parameters():
+        in_experts = ".experts." in name
+        is_frozen = {"experts": in_experts, "not experts": not in_experts, "up": "gate_up_proj" in name}[frozen]
+        parameter.requires_grad_(not is_frozen)
+    tokens = draw_tokens(model)
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    enable(model)
+    actual = step(model, tokens)
+    assert actual[2].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert_same_step(actual, baseline, exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # 5.7 has no other
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, device):
+    model = build(model_type, device).train()
+    tokens = draw_tokens(model)
+    enable(model)
+    wanted = step(model, tokens)
+    calls = []
+    model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: calls.append(None))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    actual = step(model, tokens, output_router_logits=False)
+    assert len(calls) == 2  # it was computed again
+    assert torch.equal(actual[0], wanted[0])
+    assert all(torch.equal(gradient, wanted[2][name]) for name, gradient in actual[2].items())
+
+
+# The compiler itself looks at the gradients of what passes from one graph of transformers to the next.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_compiled_model_is_the_same(model_type, device):
+    model = build(model_type, device)
+    tokens = draw_tokens(model)
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    compiled = torch.compile(model, backend="aot_eager")
+    enable(model)
+    assert_same_step(step(compiled, tokens), baseline, exact)
+    disable(model)
+    assert torch.equal(step(compiled, tokens)[0], baseline[0])  # what was compiled for ours is not used
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], ids=["linear", "sequential"])
+def test_a_model_without_experts_is_refused(model):
+    with pytest.raises(ValueError, match="must have MoE blocks of transformers, got"):
+        enable(model)
+
+
+def test_a_dense_transformer_is_refused():
+    fields = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, vocab_size=8, num_key_value_heads=2))
+    with pytest.raises(ValueError, match="must have MoE blocks of transformers, got LlamaForCausalLM"):
+        enable(model)
+
+
+@pytest.mark.parametrize("act", ["quick_gelu", "mish", "gelu_10", "relu6", "tanh", "sigmoid"])
+def test_an_unknown_activation_is_refused(act, device):
+    model = build("qwen3_moe", device, hidden_act=act)
+    wanted = snapshot(model)
+    with pytest.raises(ValueError, match=r"the activation of Qwen3MoeExperts must be one of .*, got act_fn="):
+        enable(model)
+    assert_same_model(snapshot(model), wanted)
+
+
+def test_refusal_leaves_an_enabled_model_as_it_is(device):
+    model = build("qwen3_moe", device)
+    tokens = draw_tokens(model)
+    enable(model)
+    wanted = model(input_ids=tokens).logits
+    experts = model.model.layers[1].mlp.experts
+    experts.act_fn = nn.Mish()
+    with pytest.raises(ValueError, match="Mish"):
+        enable(model)
+    experts.act_fn = nn.SiLU()
+    assert torch.equal(model(input_ids=tokens).logits, wanted)
+
+
+def test_an_implementation_must_be_known():
+    with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'cuda'"):
+        enable(build("qwen3_moe"), implementation="cuda")
+
+
+def test_blocks_that_we_cannot_compute_are_refused_by_name():
+    switch = model_class("switch_transformers")._from_config(config_of("switch_transformers"))
+    with pytest.raises(ValueError, match=r"can compute, got SwitchTransformersExperts, SwitchTransformersSparseMLP"):
+        enable(switch)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    config = transformers.JetMoeConfig(**sizes, kv_channels=8, num_local_experts=4, vocab_size=8)
+    with pytest.raises(ValueError, match=r"can compute, got .*JetMoeMoE"):
+        enable(transformers.JetMoeForCausalLM(config))
+
+
+def test_one_unknown_block_among_known_ones_is_refused():
+    class FancyExperts(nn.Module):
+        pass
+
+    model = build("qwen3_moe")
+    model.model.layers[0].mlp.experts = FancyExperts()
+    with pytest.raises(ValueError, match="got FancyExperts, Qwen3MoeSparseMoeBlock"):
+        enable(model)
+
+
+def test_quantised_weights_are_refused():
+    model = build("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"weights of model\.layers\.1\.mlp\.experts must have one dtype"):
+        enable(model)
+
+
+def test_a_norm_behind_the_experts_is_refused():
+    model = build("qwen3_moe")
+    model.model.layers[0].mlp.experts.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="got a norm in Qwen3MoeExperts"):
+        enable(model)
+
+
+def test_models_that_share_a_configuration_do_not_mix(device):
+    config = config_of("qwen3_moe")
+    first, second = (transformers.Qwen3MoeForCausalLM(config).to(device) for _ in range(2))
+    if first.config is not second.config:
+        pytest.skip("this transformers copies the configuration")
+    tokens = draw_tokens(first)
+    enable(first)
+    with pytest.raises(ValueError, match="does it share its configuration"):
+        second(input_ids=tokens)
+    with pytest.raises(ValueError, match="must have a configuration object of its own"):
+        enable(second)
+    disable(first)
+    assert enable(second).blocks == 2
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+import moe_layers, moe_layers.integrations
+assert not any(name.startswith("moe_layers.integrations.") for name in sys.modules)
+try:
+    import moe_layers.integrations.transformers
+except ModuleNotFoundError as error:
+    print("refused:", error)
+"""
+
+
+def test_the_package_imports_without_transformers():
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "refused:" in result.stdout and "transformers" in result.stdout
+
+
+def test_an_older_transformers_is_refused():
+    old = "import transformers; transformers.__version__ = '5.6.2'; import moe_layers.integrations.transformers"
+    result = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
+    assert "transformers must be 5.7 or later, got 5.6.2" in result.stderr
