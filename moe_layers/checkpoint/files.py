@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .host_memory import memory_of
+
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-# Files are mapped anew after this many bytes: pages that were read count as memory of the process until then.
-_MAPPED_BYTES = 32 << 20
 
 _DTYPES = {
     "F64": torch.float64,
@@ -74,7 +75,8 @@ class CheckpointFiles:
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory = Path(directory)
         self._open: dict[str, safe_open] = {}
-        self._mapped_bytes = 0
+        self._raw: dict[str, FileIO] = {}
+        self._first_bytes: dict[str, dict[str, int]] = {}
         self._names_in: dict[str, set[str]] = {}
         if (self.directory / SINGLE).is_file():
             with self._opened(SINGLE) as file:
@@ -91,10 +93,11 @@ class CheckpointFiles:
         self.close()
 
     def close(self) -> None:
-        """Unmap all files; the next use maps them again."""
+        """Close all files; the next use opens them again."""
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
-        self._mapped_bytes = 0
+        while self._raw:
+            self._raw.popitem()[1].close()
 
     @property
     def num_files(self) -> int:
@@ -108,17 +111,47 @@ class CheckpointFiles:
                 raise ValueError(f"checkpoint: the dtype of {name} must be one of {tuple(_DTYPES)}, got {dtype}")
             return TensorInfo(tuple(entry.get_shape()), _DTYPES[dtype])
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """The tensor, or a range of its first axis: a view of the mapped file, to be copied and dropped.
+    def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
+        """The tensor, or a range of its first axis; only the bytes of the range are read.
 
-        Only the bytes of the range are touched.
+        They are read, not mapped: each page of a mapped file costs a fault, several times the copy.
+
+        Args:
+            into: contiguous host memory of this many elements of this dtype; None allocates.
         """
-        if self._mapped_bytes > _MAPPED_BYTES:
-            self.close()
-        with self._handle(name) as file:
-            tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
-        self._mapped_bytes += tensor.nbytes
-        return tensor
+        shape, dtype = self.info(name)
+        size = shape[0] if shape else 1
+        start, stop, _ = (rows or slice(None)).indices(size)
+        if into is None:
+            into = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+        assert into.dtype == dtype and into.is_contiguous() and into.numel() * size == (stop - start) * prod(shape)
+        if into.numel():
+            first = self._first_byte(name) + start * (into.nbytes // max(stop - start, 1))
+            self._read_bytes(self.file_of[name], first, memory_of(into))
+        return into
+
+    def _first_byte(self, name: str) -> int:
+        """Where the tensor begins in its file (https://github.com/huggingface/safetensors#format)."""
+        file_name = self.file_of[name]
+        if file_name not in self._first_bytes:
+            with (self.directory / file_name).open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._first_bytes[file_name] = {key: 8 + length + at["data_offsets"][0] for key, at in header.items()}
+        return self._first_bytes[file_name][name]
+
+    def _read_bytes(self, file_name: str, first: int, memory: memoryview) -> None:
+        path = self.directory / file_name
+        if file_name not in self._raw:
+            self._raw[file_name] = path.open("rb", buffering=0)
+        file = self._raw[file_name]
+        file.seek(first)
+        while memory:
+            num_bytes = file.readinto(memory)
+            if not num_bytes:
+                raise ValueError(f"checkpoint: {path} is damaged or truncated: it ended {len(memory)} bytes early")
+            memory = memory[num_bytes:]
 
     def _read_index(self) -> dict[str, str]:
         weight_map = read_json(self.directory / INDEX).get("weight_map")

@@ -46,6 +46,11 @@ class Key:
         return "{e}" in self.name
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether a matrix on disk has the order of its part of our parameter, byte by byte."""
+        return not (self.transposed or self.interleaved)
+
+    @property
     def parameter(self) -> str:
         """The parameter of the experts that it fills."""
         return ("b_" if self.bias else "w_") + ("down" if self.parts == ("down",) else "up")

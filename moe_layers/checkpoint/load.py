@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .architectures import BlockSpec, find_architecture
 from .config import RECORD, Config, float8_block, read_config
 from .files import CONFIG, CheckpointFiles, read_json
+from .host_memory import prefer_huge_pages
 from .layouts import Sizes, copy_expert
 from .plan import Fill, Plan, Planner
 from .recognition import select_block
@@ -55,6 +56,8 @@ def load_layer(
         if dtype is None:
             module.to(_stored_dtype(plan, values, config))
         module.to_empty(device=torch.get_default_device() if device is None else device)
+        for parameter in module.parameters():
+            prefer_huge_pages(parameter)
         fill_layer(module, plan, files, spec, experts)
     report = _report(files, block.prefix, block.layer, config.model_type, spec, plan, module, experts)
     report.check()
@@ -107,8 +110,20 @@ def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, spec: Bloc
             copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=spec.shared_is_gated)
         else:
             for expert in fill.experts:
-                matrix = read_expert(fill, files, expert, plan.sizes, parameter)
-                copy_expert(fill.key, matrix, parameter[expert - experts.start], gated=spec.activation.gated)
+                share = parameter[expert - experts.start]
+                if not _read_in_place(fill, files, expert, plan.sizes, share, spec.activation.gated):
+                    matrix = read_expert(fill, files, expert, plan.sizes, parameter)
+                    copy_expert(fill.key, matrix, share, gated=spec.activation.gated)
+
+
+def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
+    """Read an expert's matrix straight into its parameter, if the bytes there are those on disk; whether they are."""
+    target = fill.key.parameter_parts(share, gated)
+    alike = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order
+    if not alike or target.device.type != "cpu" or not target.is_contiguous():
+        return False
+    files.read(fill.stored.names[0], fill.key.rows_of_expert(expert, sizes), into=target)
+    return True
 
 
 def read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
