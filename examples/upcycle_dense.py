@@ -85,20 +85,15 @@ class SwiGLU(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def upcycle(dense: SwiGLU, num_experts: int, top_k: int, implementation: str | None = None) -> MoEFeedForward:
-    """A Mixture of Experts that computes what `dense` computes, until it is trained."""
+def upcycle(dense: SwiGLU, num_experts: int, top_k: int, **options: object) -> MoEFeedForward:
+    """A Mixture of Experts that computes what `dense` computes, until it is trained.
+
+    Args:
+        options: further arguments of `MoEFeedForward`.
+    """
     weight = dense.down_proj.weight
     d_model, d_ff = weight.shape
-    moe = MoEFeedForward(
-        d_model,
-        d_ff,
-        num_experts,
-        top_k,
-        load_balancing_coefficient=0.01,
-        implementation=implementation,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+    moe = MoEFeedForward(d_model, d_ff, num_experts, top_k, device=weight.device, dtype=weight.dtype, **options)
     with torch.no_grad():
         # One matrix goes to all experts.
         moe.experts.w_up.copy_(torch.cat([dense.gate_proj.weight, dense.up_proj.weight]))
@@ -147,8 +142,9 @@ class LanguageModel(nn.Module):
 def upcycled(model: LanguageModel, settings: Settings, implementation: str | None = None) -> LanguageModel:
     """A copy of the model with each dense feed-forward upcycled."""
     model = copy.deepcopy(model)
+    options = {"load_balancing_coefficient": 0.01, "implementation": implementation}
     for block in model.blocks:
-        block.feed_forward = upcycle(block.feed_forward, settings.num_experts, settings.top_k, implementation)
+        block.feed_forward = upcycle(block.feed_forward, settings.num_experts, settings.top_k, **options)
     return model
 
 
