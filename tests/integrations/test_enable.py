@@ -130,8 +130,7 @@ def test_frozen_parameters(frozen, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # 5.7 has no other
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("model_type", "use_reentrant"), [("gpt_oss", False), ("qwen3_moe", True)])
 def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, device):
     model = build(model_type, device).train()
     tokens = draw_tokens(model)
@@ -149,7 +148,7 @@ def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, devic
 
 # The compiler itself looks at the gradients of what passes from one graph of transformers to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
 def test_compiled_model_is_the_same(model_type, device):
     model = build(model_type, device)
     tokens = draw_tokens(model)
