@@ -29,7 +29,8 @@ from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm_list import GroupedProblem
 from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
-from .tuning import TABLES, Copies, best_first, copies_key, pin, pin_copies, table_name
+from .tuning import Copies, best_first, copies_key, pin, pin_copies
+from .tuning.table_files import SHIPPED, table_name
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="table to add to; default: the shipped one of this GPU")
     options = parser.parse_args()
     gpu = torch.cuda.get_device_name()
-    path = options.output or TABLES / table_name(gpu)
+    path = options.output or SHIPPED / table_name(gpu)
     written = json.loads(path.read_text()) if path.exists() else {"table": {"kernels": {}, "copies": {}}}
     written |= {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
     jobs: list[tuple[str, Callable[[], dict[str, dict]]]] = [

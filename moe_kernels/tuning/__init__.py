@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._triton import TRITON_VERSION
-from .activation_functions import EPILOGUES
-from .arguments import layout_of, rows_bucket
-from .catalog import (
+from .._triton import TRITON_VERSION
+from ..activation_functions import EPILOGUES
+from ..arguments import layout_of, rows_bucket
+from ..catalog import (
     Arguments,
     Design,
     GroupedGemmArguments,
@@ -23,9 +21,7 @@ from .catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
-
-TABLES = Path(__file__).parent / "tables"
-
+from .table_files import Table, merged_table
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
@@ -127,25 +123,12 @@ def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
     return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, len(w_up))
 
 
-class Table(NamedTuple):
-    """What was measured on one kind of GPU with one version of Triton."""
-
-    kernels: dict[str, str]  # by `Arguments.table_key`
-    copies: dict[str, list[bool]]  # by `copies_key`
-
-
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """The shipped table of this GPU and this Triton, or an empty one."""
+    """The shipped table of this GPU and this Triton with one's own over it, or an empty one."""
     if device.type != "cuda" or TRITON_VERSION is None:
         return Table({}, {})
-    path = TABLES / table_name(torch.cuda.get_device_name(device))
-    return Table(**json.loads(path.read_text())["table"]) if path.exists() else Table({}, {})
-
-
-def table_name(gpu: str) -> str:
-    major, minor, *_ = TRITON_VERSION
-    return f"{gpu.lower().replace(' ', '_')}_triton_{major}.{minor}.json"
+    return merged_table(torch.cuda.get_device_name(device))
 
 
 def copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> str:
