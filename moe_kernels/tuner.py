@@ -23,11 +23,12 @@ from torch import Tensor
 
 from . import reference
 from ._triton import triton
-from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
+from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, get_kernels
 from .experts import fused_experts
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm_list import GroupedProblem
+from .layer_forms import LayerForms
 from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
 from .tuning import Copies, best_first, copies_key, pin, pin_copies
 from .tuning.table_files import SHIPPED, table_name
@@ -118,45 +119,19 @@ def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dic
     """Table entries for the GEMMs of one layer and its choice of copies."""
     inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, "cuda")
     _, permutation = make_permutation(inputs, case.top_k)
-    index, table = permutation.row_to_token, permutation.tile_table
-    num_rows, w_up, w_down = len(index), inputs.w_up, inputs.w_down
-
-    def normal(columns: int) -> Tensor:
-        return torch.randn(num_rows, columns, device="cuda", dtype=dtype)
-
-    rows_d, rows_f, rows_2f = reference.permute(inputs.tokens, permutation), normal(case.d_ff), normal(2 * case.d_ff)
-    out_d, out_f, out_2f = (torch.empty_like(rows) for rows in (rows_d, rows_f, rows_2f))
-
-    def gemm(a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:
-        return GroupedGemmArguments(a, b, out, tile_table=table, zero_tail=False, **options)
-
-    up = {"epilogue": activation, "preactivation": out_2f}
-    up_b = w_up.transpose(1, 2)
-    forms = {
-        "up": gemm(rows_d, up_b, out_f, **up),
-        "up_gather": gemm(inputs.tokens, up_b, out_f, row_to_token=index, **up),
-        "up_plain": gemm(rows_d, up_b, out_2f),
-        "down": gemm(rows_f, w_down.transpose(1, 2), out_d),
-        "down_dgrad": gemm(rows_d, w_down, out_f),
-        "down_dgrad_gather": gemm(inputs.tokens, w_down, out_f, row_to_token=index),
-        "up_dgrad": gemm(rows_2f, w_up, out_d),
-        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), tile_table=table),
-        "up_wgrad_gather": WgradArguments(
-            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, tile_table=table
-        ),
-        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), tile_table=table),
-        "down_wgrad_gather": WgradArguments(
-            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, tile_table=table
-        ),
-    }
+    num_rows = len(permutation.row_to_token)
+    layer = LayerForms(
+        inputs.tokens, inputs.w_up, inputs.w_down, permutation.row_to_token, permutation.tile_table, activation
+    )
+    forms = layer.all()
     best = {name: fastest(args) for name, args in forms.items()}
     names = {forms[name].table_key(): kernel.metadata.kernel_name for name, kernel in best.items()}
     for name, kernel in best.items():
         pin(forms[name], kernel)
-    del forms, rows_d, rows_f, rows_2f, out_d, out_f, out_2f
+    del layer, forms
     return {
         "kernels": names,
-        "copies": {copies_key(inputs.tokens, w_up, num_rows): fastest_copies(inputs, case.top_k, activation)},
+        "copies": {copies_key(inputs.tokens, inputs.w_up, num_rows): fastest_copies(inputs, case.top_k, activation)},
     }
 
 

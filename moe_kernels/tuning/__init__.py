@@ -106,12 +106,15 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
         kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
-        fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
-        d_ff = num_columns // 2
-        by_rule = Copies(*(fast and d_ff >= 512,) * 3)
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
-        _copies[key] = Copies(*entry) if entry and fast else by_rule
+        _copies[key] = decide_copies(kernel, num_columns // 2, entry)
     return _copies[key]
+
+
+def decide_copies(up: Kernel | None, d_ff: int, entry: list[bool] | None) -> Copies:
+    """The choice where `up` multiplies contiguous rows by the first weight, with the table's entry if it has one."""
+    fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
+    return Copies(*entry) if entry and fast else Copies(*(fast and d_ff >= 512,) * 3)
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> None:
