@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import reference
 from ._triton import triton
 from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, get_kernels
 from .experts import fused_experts
@@ -29,9 +28,10 @@ from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm_list import GroupedProblem
 from .layer_forms import LayerForms
-from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
+from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
 from .tuning import Copies, best_first, copies_key, pin, pin_copies
 from .tuning.table_files import SHIPPED, table_name
+from .verification import check_result
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
@@ -67,36 +67,16 @@ def check(kernel: Kernel, args: Arguments) -> None:
     Raises:
         AssertionError: the kernel is wrong, and by how much.
     """
-    args.out.fill_(torch.nan)
+    for out in _outputs(args):
+        out.fill_(torch.nan)
     kernel.run(args)
-    name = kernel.metadata.kernel_name
-    if isinstance(args, JaggedGemmArguments):
-        operands = args.A, args.B, args.group_offsets
-        assert_accurate(args.out, reference.jagged_gemm(*operands), reference.jagged_gemm(*to_float64(operands)), name)
-        return
-    bounds = args.tile_table.bounds.tolist()
-    num_groups = len(bounds) - 2
-    for group in {0, num_groups // 2, num_groups - 1}:
-        rows = slice(bounds[group], bounds[group + 1])
-        ends = torch.tensor([rows.stop - rows.start], dtype=torch.int32, device=args.out.device)
-        if isinstance(args, GroupedGemmArguments):
-            operands = (_rows_of(args.A, args.row_to_token, rows), args.B[group : group + 1], ends)
-            actual = (args.out if args.epilogue is None else args.preactivation)[rows]
-            op = reference.grouped_gemm
-            if args.epilogue is not None:
-                exact = reference.gated_activation(actual.double(), args.epilogue)
-                assert_accurate(args.out[rows], reference.gated_activation(actual, args.epilogue), exact, name)
-        else:
-            a, dout = (
-                _rows_of(args.A, args.a_row_to_token, rows),
-                _rows_of(args.dout, args.dout_row_to_token, rows),
-            )
-            operands, actual, op = (a, dout, ends), args.out[group : group + 1], reference.grouped_gemm_wgrad
-        assert_accurate(actual, op(*operands), op(*to_float64(operands)), name)
+    check_result(args, kernel.metadata.kernel_name)
 
 
-def _rows_of(operand: Tensor, row_to_token: Tensor | None, rows: slice) -> Tensor:
-    return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
+def _outputs(args: Arguments) -> Sequence[Tensor]:
+    if isinstance(args, GroupedGemmListArguments):
+        return args.out_list
+    return (args.out, args.product) if isinstance(args, GroupedGemmArguments) else (args.out,)
 
 
 def fastest(args: Arguments) -> Kernel:

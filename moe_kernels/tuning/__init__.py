@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ..catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
+from ..verification import verified, verify_interval
 from .table_files import Table, merged_table
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
@@ -58,9 +60,24 @@ def find(args: Arguments) -> Kernel | None:
     return _selected[key]
 
 
-def run(args: Arguments) -> None:
-    """Launch the kernel that `select` chooses. It was asked whether it supports such arguments when it was chosen."""
+def _launch(kernel: Kernel, args: Arguments) -> None:
+    kernel.run(args, assume_supported_args=True)
+
+
+def _run(args: Arguments) -> None:
     select(args).run(args, assume_supported_args=True)
+
+
+# Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
+# when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off.
+VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
+if VERIFY is None:
+    launch, run = _launch, _run
+else:
+    launch = verified(_launch, VERIFY)
+
+    def run(args: Arguments) -> None:
+        launch(select(args), args)
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
