@@ -12,6 +12,8 @@ from .catalog import Arguments, GroupedGemmArguments, WgradArguments
 from .reference import TileTable
 from .testing import Case, make_inputs, make_permutation
 
+NUM_FORMS = 12  # of `LayerForms.all`
+
 
 def parse_layer(text: str) -> Case:
     """T,D,F,E,K of a command line."""
