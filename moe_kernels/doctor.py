@@ -166,7 +166,8 @@ def _driver() -> str:
     if command is None:
         return "unknown (nvidia-smi is not on the path)"
     query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    answer = subprocess.run(query, capture_output=True, text=True)
+    return answer.stdout.split()[0] if answer.returncode == 0 else f"unknown ({answer.stdout.strip()})"
 
 
 def print_tables(target: Target) -> None:

@@ -237,4 +237,5 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **facts: s
                     table = table.merged(entry.measure())
                     table_files.write(path, table, **facts)
                 progress.update()
+            torch.cuda.empty_cache()  # the next operands have other sizes
     return True

@@ -35,6 +35,11 @@ def optional_arguments(device):
     return dataclasses.replace(args, bias=bias, row_scale=scale, out=args.out.float())
 
 
+def float32_result_arguments(device):
+    args = wgrad_arguments(device)
+    return dataclasses.replace(args, out=args.out.float())
+
+
 def batched_arguments(device):
     a, b = (torch.randn(3, *shape, device=device).half() for shape in ((300, 16), (16, 40)))
     return dataclasses.replace(gemm_arguments(device), A=a, B=b, out=a.new_empty(3, 300, 40))
@@ -53,6 +58,7 @@ CASES = {
     "gathering": gathering_arguments,
     "gathering_wgrad": gathering_wgrad_arguments,
     "optional": optional_arguments,
+    "float32_result": float32_result_arguments,
     "batched": batched_arguments,
     "list": list_arguments,
 }
