@@ -53,6 +53,12 @@ def list_arguments(device):
     )
 
 
+def float8_arguments(device):
+    args = list_arguments(device)
+    a_list, b_list = ([matrix.to(torch.float8_e4m3fn) for matrix in ms] for ms in (args.A_list, args.B_list))
+    return dataclasses.replace(args, A_list=a_list, B_list=b_list)
+
+
 CASES = {
     **ARGUMENTS,
     "gathering": gathering_arguments,
@@ -63,9 +69,22 @@ CASES = {
     "list": list_arguments,
 }
 
+FLOAT8_CC = (8, 9)
+
 
 def result_of(args):
     return args.out_list[-1] if isinstance(args, GroupedGemmListArguments) else args.out
+
+
+def test_float8(device):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < FLOAT8_CC:
+        pytest.skip("needs compute capability 8.9")
+    args = float8_arguments(device)
+    tuning.run(args)
+    check_result(args, "right")
+    args.out_list[-1][3] += 1
+    with pytest.raises(AssertionError, match="wrong: error"):
+        check_result(args, "wrong")
 
 
 @pytest.mark.parametrize("case", CASES)
