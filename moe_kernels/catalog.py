@@ -161,6 +161,14 @@ class Kernel(abc.ABC):
 
     def supports(self, args: Arguments) -> Status:
         """Whether this kernel computes these arguments. Reads shapes, dtypes, strides and the device, no values."""
+        if not (status := self.takes(args)):
+            return status
+        if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
+            return Status(obstacle)
+        return self.supports_cc(device_cc(args.A.device)) if args.A.is_cuda else SUPPORTED
+
+    def takes(self, args: Arguments) -> Status:
+        """As `supports`, whatever software and GPU there are: tensors on any device may stand for those on a GPU."""
         if not isinstance(args, self.arguments_class):
             return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
         if args.accumulator_type != torch.float32:
@@ -172,14 +180,15 @@ class Kernel(abc.ABC):
                 return Status(f"Operand `{name}`: {error}")
         if not (status := self.supports_design(args)):
             return status
-        if isinstance(args, Arguments) and (error := args.error()):
-            return Status(error)
-        if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
-            return Status(obstacle)
-        if args.A.is_cuda and not self.runs_on(cc := device_cc(args.A.device)):
-            wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
-            return Status(f"needs compute capability {wanted}, the device has {cc}")
-        return SUPPORTED
+        error = args.error() if isinstance(args, Arguments) else None
+        return Status(error) if error else SUPPORTED
+
+    def supports_cc(self, cc: int) -> Status:
+        """Whether it was written for GPUs of this compute capability."""
+        if self.runs_on(cc):
+            return SUPPORTED
+        wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
+        return Status(f"needs compute capability {wanted}, the device has {cc}")
 
     def with_epilogue(self, activation: str) -> Kernel:
         """This kernel, which has an epilogue, with another of its `epilogues`: the catalog lists one for all, since

@@ -178,7 +178,7 @@ class _Rows(NamedTuple):
             zero_tail=False,
         )
         if kernel := tuning.find(args):
-            kernel.run(args, assume_supported_args=True)
+            tuning.launch(kernel, args)
             return args.preactivation, args.out
         return None
 

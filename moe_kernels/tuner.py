@@ -1,35 +1,34 @@
-"""Measures which kernels are fastest for a layer, and writes the table that `tuning.py` reads.
-
-    python -m moe_kernels.tuner 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
-    python -m moe_kernels.tuner --lists 4x512 64x128 --jagged 131072,2048,2048,16     # G x N; R, K, N, G
+"""Measures which kernels are fastest for a layer. `python -m moe_kernels.tuning tune` writes the result as a table.
 
 A kernel enters the table only after its result was checked against the reference, group by group in float64.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from . import reference
-from ._triton import triton
-from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, WgradArguments, get_kernels
+from .catalog import Arguments, GroupedGemmArguments, Kernel, PointerDesign, get_kernels
 from .experts import fused_experts
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm_list import GroupedProblem
-from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation, to_float64
-from .tuning import TABLES, Copies, best_first, copies_key, pin, pin_copies, table_name
+from .layer_forms import NUM_FORMS, LayerForms
+from .testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
+from .tuning import Copies, best_first, copies_key, pin, pin_copies, table_files
+from .tuning.table_files import Table
+from .verification import check_result
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
@@ -65,98 +64,95 @@ def check(kernel: Kernel, args: Arguments) -> None:
     Raises:
         AssertionError: the kernel is wrong, and by how much.
     """
-    args.out.fill_(torch.nan)
+    for out in _outputs(args):
+        out.fill_(torch.nan)
     kernel.run(args)
-    name = kernel.metadata.kernel_name
-    if isinstance(args, JaggedGemmArguments):
-        operands = args.A, args.B, args.group_offsets
-        assert_accurate(args.out, reference.jagged_gemm(*operands), reference.jagged_gemm(*to_float64(operands)), name)
-        return
-    bounds = args.tile_table.bounds.tolist()
-    num_groups = len(bounds) - 2
-    for group in {0, num_groups // 2, num_groups - 1}:
-        rows = slice(bounds[group], bounds[group + 1])
-        ends = torch.tensor([rows.stop - rows.start], dtype=torch.int32, device=args.out.device)
-        if isinstance(args, GroupedGemmArguments):
-            operands = (_rows_of(args.A, args.row_to_token, rows), args.B[group : group + 1], ends)
-            actual = (args.out if args.epilogue is None else args.preactivation)[rows]
-            op = reference.grouped_gemm
-            if args.epilogue is not None:
-                exact = reference.gated_activation(actual.double(), args.epilogue)
-                assert_accurate(args.out[rows], reference.gated_activation(actual, args.epilogue), exact, name)
-        else:
-            a, dout = (
-                _rows_of(args.A, args.a_row_to_token, rows),
-                _rows_of(args.dout, args.dout_row_to_token, rows),
-            )
-            operands, actual, op = (a, dout, ends), args.out[group : group + 1], reference.grouped_gemm_wgrad
-        assert_accurate(actual, op(*operands), op(*to_float64(operands)), name)
+    check_result(args, kernel.metadata.kernel_name)
 
 
-def _rows_of(operand: Tensor, row_to_token: Tensor | None, rows: slice) -> Tensor:
-    return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
+def _outputs(args: Arguments) -> Sequence[Tensor]:
+    if isinstance(args, GroupedGemmListArguments):
+        return args.out_list
+    return (args.out, args.product) if isinstance(args, GroupedGemmArguments) else (args.out,)
 
 
-def fastest(args: Arguments) -> Kernel:
+class Measured(NamedTuple):
+    kernel: Kernel
+    milliseconds: float
+
+
+class Entry(NamedTuple):
+    """An entry that a table is to have."""
+
+    key: str
+    is_known: Callable[[Table], bool]  # and if so, let this process select what the table says
+    measure: Callable[[], Table]  # of this entry alone, or of none where no kernel supports the arguments
+
+
+class Job(NamedTuple):
+    """Entries that share operands."""
+
+    label: str
+    num_entries: int
+    entries: Callable[[], Iterator[Entry]]
+
+
+def kernel_entry(args: Arguments, fastest: Callable[[Arguments], Measured | None]) -> Entry:
+    key = args.table_key()
+
+    def is_known(table: Table) -> bool:
+        named = get_kernels(args, metadata_filter=lambda metadata: metadata.kernel_name == table.kernels.get(key))
+        for kernel in named:
+            pin(args, kernel)
+        return bool(named)
+
+    def measure() -> Table:
+        measured = fastest(args)
+        if measured is None:
+            return Table({}, {})
+        pin(args, measured.kernel)
+        return Table({key: measured.kernel.metadata.kernel_name}, {}, {key: measured.milliseconds})
+
+    return Entry(key, is_known, measure)
+
+
+def fastest(args: Arguments) -> Measured | None:
     """The fastest kernel for these arguments, checked; of near equals the first by the rule of thumb."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
         kernels = [k for k in kernels if not isinstance(k.metadata.design, PointerDesign)]
+    if not kernels:
+        return None
     for kernel in kernels:
         check(kernel, args)
     times = measure({k.metadata.kernel_name: partial(k.run, args, assume_supported_args=True) for k in kernels})
-    print("  " + args.table_key(), *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    _print(args.table_key(), times)
     # The rule of thumb decides between near equals: it prefers large tiles, which draw less power, and in training the
     # clocks follow the power.
     close = [k for k in kernels if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
-    return best_first(close, args, measured=None)[0]
+    kernel = best_first(close, args, measured=None)[0]
+    return Measured(kernel, times[kernel.metadata.kernel_name])
 
 
-def tune_layer(case: Case, dtype: torch.dtype, activation: str) -> dict[str, dict]:
-    """Table entries for the GEMMs of one layer and its choice of copies."""
-    inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, "cuda")
-    _, permutation = make_permutation(inputs, case.top_k)
-    index, table = permutation.row_to_token, permutation.tile_table
-    num_rows, w_up, w_down = len(index), inputs.w_up, inputs.w_down
+def _print(key: str, times: dict[str, float]) -> None:
+    tqdm.write("\n    ".join([f"  {key}", *(f"{ms:8.4f} ms  {name}" for name, ms in times.items())]))
 
-    def normal(columns: int) -> Tensor:
-        return torch.randn(num_rows, columns, device="cuda", dtype=dtype)
 
-    rows_d, rows_f, rows_2f = reference.permute(inputs.tokens, permutation), normal(case.d_ff), normal(2 * case.d_ff)
-    out_d, out_f, out_2f = (torch.empty_like(rows) for rows in (rows_d, rows_f, rows_2f))
+def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
+    """The GEMMs of one layer in every form, then its choice of copies."""
 
-    def gemm(a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:
-        return GroupedGemmArguments(a, b, out, tile_table=table, zero_tail=False, **options)
+    def entries() -> Iterator[Entry]:
+        layer = LayerForms.drawn(case, dtype, device, activation)
+        for args in layer.all().values():
+            yield kernel_entry(args, fastest)
+        del layer, args
+        inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
+        key = copies_key(inputs.tokens, inputs.w_up, case.num_tokens * case.top_k)
+        measure = partial(fastest_copies, inputs, case.top_k, activation)
+        yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(measure())}))
 
-    up = {"epilogue": activation, "preactivation": out_2f}
-    up_b = w_up.transpose(1, 2)
-    forms = {
-        "up": gemm(rows_d, up_b, out_f, **up),
-        "up_gather": gemm(inputs.tokens, up_b, out_f, row_to_token=index, **up),
-        "up_plain": gemm(rows_d, up_b, out_2f),
-        "down": gemm(rows_f, w_down.transpose(1, 2), out_d),
-        "down_dgrad": gemm(rows_d, w_down, out_f),
-        "down_dgrad_gather": gemm(inputs.tokens, w_down, out_f, row_to_token=index),
-        "up_dgrad": gemm(rows_2f, w_up, out_d),
-        "up_wgrad": WgradArguments(rows_2f, rows_d, torch.empty_like(w_up), tile_table=table),
-        "up_wgrad_gather": WgradArguments(
-            rows_2f, inputs.tokens, torch.empty_like(w_up), dout_row_to_token=index, tile_table=table
-        ),
-        "down_wgrad": WgradArguments(rows_d, rows_f, torch.empty_like(w_down), tile_table=table),
-        "down_wgrad_gather": WgradArguments(
-            inputs.tokens, rows_f, torch.empty_like(w_down), a_row_to_token=index, tile_table=table
-        ),
-    }
-    best = {name: fastest(args) for name, args in forms.items()}
-    names = {forms[name].table_key(): kernel.metadata.kernel_name for name, kernel in best.items()}
-    for name, kernel in best.items():
-        pin(forms[name], kernel)
-    del forms, rows_d, rows_f, rows_2f, out_d, out_f, out_2f
-    return {
-        "kernels": names,
-        "copies": {copies_key(inputs.tokens, w_up, num_rows): fastest_copies(inputs, case.top_k, activation)},
-    }
+    return Job(",".join(map(str, dataclasses.astuple(case)[:5])), NUM_FORMS + 1, entries)
 
 
 def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
@@ -172,11 +168,11 @@ def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
 
     candidates = [Copies(*choice) for choice in itertools.product([False, True], repeat=3)]
     times = measure({str(tuple(map(int, copies))): partial(step, copies) for copies in candidates})
-    print("  copies", *(f"\n    {ms:8.3f} ms  {name}" for name, ms in times.items()), flush=True)
+    _print("copies", times)
     return candidates[min(range(len(candidates)), key=list(times.values()).__getitem__)]
 
 
-def fastest_list(args: GroupedGemmListArguments) -> Kernel:
+def fastest_list(args: GroupedGemmListArguments) -> Measured:
     """The fastest kernel for products in one launch, checked; without the time of the host."""
     kernels = {kernel.metadata.kernel_name: kernel for kernel in get_kernels(args)}
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
@@ -190,62 +186,56 @@ def fastest_list(args: GroupedGemmListArguments) -> Kernel:
             problem.run()
         graphs[name] = graph, problem  # whose table the graph reads
     times = measure({name: graph.replay for name, (graph, _) in graphs.items()})
-    print("  " + args.table_key(), *(f"\n    {ms:8.4f} ms  {name}" for name, ms in times.items()), flush=True)
-    return kernels[min(times, key=times.get)]
+    _print(args.table_key(), times)
+    best = min(times, key=times.get)
+    return Measured(kernels[best], times[best])
 
 
-def tune_list(num_problems: int, size: int, dtype: torch.dtype) -> dict[str, str]:
-    """Table entries for square products: A and B by rows, B by columns, and A by columns."""
-    entries = {}
-    for a_by_columns, b_by_columns in ((False, False), (False, True), (True, False)):
-        a, b = (torch.randn(num_problems, size, size, device="cuda", dtype=dtype) for _ in range(2))
-        a, b = a.mT if a_by_columns else a, b.mT if b_by_columns else b
-        args = GroupedGemmListArguments(a.unbind(), b.unbind(), torch.empty_like(a).contiguous().unbind())
-        entries[args.table_key()] = fastest_list(args).metadata.kernel_name
-    return entries
+def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
+    """Square products: A and B by rows, B by columns, and A by columns."""
+    layouts = ((False, False), (False, True), (True, False))
+
+    def entries() -> Iterator[Entry]:
+        for a_by_columns, b_by_columns in layouts:
+            a, b = (torch.randn(num_problems, size, size, device=device, dtype=dtype) for _ in range(2))
+            a, b = a.mT if a_by_columns else a, b.mT if b_by_columns else b
+            args = GroupedGemmListArguments(a.unbind(), b.unbind(), torch.empty_like(a).contiguous().unbind())
+            yield kernel_entry(args, fastest_list)
+
+    return Job(f"{num_problems}x{size}", len(layouts), entries)
 
 
-def tune_jagged(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype) -> dict[str, str]:
-    """Table entries for a shared matrix stored by rows and by columns."""
-    offsets = torch.arange(num_groups + 1, device="cuda", dtype=torch.int32) * num_rows // num_groups
-    a = torch.randn(num_rows, size_k, device="cuda", dtype=dtype)
-    entries = {}
-    for b in (a.new_empty(size_k, size_n).normal_(), a.new_empty(size_n, size_k).normal_().t()):
-        args = JaggedGemmArguments(a, b, a.new_empty(num_rows, size_n), offsets)
-        entries[args.table_key()] = fastest(args).metadata.kernel_name
-    return entries
+def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
+    """A shared matrix stored by rows and by columns."""
+
+    def entries() -> Iterator[Entry]:
+        offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups
+        a = torch.randn(num_rows, size_k, device=device, dtype=dtype)
+        for b in (a.new_empty(size_k, size_n).normal_(), a.new_empty(size_n, size_k).normal_().t()):
+            yield kernel_entry(JaggedGemmArguments(a, b, a.new_empty(num_rows, size_n), offsets), fastest)
+
+    return Job(f"{num_rows},{size_k},{size_n},{num_groups}", 2, entries)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layers", nargs="*", metavar="T,D,F,E,K", help="sizes of the layers to tune for")
-    parser.add_argument("--lists", nargs="+", default=[], metavar="GxN", help="square products in one launch")
-    parser.add_argument("--jagged", nargs="+", default=[], metavar="R,K,N,G", help="packed rows and a shared matrix")
-    parser.add_argument("--activation", default="swiglu")
-    parser.add_argument("--output", type=Path, help="table to add to; default: the shipped one of this GPU")
-    options = parser.parse_args()
-    gpu = torch.cuda.get_device_name()
-    path = options.output or TABLES / table_name(gpu)
-    written = json.loads(path.read_text()) if path.exists() else {"table": {"kernels": {}, "copies": {}}}
-    written |= {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
-    jobs: list[tuple[str, Callable[[], dict[str, dict]]]] = [
-        (layer, partial(tune_layer, Case(*map(int, layer.split(","))), torch.bfloat16, options.activation))
-        for layer in options.layers
-    ]
-    for problem in options.lists:
-        sizes = map(int, problem.split("x"))
-        jobs.append((problem, lambda sizes=sizes: {"kernels": tune_list(*sizes, torch.bfloat16)}))
-    for problem in options.jagged:
-        sizes = map(int, problem.split(","))
-        jobs.append((problem, lambda sizes=sizes: {"kernels": tune_jagged(*sizes, torch.bfloat16)}))
-    for label, tune in jobs:
-        print(label, flush=True)
-        for kind, values in tune().items():
-            written["table"][kind] |= values
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(written, indent=1) + "\n")
-        torch.cuda.empty_cache()
+def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **facts: str) -> bool:
+    """Measure what the table at `path` lacks, and write it after every entry. Returns whether the time sufficed.
 
-
-if __name__ == "__main__":
-    main()
+    Args:
+        seconds: no measurement starts later than this.
+        again: measure also what the table has.
+        facts: what else the file is to say, such as versions.
+    """
+    table = table_files.read(path) if path.exists() else Table({}, {})
+    end = time.monotonic() + seconds
+    with tqdm(total=sum(job.num_entries for job in jobs), unit="entry") as progress:
+        for job in jobs:
+            for entry in job.entries():
+                progress.set_postfix_str(f"{job.label}: {entry.key}")
+                if again or not entry.is_known(table):
+                    if time.monotonic() >= end:
+                        return False
+                    table = table.merged(entry.measure())
+                    table_files.write(path, table, **facts)
+                progress.update()
+            torch.cuda.empty_cache()  # the next operands have other sizes
+    return True

@@ -45,7 +45,7 @@ def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
     if args.epilogue is None:
         launch_product(args)
     elif kernel := tuning.find(args):
-        kernel.run(args, assume_supported_args=True)
+        tuning.launch(kernel, args)
     else:
         launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
         args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
@@ -64,7 +64,7 @@ def launch_product(args: GroupedGemmArguments) -> None:
     if kernel is None or isinstance(kernel.metadata.design, PointerDesign):
         return tuning.run(args)
     table = kernel.tile_table(plain)
-    kernel.run(dataclasses.replace(plain, tile_table=table), assume_supported_args=True)
+    tuning.launch(kernel, dataclasses.replace(plain, tile_table=table))
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 

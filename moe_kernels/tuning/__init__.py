@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
+import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._triton import TRITON_VERSION
-from .activation_functions import EPILOGUES
-from .arguments import layout_of, rows_bucket
-from .catalog import (
+from .._triton import TRITON_VERSION
+from ..activation_functions import EPILOGUES
+from ..arguments import layout_of, rows_bucket
+from ..catalog import (
     Arguments,
     Design,
     GroupedGemmArguments,
@@ -23,9 +22,8 @@ from .catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
-
-TABLES = Path(__file__).parent / "tables"
-
+from ..verification import verified, verify_interval
+from .table_files import Table, merged_table
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
@@ -62,9 +60,24 @@ def find(args: Arguments) -> Kernel | None:
     return _selected[key]
 
 
-def run(args: Arguments) -> None:
-    """Launch the kernel that `select` chooses. It was asked whether it supports such arguments when it was chosen."""
+def _launch(kernel: Kernel, args: Arguments) -> None:
+    kernel.run(args, assume_supported_args=True)
+
+
+def _run(args: Arguments) -> None:
     select(args).run(args, assume_supported_args=True)
+
+
+# Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
+# when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off.
+VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
+if VERIFY is None:
+    launch, run = _launch, _run
+else:
+    launch = verified(_launch, VERIFY)
+
+    def run(args: Arguments) -> None:
+        launch(select(args), args)
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
@@ -110,12 +123,15 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
         kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
-        fast = kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign)
-        d_ff = num_columns // 2
-        by_rule = Copies(*(fast and d_ff >= 512,) * 3)
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
-        _copies[key] = Copies(*entry) if entry and fast else by_rule
+        _copies[key] = decide_copies(kernel, num_columns // 2, entry)
     return _copies[key]
+
+
+def decide_copies(up: Kernel | None, d_ff: int, entry: list[bool] | None) -> Copies:
+    """The choice where `up` multiplies contiguous rows by the first weight, with the table's entry if it has one."""
+    fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
+    return Copies(*entry) if entry and fast else Copies(*(fast and d_ff >= 512,) * 3)
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> None:
@@ -127,25 +143,12 @@ def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
     return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, len(w_up))
 
 
-class Table(NamedTuple):
-    """What was measured on one kind of GPU with one version of Triton."""
-
-    kernels: dict[str, str]  # by `Arguments.table_key`
-    copies: dict[str, list[bool]]  # by `copies_key`
-
-
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """The shipped table of this GPU and this Triton, or an empty one."""
+    """The shipped table of this GPU and this Triton with one's own over it, or an empty one."""
     if device.type != "cuda" or TRITON_VERSION is None:
         return Table({}, {})
-    path = TABLES / table_name(torch.cuda.get_device_name(device))
-    return Table(**json.loads(path.read_text())["table"]) if path.exists() else Table({}, {})
-
-
-def table_name(gpu: str) -> str:
-    major, minor, *_ = TRITON_VERSION
-    return f"{gpu.lower().replace(' ', '_')}_triton_{major}.{minor}.json"
+    return merged_table(torch.cuda.get_device_name(device))
 
 
 def copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> str:

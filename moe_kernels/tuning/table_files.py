@@ -1,0 +1,95 @@
+"""Where tables of measured kernels lie: the shipped ones in the package, and one's own, which `tune` writes.
+
+MOE_KERNELS_TUNING names the folder of one's own; "off" does without. Unset, it is moe_kernels in the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from .._triton import TRITON_VERSION
+
+SHIPPED = Path(__file__).parent.parent / "tables"
+
+
+class Table(NamedTuple):
+    """What was measured on one kind of GPU with one version of Triton."""
+
+    kernels: dict[str, str]  # by `Arguments.table_key`
+    copies: dict[str, list[bool]]  # by `copies_key`
+    milliseconds: dict[str, float] | None = None  # of the kernels, by the same keys, where they were recorded
+
+    def merged(self, other: Table) -> Table:
+        """The entries of both; of one key the other's."""
+        # A time belongs to the kernel that was timed.
+        milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
+        return Table(
+            self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})
+        )
+
+
+def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
+    """Where one's own tables lie, or None for nowhere.
+
+    Args:
+        setting: the value of MOE_KERNELS_TUNING.
+        cache_home: the value of XDG_CACHE_HOME.
+    """
+    if setting == "off":
+        return None
+    if setting:
+        return Path(setting).expanduser()
+    return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
+
+
+# Read once: what a process selects does not change with its environment.
+USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
+
+
+def table_name(gpu: str) -> str:
+    """The file name of a table for a kind of GPU, with the Triton that is installed."""
+    if TRITON_VERSION is None:
+        raise ValueError("table_name: a table belongs to a version of Triton, got none installed")
+    major, minor, *_ = TRITON_VERSION
+    return f"{gpu.lower().replace(' ', '_')}_triton_{major}.{minor}.json"
+
+
+def paths(gpu: str) -> list[Path]:
+    """The tables that exist for a kind of GPU; a later one overrides an earlier one."""
+    folders = [SHIPPED] if USER is None else [SHIPPED, USER]
+    return [path for folder in folders if (path := folder / table_name(gpu)).exists()]
+
+
+def merged_table(gpu: str) -> Table:
+    """All that is known about a kind of GPU."""
+    table = Table({}, {})
+    for path in paths(gpu):
+        table = table.merged(read(path))
+    return table
+
+
+def read(path: Path) -> Table:
+    """
+    Raises:
+        ValueError: the file holds no table.
+    """
+    try:
+        return Table(**json.loads(path.read_text())["table"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"tuning: {path} must hold a table, got {error!r}; delete it or tune anew") from error
+
+
+def write(path: Path, table: Table, **facts: str) -> None:
+    """Replace a table in one step, so that other processes read the old one or the new one.
+
+    Args:
+        facts: what else the file says, such as versions.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {name: value for name, value in table._asdict().items() if value is not None}
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps({"table": entries, **facts}, indent=1) + "\n")
+    unfinished.replace(path)
