@@ -9,6 +9,7 @@ from .balancing import (
 )
 from .checkpoint import LoadReport
 from .dispatcher import LocalDispatcher
+from .dropping import CapacityFactor
 from .experts import GroupedExperts
 from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
 from .layer_routing import LayerRouting
@@ -28,6 +29,7 @@ from .shared_expert import SharedExpert
 
 __all__ = [
     "BalanceLosses",
+    "CapacityFactor",
     "GroupedExperts",
     "LayerRouting",
     "LoadReport",
