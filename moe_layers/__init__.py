@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
+from .assignment import Assignment, ForcedBalance
 from .balancing import (
     BalanceLosses,
     carry_expert_counts,
@@ -8,6 +9,7 @@ from .balancing import (
     update_selection_bias,
 )
 from .checkpoint import LoadReport
+from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
 from .dispatcher import LocalDispatcher
 from .dropping import CapacityFactor
 from .experts import GroupedExperts
@@ -21,6 +23,7 @@ from .losses import (
     sequence_load_balancing_loss,
 )
 from .memory import saved_bytes
+from .noise import RouterNoise
 from .observation import RoutingObserver, RoutingStatistics
 from .recomputation import save_routing
 from .router import TopKRouter
@@ -28,17 +31,22 @@ from .routing_record import RoutingRecord
 from .shared_expert import SharedExpert
 
 __all__ = [
+    "Assignment",
     "BalanceLosses",
     "CapacityFactor",
+    "CustomAssignment",
+    "ForcedBalance",
     "GroupedExperts",
     "LayerRouting",
     "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
+    "RouterNoise",
     "RoutingObserver",
     "RoutingRecord",
     "RoutingStatistics",
     "SharedExpert",
+    "TokenExpertPairs",
     "TopKRouter",
     "carry_expert_counts",
     "global_expert_counts",
@@ -52,5 +60,6 @@ __all__ = [
     "saved_bytes",
     "sequence_load_balancing_loss",
     "set_aux_loss_scale",
+    "slots_of_pairs",
     "update_selection_bias",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional
 from moe_kernels import Activation, RouterSpec, sort_by_expert
 
 from ._checks import check_positive
+from .assignment import Assignment
 from .balancing import BalanceLosses, update_selection_bias
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .dispatcher import LocalDispatcher
@@ -20,6 +22,7 @@ from .experts import GroupedExperts
 from .layer_routing import LayerRouting, facts_of_tokens
 from .losses import attach_loss
 from .memory import saved_bytes
+from .noise import RouterNoise
 from .observation import RoutingObserver
 from .recomputation import add_once
 from .router import TopKRouter
@@ -52,6 +55,9 @@ class MoEFeedForward(nn.Module):
             router and the shared expert see x.
         capacity: how many slots of one sequence (the last axis but one of x) an expert takes, in the order of the
             tokens; the slots beyond add nothing. Or a `CapacityFactor`; None for no limit.
+        assignment: chooses in place of each token's top-k: see `assignment.py` for those there are and what they look
+            at, or pass a function of logits: see `CustomAssignment`.
+        noise: of the router, in training mode.
         recompute: "up" keeps none of the experts' pre-activations for backward, at the price of one more GEMM there.
         load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
         z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
@@ -80,6 +86,8 @@ class MoEFeedForward(nn.Module):
         num_zero_experts: int = 0,
         latent_dim: int | None = None,
         capacity: int | CapacityFactor | None = None,
+        assignment: Assignment | Callable | None = None,
+        noise: RouterNoise | None = None,
         recompute: str | None = None,
         load_balancing_coefficient: float = 0.0,
         z_loss_coefficient: float = 0.0,
@@ -116,7 +124,10 @@ class MoEFeedForward(nn.Module):
         self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
         num_choices = num_experts + num_zero_experts
-        self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, spec=router, **factory)
+        chooses = {"spec": router, "assignment": assignment, "noise": noise}
+        self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, **chooses, **factory)
+        if capacity is not None and self.router.assignment is not None and self.router.assignment.decides_counts:
+            raise ValueError(f"MoEFeedForward: there is no capacity with {assignment}, got {capacity}")
         self.dispatcher = LocalDispatcher()
         self.experts = GroupedExperts(
             latent_dim or d_model,
@@ -239,11 +250,14 @@ class MoEFeedForward(nn.Module):
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
         tokens = x.reshape(-1, self.d_model)  # [T, D]
-        routed = self.router(tokens) if topk_experts is None else self.router(tokens, topk_experts)
+        given = {} if topk_experts is None else {"topk_experts": topk_experts}
+        if token_mask is not None and self.router.assignment is not None:
+            given["token_mask"] = said["token_mask"]
+        routed = self.router(tokens, **given)
         chosen = routed.topk_experts
         if token_mask is not None:
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
-        slots = Slots(chosen, routed.topk_weights, routed.logits)
+        slots = Slots(*routed)._replace(topk_experts=chosen)
         slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
         out, offsets = self._routed_experts(tokens, slots)
         if self.shared_expert is not None:
@@ -325,8 +339,8 @@ class MoEFeedForward(nn.Module):
     ) -> None:
         """Write a directory that `from_checkpoint` reads, with every value bit by bit.
 
-        Names and configuration are those of the model that the layer was read from, else our own. Auxiliary losses and
-        a `CapacityFactor` are not part of it.
+        Names and configuration are those of the model that the layer was read from, else our own. Auxiliary losses,
+        noise, a `CapacityFactor` and an assignment are not part of it.
 
         Args:
             directory: must be empty or not exist.

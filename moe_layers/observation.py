@@ -67,7 +67,9 @@ class RoutingObserver:
     def add(self, routing: LayerRouting) -> None:
         """Add one forward. The layer calls it."""
         tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
-        is_token = routing.choices[:, 0] >= 0  # [T]
+        is_token = routing.token_mask  # [T]
+        if is_token is None:
+            is_token = torch.ones(len(routing.logits), dtype=torch.bool, device=chosen.device)
         scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), len(routing.logits))]
         wasted = (-tokens[: self.num_experts] % TILE_ROWS).sum()[None]
         add_once(self._counts, torch.cat([tokens, chosen, *scalars, wasted]))

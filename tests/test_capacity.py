@@ -7,18 +7,10 @@ import torch
 
 from moe_kernels import RouterSpec, sort_by_expert
 from moe_kernels.experts import _Rows
-from moe_layers import CapacityFactor, MoEFeedForward
+from moe_layers import CapacityFactor
 
+from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
 from .gpu import waiting_is_an_error
-from .test_layer_options import dense, make_x
-
-# Experts and top_k: not a power of two, K = 1, K = E, one expert.
-SIZES = [(6, 2), (5, 1), (3, 3), (1, 1)]
-
-
-def make_layer(device, num_experts=6, top_k=2, dtype=torch.float64, **options):
-    torch.manual_seed(0)
-    return MoEFeedForward(32, 24, num_experts, top_k, init_std=0.3, device=device, dtype=dtype, **options)
 
 
 def expected_slots(experts, weights, length, capacity, by):
@@ -42,7 +34,7 @@ def expected_slots(experts, weights, length, capacity, by):
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.1])
 def test_drops_whom_the_definition_drops(factor, num_experts, top_k, by, device):
     layer = make_layer(device, num_experts, top_k, normalize=False, capacity=CapacityFactor(factor, by))
-    x = make_x(device).double()
+    x = make_x(device)
     mask = torch.ones(3, 7, dtype=torch.bool, device=device)
     mask[0, :2] = False
     _, routing = layer(x, return_routing=True, token_mask=mask)
@@ -57,7 +49,7 @@ def test_drops_whom_the_definition_drops(factor, num_experts, top_k, by, device)
 def test_ties_go_to_the_first(by, device):
     layer = make_layer(device, capacity=CapacityFactor(1.0, by))
     torch.nn.init.zeros_(layer.router.weight)
-    _, routing = layer(make_x(device, (2, 9, 32)).double(), return_routing=True)
+    _, routing = layer(make_x(device, (2, 9, 32)), return_routing=True)
     assert routing.topk_experts.view(2, 9, 2).tolist() == [[[0, 1]] * 3 + [[-1, -1]] * 6] * 2
 
 
@@ -68,29 +60,8 @@ def test_equals_the_dense_formula(by, weight_on_input, bias, device):
     """With rows for the kept slots only, in every form of the experts."""
     router = RouterSpec.sigmoid_on_input() if weight_on_input else None
 
-    def run(dtype, implementation, by_formula=False):
-        capacity = CapacityFactor(0.5, by)
-        layer = make_layer(device, capacity=capacity, router=router, bias=bias, implementation=implementation)
-        for parameter in (layer.experts.b_up, layer.experts.b_down):
-            if parameter is not None:
-                torch.nn.init.normal_(parameter, std=0.3)
-        layer = layer.to(dtype)
-        x = make_x(device).to(dtype).requires_grad_()
-        y, routing = layer(x, return_routing=True)
-        y = dense(layer, x, routing) if by_formula else y
-        gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
-        return routing.topk_experts, [y.detach(), *gradients]
-
-    exact_experts, exact = run(torch.float64, "reference", by_formula=True)
-    for dtype, implementation, tolerance in (
-        (torch.float64, "reference", 1e-12),
-        (torch.float32, "reference", 1e-5),
-        (torch.float32, "triton", 1e-5),
-    ):
-        experts, actual = run(dtype, implementation)
-        assert torch.equal(experts, exact_experts) and (experts < 0).any()
-        for value, expected in zip(actual, exact, strict=True):
-            assert expected.any() and (value - expected).abs().max() <= tolerance * expected.abs().max()
+    routing = check_equals_dense(device, capacity=CapacityFactor(0.5, by), router=router, bias=bias)
+    assert (routing.topk_experts < 0).any()
 
 
 def test_a_small_factor_computes_fewer_rows(device, monkeypatch):
@@ -100,13 +71,13 @@ def test_a_small_factor_computes_fewer_rows(device, monkeypatch):
         _Rows, "gemm", lambda self, *args, **more: rows.append(len(self.row_to_token)) or gemm(self, *args, **more)
     )
     layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), implementation="triton")
-    layer(make_x(device, (2, 12, 32))).sum().backward()
+    layer(make_x(device, (2, 12, 32), torch.float32)).sum().backward()
     assert set(rows) == {2 * 6 * 2}
 
 
 def test_position_is_causal_and_sequences_are_apart(device):
     layer = make_layer(device, capacity=CapacityFactor(0.5))
-    x = make_x(device, (2, 12, 32)).double()
+    x = make_x(device, (2, 12, 32))
     y = layer(x)
     changed = x.clone()
     changed[0, 7:] = 1.0
@@ -117,7 +88,7 @@ def test_position_is_causal_and_sequences_are_apart(device):
 @pytest.mark.parametrize("by", ["position", "weight"])
 def test_one_token_and_none(shape, by, device):
     layer = make_layer(device, capacity=CapacityFactor(0.5, by))
-    x = make_x(device, shape).double().requires_grad_()
+    x = make_x(device, shape).requires_grad_()
     y = layer(x)
     y.sum().backward()
     assert y.shape == shape and x.grad.shape == shape and y.isfinite().all()
@@ -128,7 +99,7 @@ def test_one_token_and_none(shape, by, device):
 def test_compiles_without_graph_break(by, device):
     capacity = CapacityFactor(0.5, by)
     layer = make_layer(device, dtype=torch.float32, capacity=capacity, implementation="triton")
-    x = make_x(device, (1, 5, 32))
+    x = make_x(device, (1, 5, 32), torch.float32)
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(y, layer(x))
     y.sum().backward()
@@ -139,7 +110,7 @@ def test_compiles_without_graph_break(by, device):
 @pytest.mark.parametrize("by", ["position", "weight"])
 def test_never_waits_for_the_gpu(by, device):
     layer = make_layer(device, dtype=torch.bfloat16, capacity=CapacityFactor(0.5, by))
-    x = make_x(device).to(torch.bfloat16).requires_grad_()
+    x = make_x(device, dtype=torch.bfloat16).requires_grad_()
     layer(x).sum().backward()  # compiles
     torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
