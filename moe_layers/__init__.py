@@ -12,6 +12,7 @@ from .checkpoint import LoadReport
 from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
 from .dispatcher import LocalDispatcher
 from .dropping import CapacityFactor
+from .expert_choice import ExpertChoice, TokenRounding
 from .experts import GroupedExperts
 from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
 from .layer_routing import LayerRouting
@@ -35,6 +36,7 @@ __all__ = [
     "BalanceLosses",
     "CapacityFactor",
     "CustomAssignment",
+    "ExpertChoice",
     "ForcedBalance",
     "GroupedExperts",
     "LayerRouting",
@@ -47,6 +49,7 @@ __all__ = [
     "RoutingStatistics",
     "SharedExpert",
     "TokenExpertPairs",
+    "TokenRounding",
     "TopKRouter",
     "carry_expert_counts",
     "global_expert_counts",
