@@ -11,7 +11,7 @@ from .balancing import (
 from .checkpoint import LoadReport
 from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
 from .dispatcher import LocalDispatcher
-from .dropping import CapacityFactor
+from .dropping import CapacityFactor, Slots
 from .expert_choice import ExpertChoice, TokenRounding
 from .experts import GroupedExperts
 from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
@@ -48,6 +48,7 @@ __all__ = [
     "RoutingRecord",
     "RoutingStatistics",
     "SharedExpert",
+    "Slots",
     "TokenExpertPairs",
     "TokenRounding",
     "TopKRouter",

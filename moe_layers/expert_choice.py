@@ -110,7 +110,7 @@ class TokenRounding(_AcrossTokens):
 
     Rows of the experts are at most T * top_k plus what rounding may add. The routing is [T, E]: its weights are saved.
 
-    Source: section 4 of https://arxiv.org/abs/2512.14080.
+    Source: https://arxiv.org/abs/2512.14080.
 
     Args:
         multiple: the height of a tile.

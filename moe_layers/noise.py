@@ -21,7 +21,7 @@ class RouterNoise:
     Args:
         input_jitter: the router, and it alone, sees each number of the tokens times an own uniform one from
             [1 - input_jitter, 1 + input_jitter). It changes choice, weights, logits and losses, and gradients flow
-            through the product. Source: appendix C of https://arxiv.org/abs/2101.03961.
+            through the product. Source: https://arxiv.org/abs/2101.03961.
         gumbel: logits plus this multiple of independent standard Gumbel numbers decide who is chosen. With 1 and
             softmax scores that draws experts without replacement by their probabilities. Weights, losses and gradients
             are those of the logits without noise; a replayed choice stays. Source: https://arxiv.org/abs/1903.06059.

@@ -42,7 +42,8 @@ class RoutingObserver:
     """Sums over the forwards of one layer. Adding never waits for the GPU, reading does; recomputations do not count.
 
     A margin is a difference of what the router takes the largest of: logits or scores with their bias, within the
-    groups that can be chosen. It is infinite where no expert is left. Violations count slots before capacities.
+    groups that can be chosen. It is infinite where no expert is left, or none
+    was chosen; with an assignment of other than the top-k it means little. Violations count slots before capacities.
 
     Args:
         router: of the layer, on the device where it stays.

@@ -254,12 +254,11 @@ def test_never_waits_for_the_gpu(name, device):
         layer(x, token_mask=mask).sum().backward()
 
 
-@pytest.mark.gpu
 def test_expert_choice_keeps_no_more_rows_than_top_k(device):
-    """Beside the [T, E] tensors of the routing, and the integers of its slots."""
-    sizes = {"d_model": 128, "d_ff": 512, "num_experts": 16, "top_k": 2, "device": device, "dtype": torch.bfloat16}
+    """Beside [T, E] tensors of the routing: float weights and scores, int64 indices, two masks, int32 rows."""
+    sizes = {"d_model": 128, "d_ff": 512, "num_experts": 16, "top_k": 2, "device": device, "implementation": "triton"}
     plain = saved_bytes(MoEFeedForward(**sizes), 1024)
-    assert saved_bytes(MoEFeedForward(**sizes, assignment=ExpertChoice()), 1024) < plain + 1024 * 16 * 40
+    assert saved_bytes(MoEFeedForward(**sizes, assignment=ExpertChoice()), 1024) < plain + 1024 * 16 * 32
 
 
 @pytest.mark.parametrize(
