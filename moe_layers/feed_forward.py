@@ -240,7 +240,8 @@ class MoEFeedForward(nn.Module):
             sequence_lengths: of the sequences that are packed one after another into the leading axes, for
                 `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
             num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
-            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`.
+            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`. As wide as
+                the routing that this layer returns.
 
         Raises:
             ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the

@@ -7,7 +7,7 @@ import torch
 
 from moe_kernels import RouterSpec, sort_by_expert
 from moe_kernels.experts import _Rows
-from moe_layers import CapacityFactor
+from moe_layers import CapacityFactor, ForcedBalance, MoEFeedForward
 
 from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
 from .gpu import waiting_is_an_error
@@ -144,3 +144,13 @@ def test_bad_construction():
         make_layer("cpu", capacity=1.25)
     with pytest.raises(ValueError, match="sort_by_expert: max_rows must be positive, got 0"):
         sort_by_expert(torch.zeros(1, 1, dtype=torch.int32), 1, max_rows=0)
+
+
+def test_a_checkpoint_holds_no_factor_and_no_assignment(device, tmp_path):
+    """As documented: the weights come back, under the router's own choice."""
+    layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), assignment=ForcedBalance())
+    layer.save_checkpoint(tmp_path / "out")
+    loaded = MoEFeedForward.from_checkpoint(tmp_path / "out", device=device)
+    assert loaded.capacity is None and loaded.router.assignment is None
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
