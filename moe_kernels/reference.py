@@ -44,7 +44,7 @@ class Permutation(NamedTuple):
 
     offsets: Tensor  # [E] int32: exclusive END row of each expert
     slot_to_row: Tensor  # [T, K] int32; -1 for a dropped slot
-    row_to_token: Tensor  # [R] int32; rows at or past offsets[-1] hold the tokens of dropped slots
+    row_to_token: Tensor  # [R] int32, R = T * K or max_rows; rows at or past offsets[-1] hold tokens of dropped slots
     tile_table: TileTable
 
 
@@ -215,6 +215,7 @@ def sort_by_expert(
     num_experts: int,
     *,
     block_rows: int = 128,
+    max_rows: int | None = None,
 ) -> Permutation:
     experts = topk_experts.flatten().long()
     kept = (experts >= 0) & (experts < num_experts)
@@ -223,8 +224,10 @@ def sort_by_expert(
     slot_to_row = torch.where(kept, row_to_slot.argsort(), -1).view(topk_experts.shape)
     offsets = torch.bincount(keys, minlength=num_experts)[:num_experts].cumsum(0).int()
     row_to_token = row_to_slot // max(topk_experts.shape[1], 1)
-    table = tile_table(offsets, keys.numel(), block_rows)
-    return Permutation(offsets, slot_to_row.int(), row_to_token.int(), table)
+    num_rows = keys.numel() if max_rows is None else min(max_rows, keys.numel())
+    slot_to_row = torch.where(slot_to_row < num_rows, slot_to_row, -1).int()
+    offsets = offsets.clamp(max=num_rows)
+    return Permutation(offsets, slot_to_row, row_to_token[:num_rows].int(), tile_table(offsets, num_rows, block_rows))
 
 
 def permute(
@@ -430,7 +433,7 @@ def fused_experts(
     rows = permute(tokens, permutation)  # [R, D]
     if weight_on_input:
         dropped = topk_weights.new_zeros(1)  # what rows of dropped slots, past the last offset, are multiplied by
-        row_to_slot = _invert(slot_to_row)
+        row_to_slot = _invert(slot_to_row)[: len(rows)]
         weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
         topk_weights = None

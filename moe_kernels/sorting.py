@@ -16,7 +16,7 @@ from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .launching import launch_kernel
 from .reference import Permutation, TileTable
-from .tiles import TABLE_BLOCK, empty_tile_table, table_block, write_tile_table
+from .tiles import TABLE_BLOCK, empty_tile_table, make_tile_table, table_block, write_tile_table
 
 MAX_EXPERTS = 1024
 _SORT_BLOCK = 128  # slots that one program counts and places
@@ -27,6 +27,7 @@ def sort_by_expert(
     num_experts: int,
     *,
     block_rows: int = 128,
+    max_rows: int | None = None,
     implementation: str | None = None,
 ) -> Permutation:
     """Sort the slots by expert, stably: an expert's rows stay in token order.
@@ -36,22 +37,40 @@ def sort_by_expert(
 
     Args:
         block_rows: the tile height of the table that comes with the permutation.
+        max_rows: how many rows there are at most, where most slots are dropped: what is computed and kept for backward
+            then has so many rows, not T * K. If more slots are kept, the last of them in row order are dropped, too.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: wrong shape or dtype, or `num_experts` not positive.
+        ValueError: wrong shape or dtype, or `num_experts` or `max_rows` not positive.
         NotImplementedError: more than 1024 experts with "triton".
     """
     check_shapes("sort_by_expert", topk_experts=(topk_experts, "T K"))
     check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32)
     if num_experts < 1:
         raise ValueError(f"sort_by_expert: num_experts must be positive, got {num_experts}")
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
     if choose("sort_by_expert", implementation, topk_experts) == "reference":
-        return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows)
+        return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
     offsets, slot_to_row, row_to_token, *table = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
+    if max_rows is not None and max_rows < topk_experts.numel():
+        slot_to_row = torch.where(slot_to_row < max_rows, slot_to_row, -1)
+        offsets, row_to_token = offsets.clamp(max=max_rows), row_to_token[:max_rows].clone()
+        table = _table_op(offsets, max_rows, block_rows)
     return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
+
+
+@registered_op("tile_table")
+def _table_op(offsets: Tensor, num_rows: int, block_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return make_tile_table(offsets, num_rows, block_rows)[:4]
+
+
+@_table_op.register_fake
+def _(offsets, num_rows, block_rows):
+    return empty_tile_table(num_rows, len(offsets), block_rows, offsets.device)[:4]
 
 
 @registered_op("sort_by_expert")

@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
+from .assignment import Assignment, ForcedBalance
 from .balancing import (
     BalanceLosses,
     carry_expert_counts,
@@ -8,7 +9,10 @@ from .balancing import (
     update_selection_bias,
 )
 from .checkpoint import LoadReport
+from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
 from .dispatcher import LocalDispatcher
+from .dropping import CapacityFactor, Slots
+from .expert_choice import ExpertChoice, TokenRounding
 from .experts import GroupedExperts
 from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
 from .layer_routing import LayerRouting
@@ -20,6 +24,7 @@ from .losses import (
     sequence_load_balancing_loss,
 )
 from .memory import saved_bytes
+from .noise import RouterNoise
 from .observation import RoutingObserver, RoutingStatistics
 from .recomputation import save_routing
 from .router import TopKRouter
@@ -27,16 +32,25 @@ from .routing_record import RoutingRecord
 from .shared_expert import SharedExpert
 
 __all__ = [
+    "Assignment",
     "BalanceLosses",
+    "CapacityFactor",
+    "CustomAssignment",
+    "ExpertChoice",
+    "ForcedBalance",
     "GroupedExperts",
     "LayerRouting",
     "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
+    "RouterNoise",
     "RoutingObserver",
     "RoutingRecord",
     "RoutingStatistics",
     "SharedExpert",
+    "Slots",
+    "TokenExpertPairs",
+    "TokenRounding",
     "TopKRouter",
     "carry_expert_counts",
     "global_expert_counts",
@@ -50,5 +64,6 @@ __all__ = [
     "saved_bytes",
     "sequence_load_balancing_loss",
     "set_aux_loss_scale",
+    "slots_of_pairs",
     "update_selection_bias",
 ]

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_kernels import Routing, sort_by_expert
+from moe_kernels import sort_by_expert
 
+from .dropping import Slots
 from .experts import GroupedExperts
 
 
@@ -31,9 +32,11 @@ class LocalDispatcher:
     def __call__(
         self,
         tokens: Tensor,  # [T, D]
-        routing: Routing,
+        slots: Slots,
         experts: GroupedExperts,
     ) -> Dispatched:
-        local = routing.topk_experts - self.first_expert if self.first_expert else routing.topk_experts
-        permutation = sort_by_expert(local, experts.num_experts, implementation=experts.implementation)
-        return Dispatched(experts(tokens, routing.topk_weights, permutation), permutation.offsets)
+        local = slots.topk_experts - self.first_expert if self.first_expert else slots.topk_experts
+        permutation = sort_by_expert(
+            local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
+        )
+        return Dispatched(experts(tokens, slots.topk_weights, permutation), permutation.offsets)

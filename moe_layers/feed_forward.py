@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from moe_kernels import Activation, RouterSpec, Routing, sort_by_expert
+from moe_kernels import Activation, RouterSpec, sort_by_expert
 
 from ._checks import check_positive
+from .assignment import Assignment
 from .balancing import BalanceLosses, update_selection_bias
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .dispatcher import LocalDispatcher
-from .dropping import drop_beyond_capacity, identity_output
+from .dropping import CapacityFactor, Slots, check_capacity, drop_beyond_capacity, identity_output
 from .experts import GroupedExperts
 from .layer_routing import LayerRouting, facts_of_tokens
 from .losses import attach_loss
 from .memory import saved_bytes
+from .noise import RouterNoise
 from .observation import RoutingObserver
 from .recomputation import add_once
 from .router import TopKRouter
@@ -51,7 +54,10 @@ class MoEFeedForward(nn.Module):
         latent_dim: the experts work on `w_latent_in @ x`, of this size, and their sum goes through `w_latent_out`. The
             router and the shared expert see x.
         capacity: how many slots of one sequence (the last axis but one of x) an expert takes, in the order of the
-            tokens; the slots beyond add nothing. None for no limit.
+            tokens; the slots beyond add nothing. Or a `CapacityFactor`; None for no limit.
+        assignment: chooses in place of each token's top-k: see `assignment.py` for those there are and what they look
+            at, or pass a function of logits: see `CustomAssignment`.
+        noise: of the router, in training mode.
         recompute: "up" keeps none of the experts' pre-activations for backward, at the price of one more GEMM there.
         load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
         z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
@@ -79,7 +85,9 @@ class MoEFeedForward(nn.Module):
         shared_activation: str | Activation | None = None,
         num_zero_experts: int = 0,
         latent_dim: int | None = None,
-        capacity: int | None = None,
+        capacity: int | CapacityFactor | None = None,
+        assignment: Assignment | Callable | None = None,
+        noise: RouterNoise | None = None,
         recompute: str | None = None,
         load_balancing_coefficient: float = 0.0,
         z_loss_coefficient: float = 0.0,
@@ -96,7 +104,8 @@ class MoEFeedForward(nn.Module):
                 "MoEFeedForward: load_balancing_coefficient, z_loss_coefficient and init_std must not be negative, "
                 f"got {load_balancing_coefficient}, {z_loss_coefficient} and {init_std}"
             )
-        optional = {"latent_dim": latent_dim, "capacity": capacity, "num_zero_experts": num_zero_experts or None}
+        check_capacity(capacity)
+        optional = {"latent_dim": latent_dim, "num_zero_experts": num_zero_experts or None}
         check_positive("MoEFeedForward", **{name: size for name, size in optional.items() if size is not None})
         if num_zero_experts and latent_dim is not None:
             raise ValueError("MoEFeedForward: zero experts return x, so there is no latent_dim with them, got both")
@@ -115,7 +124,10 @@ class MoEFeedForward(nn.Module):
         self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
         num_choices = num_experts + num_zero_experts
-        self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, spec=router, **factory)
+        chooses = {"spec": router, "assignment": assignment, "noise": noise}
+        self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, **chooses, **factory)
+        if capacity is not None and self.router.assignment is not None and self.router.assignment.decides_counts:
+            raise ValueError(f"MoEFeedForward: there is no capacity with {assignment}, got {capacity}")
         self.dispatcher = LocalDispatcher()
         self.experts = GroupedExperts(
             latent_dim or d_model,
@@ -228,7 +240,8 @@ class MoEFeedForward(nn.Module):
             sequence_lengths: of the sequences that are packed one after another into the leading axes, for
                 `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
             num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
-            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`.
+            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`. As wide as
+                the routing that this layer returns.
 
         Raises:
             ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the
@@ -238,22 +251,22 @@ class MoEFeedForward(nn.Module):
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
         tokens = x.reshape(-1, self.d_model)  # [T, D]
-        routed = self.router(tokens) if topk_experts is None else self.router(tokens, topk_experts)
+        given = {} if topk_experts is None else {"topk_experts": topk_experts}
+        if token_mask is not None and self.router.assignment is not None:
+            given["token_mask"] = said["token_mask"]
+        routed = self.router(tokens, **given)
         chosen = routed.topk_experts
         if token_mask is not None:
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
-        kept = chosen
-        if self.capacity is not None:
-            sequence = x.shape[-2] if x.dim() > 1 else 1
-            kept = drop_beyond_capacity(chosen, sequence, self.router.num_experts, self.capacity)
-        routed = Routing(kept, routed.topk_weights, routed.logits)
-        out, offsets = self._routed_experts(tokens, routed)
+        slots = Slots(*routed)._replace(topk_experts=chosen)
+        slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
+        out, offsets = self._routed_experts(tokens, slots)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
         attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
-        routing = self._layer_routing(routed, chosen, offsets)._replace(**said)
+        routing = self._layer_routing(slots, chosen, offsets)._replace(**said)
         if attaches:
             accumulated = self.router.accumulated_counts
             loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
@@ -265,23 +278,23 @@ class MoEFeedForward(nn.Module):
         out = out.view(x.shape)
         return (out, routing) if return_routing else out
 
-    def _routed_experts(self, tokens: Tensor, routed: Routing) -> tuple[Tensor, Tensor]:  # [T, D], offsets [E]
+    def _routed_experts(self, tokens: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:  # [T, D], offsets [E]
         if self.w_latent_in is not None:
             latent = functional.linear(tokens, self.w_latent_in)
-            out, offsets = self.dispatcher(latent, routed, self.experts)
+            out, offsets = self.dispatcher(latent, slots, self.experts)
             return functional.linear(out, self.w_latent_out), offsets
-        out, offsets = self.dispatcher(tokens, routed, self.experts)
+        out, offsets = self.dispatcher(tokens, slots, self.experts)
         if self.num_zero_experts:
-            identity = identity_output(tokens, routed, self.num_experts, self.experts.implementation)
+            identity = identity_output(tokens, slots, self.num_experts, self.experts.implementation)
             out = out + identity.to(out.dtype)
         return out, offsets
 
-    def _layer_routing(self, routed: Routing, chosen: Tensor, offsets: Tensor) -> LayerRouting:
+    def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor) -> LayerRouting:
         if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere
-            tokens_per_expert = self._count(routed.topk_experts)
+            tokens_per_expert = self._count(slots.topk_experts)
         else:
             tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        routing = LayerRouting(routed.topk_experts, routed.topk_weights, routed.logits, tokens_per_expert)
+        routing = LayerRouting(*slots[:3], tokens_per_expert)
         if self.capacity is None:
             return routing
         return routing._replace(chosen_experts=chosen, chosen_per_expert=self._count(chosen))
@@ -327,8 +340,8 @@ class MoEFeedForward(nn.Module):
     ) -> None:
         """Write a directory that `from_checkpoint` reads, with every value bit by bit.
 
-        Names and configuration are those of the model that the layer was read from, else our own. Auxiliary losses are
-        not part of it.
+        Names and configuration are those of the model that the layer was read from, else our own. Auxiliary losses,
+        noise, a `CapacityFactor` and an assignment are not part of it.
 
         Args:
             directory: must be empty or not exist.

@@ -115,7 +115,7 @@ def sequence_load_balancing_loss(
     inside = (sequence < len(ends))[:, None]
     shares = torch.where(inside, shares[sequence.clamp(max=len(ends) - 1)], 0.0)  # [T, E]
     if num_tokens is None:
-        num_tokens = counts.sum() // routing.choices.shape[1]
+        num_tokens = (inside if routing.token_mask is None else inside & routing.token_mask[:, None]).sum()
     return num_experts * _over((shares * probabilities).sum(), op, num_tokens)
 
 

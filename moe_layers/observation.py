@@ -42,7 +42,8 @@ class RoutingObserver:
     """Sums over the forwards of one layer. Adding never waits for the GPU, reading does; recomputations do not count.
 
     A margin is a difference of what the router takes the largest of: logits or scores with their bias, within the
-    groups that can be chosen. It is infinite where no expert is left. Violations count slots before capacities.
+    groups that can be chosen. It is infinite where no expert is left, or none
+    was chosen; with an assignment of other than the top-k it means little. Violations count slots before capacities.
 
     Args:
         router: of the layer, on the device where it stays.
@@ -67,7 +68,9 @@ class RoutingObserver:
     def add(self, routing: LayerRouting) -> None:
         """Add one forward. The layer calls it."""
         tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
-        is_token = routing.choices[:, 0] >= 0  # [T]
+        is_token = routing.token_mask  # [T]
+        if is_token is None:
+            is_token = torch.ones(len(routing.logits), dtype=torch.bool, device=chosen.device)
         scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), len(routing.logits))]
         wasted = (-tokens[: self.num_experts] % TILE_ROWS).sum()[None]
         add_once(self._counts, torch.cat([tokens, chosen, *scalars, wasted]))

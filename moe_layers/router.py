@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,6 +20,10 @@ from moe_kernels import (
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
+from .assignment import Assignment
+from .custom_assignment import as_assignment
+from .dropping import Slots
+from .noise import RouterNoise
 
 
 class TopKRouter(nn.Module):
@@ -34,11 +39,13 @@ class TopKRouter(nn.Module):
             chosen experts, as in Mixtral and Qwen3); otherwise they are probabilities under the softmax over all
             experts (as in OLMoE).
         spec: the facts of any other router. Its `weight_on_input` concerns the experts, not the router.
+        assignment: chooses in place of the top-k: an `Assignment`, or a function as of `CustomAssignment`.
+        noise: in training mode.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, `spec` cannot choose `top_k` of `num_experts`, or it is given besides
-            `normalize=False`.
+        ValueError: a size is not positive, `spec` cannot choose `top_k` of `num_experts`, it is given besides
+            `normalize=False`, or it does not go with the assignment or the noise.
     """
 
     selection_bias: Tensor | None
@@ -53,6 +60,8 @@ class TopKRouter(nn.Module):
         *,
         normalize: bool = True,
         spec: RouterSpec | None = None,
+        assignment: Assignment | Callable | None = None,
+        noise: RouterNoise | None = None,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -71,6 +80,12 @@ class TopKRouter(nn.Module):
         self.top_k = top_k
         self.spec = spec
         self._is_plain_softmax = spec.is_plain_softmax
+        self.assignment = as_assignment(assignment)
+        self.noise = noise
+        if self.assignment is not None:
+            self.assignment.check("TopKRouter", spec)
+        if noise is not None:
+            noise.check("TopKRouter", spec, self.assignment is not None)
         self.implementation = implementation
 
         def parameter(*shape: int, wanted: bool = True) -> nn.Parameter | None:
@@ -91,6 +106,13 @@ class TopKRouter(nn.Module):
     def normalize(self) -> bool:
         return self.spec.normalize
 
+    @property
+    def num_slots(self) -> int | None:
+        """Of each token: top_k, unless an assignment says otherwise; None where it says so only in forward."""
+        if self.assignment is None:
+            return self.top_k
+        return self.assignment.num_slots(self.num_experts, self.top_k)
+
     def reset_parameters(self, std: float) -> None:
         """Draw the weight from a normal distribution; biases become zero, scales one."""
         nn.init.normal_(self.weight, std=std)
@@ -102,27 +124,40 @@ class TopKRouter(nn.Module):
         self,
         tokens: Tensor,  # [T, D]
         topk_experts: Tensor | None = None,  # [T, K] int32
-    ) -> Routing:
+        token_mask: Tensor | None = None,  # [T] bool
+    ) -> Routing | Slots:
         """Choose and weigh experts; those of `topk_experts`, where it is given, are weighed instead of chosen.
+
+        Args:
+            token_mask: False for padding, which an assignment leaves out. A router without one does not look at it.
 
         Raises:
             ValueError: a shape, dtype or device disagrees with the signature or the parameters.
         """
-        if topk_experts is not None and topk_experts.shape != (len(tokens), self.top_k):
+        if topk_experts is not None and self.num_slots is None:
+            raise ValueError("TopKRouter: a CustomAssignment's choice must not be replayed, got topk_experts")
+        if topk_experts is not None and topk_experts.shape != (len(tokens), self.num_slots):
             raise ValueError(
-                f"TopKRouter: topk_experts must be {[len(tokens), self.top_k]}, got {list(topk_experts.shape)}"
+                f"TopKRouter: topk_experts must be {[len(tokens), self.num_slots]}, got {list(topk_experts.shape)}"
             )
+        noise = self.noise if self.training else None
+        if noise is not None:
+            tokens = noise.jitter(tokens)
         if self.input_scale is not None:
             d_model = tokens.shape[-1]
             normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
             tokens = normed * (self.input_scale * d_model**-0.5)
         routed = call_with_autocast_rules(self._route, tokens, self.weight)
+        if topk_experts is None and self.assignment is not None:
+            routed = self.assignment(routed, self.spec, token_mask)
+        elif topk_experts is None and noise is not None and noise.gumbel:
+            topk_experts = noise.choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
         if topk_experts is not None:
-            weights = routing_weights(routed.logits, topk_experts, self.spec)
-            routed = Routing(topk_experts, weights, routed.logits)
+            weigh = routing_weights if self.assignment is None else self.assignment.weigh
+            routed = Routing(topk_experts, weigh(routed.logits, topk_experts, self.spec), routed.logits)
         if self.per_expert_scale is not None:
-            scale = self.per_expert_scale[routed.topk_experts.long()]
-            routed = Routing(routed.topk_experts, routed.topk_weights * scale, routed.logits)
+            scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
+            routed = routed._replace(topk_weights=routed.topk_weights * scale)
         return routed
 
     def _route(self, tokens: Tensor, weight: Tensor) -> Routing:

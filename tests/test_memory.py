@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_layers import MoEFeedForward, saved_bytes
+from moe_layers import CapacityFactor, ExpertChoice, MoEFeedForward, TokenRounding, saved_bytes
 
 from .dtypes import DTYPES
 
@@ -16,6 +16,9 @@ LAYERS = {
     "groups": {"router": RouterSpec.sigmoid_groups(2, 1)},
     "losses": {"load_balancing_coefficient": 0.1, "z_loss_coefficient": 0.1},
     "latent": {"latent_dim": 16},
+    "expert_choice": {"assignment": ExpertChoice()},
+    "token_rounding": {"assignment": TokenRounding(8)},
+    "capacity": {"capacity": CapacityFactor(0.5)},
 }
 
 

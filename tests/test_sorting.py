@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_kernels import reference, sort_by_expert
-from moe_kernels.sorting import _sort_op
+from moe_kernels.sorting import _sort_op, _table_op
 from moe_kernels.testing import CASES, make_inputs
 
 triton_sort = partial(sort_by_expert, implementation="triton")
@@ -96,6 +96,18 @@ def test_launches_do_not_depend_on_sizes(device, monkeypatch):
 def test_opcheck(device):
     experts = torch.tensor([[2, 0], [0, 2], [1, 0]], dtype=torch.int32, device=device)
     torch.library.opcheck(_sort_op.overload, (experts, 3, 16))
+    torch.library.opcheck(_table_op.overload, (torch.tensor([1, 3, 4], dtype=torch.int32, device=device), 5, 16))
+
+
+@pytest.mark.parametrize("max_rows", [1, 90, 300, 500])
+@pytest.mark.parametrize("case", CASES)
+def test_bounded_rows_match_reference(case, max_rows, device):
+    case = CASES[case]
+    logits = make_inputs(case, torch.float32, device).logits
+    experts = reference.topk_routing(logits, case.top_k).topk_experts
+    experts = torch.where(experts % 3 == 1, -1, experts)
+    actual = triton_sort(experts, case.num_experts, block_rows=16, max_rows=max_rows)
+    assert_same(actual, reference.sort_by_expert(experts, case.num_experts, block_rows=16, max_rows=max_rows))
 
 
 def test_compiles_without_graph_break(device):

@@ -72,7 +72,7 @@ def spec_of(module: MoEFeedForward) -> BlockSpec:
         shared_activation=None if shared is None else shared.activation,
         num_zero_experts=module.num_zero_experts,
         latent_dim=module.latent_dim,
-        capacity=module.capacity,
+        capacity=module.capacity if isinstance(module.capacity, int) else None,
     )
 
 
