@@ -8,6 +8,7 @@ for a caller who vouches for them.
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 import threading
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
             properties.append(value.dtype)
             properties.append(value.data_ptr() % 16 == 0)
         elif isinstance(value, tuple):
-            properties += [_of_int(item, kind) for item in value]
+            properties.append(_of_ints(value, kind))
         elif value is None or isinstance(value, (bool, float)):
             properties.append(type(value))
         else:  # A TMA descriptor made on the host.
@@ -175,10 +176,16 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
     return tuple(properties)
 
 
+@functools.lru_cache(maxsize=4096)
 def _of_int(value: int, kind: int) -> int:
     """Its number of bits and, unless the kernel does not ask, whether it is one or a multiple of 16."""
     size = 0 if -(2**31) <= value < 2**31 else 100
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_ints(values: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    return tuple(_of_int(value, kind) for value in values)
 
 
 _CONSTANT, _PLAIN, _SPECIALIZED = range(3)  # compiled for its value; for its type; for its type and divisors
