@@ -46,7 +46,9 @@ def main() -> None:
         holed = packed.clone()
         holed[:start] = holed[end:] = torch.nan
         part = jagged_gemm(holed, b, inner).detach()
-        torch.testing.assert_close(part[start:end], out[start:end].detach())
+        # The interpreter's NumPy may sum a row in another order at another place of its tile; a GPU does not.
+        exact = {"rtol": 0.0, "atol": 0.0} if HAS_GPU else {}
+        torch.testing.assert_close(part[start:end], out[start:end].detach(), **exact)
         assert not part[:start].any() and not part[end:].any()
     print(f"{len(groups)} groups of {options.rows} rows are right")
 

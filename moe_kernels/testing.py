@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -165,10 +163,6 @@ def _errors(actual: Tensor, baseline: Tensor, exact: Tensor, name: str) -> Error
     )
 
 
-_LEAST_ELEMENTS, _SAMPLES = 64, 8
-FAR = 4.0  # budgets; what exceeds them is no accident
-
-
 def check_accuracy(
     op: Callable[..., Tensor],
     reference_op: Callable[..., Tensor],
@@ -180,41 +174,21 @@ def check_accuracy(
     The budget compares largest errors, and the largest of a handful of numbers is luck. So inputs of small results are
     drawn again, with further seeds, until every result that is not empty has 64 elements, and are judged together.
 
-    With more numbers, too, one of them often decides: the largest by far, rounded well by the one and badly by the
-    other. So a sample that exceeds its budget is joined by seven more. The medians of their errors must then keep to
-    the budget, and none may exceed its own fourfold, as a wrong result would.
-
     Args:
         draw: the inputs for a seed, floating-point ones and integers.
         names: of the output, then of each floating-point input's gradient.
     """
-
-    @functools.cache
-    def drawn(seed: int) -> list[tuple[Tensor, ...]]:
+    results: list[list[tuple[Tensor, ...]]] = []
+    for seed in range(32):
         inputs = draw(seed)
         actual = run_with_grads(op, inputs, seed)
         baseline = run_with_grads(reference_op, inputs, seed)
         exact = run_with_grads(reference_op, to_float64(inputs), seed)
-        assert len(names) == len(exact), f"names {names} for {len(exact)} results"
-        for name, a, e in zip(names, actual, exact, strict=True):
+        results.append(list(zip(actual, baseline, exact, strict=True)))
+        if (seed + 1) * min((tensor.numel() for tensor in actual if tensor.numel()), default=64) >= 64:
+            break
+    assert len(names) == len(results[0]), f"names {names} for {len(results[0])} results"
+    for name, *draws in zip(names, *results, strict=True):
+        for a, _, e in draws:
             assert a.shape == e.shape, f"{name}: shape {list(a.shape)}, expected {list(e.shape)}"
-        return list(zip(actual, baseline, exact, strict=True))
-
-    def sample(index: int) -> list[Errors]:
-        draws = [drawn(seed) for seed in range(index * size, (index + 1) * size)]
-        return [
-            _errors(*(torch.cat([tensor.flatten() for tensor in kind]) for kind in zip(*of_one, strict=True)), name)
-            for name, *of_one in zip(names, *draws, strict=True)
-        ]
-
-    smallest = min((exact.numel() for *_, exact in drawn(0) if exact.numel()), default=_LEAST_ELEMENTS)
-    size = -(-_LEAST_ELEMENTS // smallest)
-    first = sample(0)
-    if all(errors.actual <= errors.budget for errors in first):
-        return
-    samples = [first, *map(sample, range(1, _SAMPLES))]
-    for name, *of_one in zip(names, *samples, strict=True):
-        median = Errors(*map(statistics.median, zip(*of_one, strict=True)))
-        assert median.actual <= median.budget, f"{name}: the median of {_SAMPLES} samples: {median}"
-        for errors in of_one:
-            assert errors.actual <= FAR * errors.budget, f"{name}: far off: {errors}"
+        assert_accurate(*(torch.cat([tensor.flatten() for tensor in kind]) for kind in zip(*draws, strict=True)), name)
