@@ -7,6 +7,7 @@ so what is compiled here is what a GPU of that target would compile. TRITON_INTE
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
@@ -28,6 +29,7 @@ import moe_kernels as mk
 from moe_kernels import segments
 from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
+from moe_kernels.gemm import precision
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.jagged import make_jagged_table
@@ -66,14 +68,17 @@ def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, obje
         return kernel
 
     driver.set_active(TargetDriver(cc))
-    with mock.patch.object(JITFunction, "run", compile_only), kernels_take_cpu_tensors():
+    with mock.patch.object(JITFunction, "run", compile_only), kernels_take_cpu_tensors(cc):
         run()
     return list(compiled.values())
 
 
-def kernels_take_cpu_tensors():
-    """Nothing is computed here, so a CPU tensor stands for a CUDA one."""
-    return mock.patch("moe_kernels._dispatch.kernel_obstacle", return_value=None)
+@contextlib.contextmanager
+def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
+    """Nothing is computed here, so a CPU tensor stands for one of a GPU with this compute capability."""
+    obstacle = mock.patch("moe_kernels._dispatch.kernel_obstacle", return_value=None)
+    with obstacle, mock.patch.object(precision, "has_fast_float64", lambda device: cc in precision._FAST_FLOAT64):
+        yield
 
 
 def inspect(compiled) -> dict[str, object]:
@@ -163,9 +168,9 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
     kernel = kernel if epilogue is None else kernel.with_epilogue(epilogue)
     driver.set_active(TargetDriver(cc))
     args = gemm_arguments(kernel, form)
-    with kernels_take_cpu_tensors():
+    with kernels_take_cpu_tensors(cc):
         artifact = kernel.compile(args, assume_supported_args=True)
-    launch = kernel.launch(args)
+        launch = kernel.launch(args)
     return {
         "kernel": kernel.metadata.kernel_name,
         "case": form,

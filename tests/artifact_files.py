@@ -40,7 +40,7 @@ def compile_kernel(name: str) -> tuple[CompiledArtifact, Launch] | None:
         kernel = kernel.with_epilogue("reglu")
     driver.set_active(TargetDriver(KERNELS[name]))
     args = gemm_arguments(kernel, "plain")
-    with kernels_take_cpu_tensors():
+    with kernels_take_cpu_tensors(KERNELS[name]):
         return kernel.compile(args, assume_supported_args=True), kernel.launch(args)
 
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference
+from moe_kernels.gemm import precision
+from moe_kernels.gemm.precision import has_fast_float64
 from moe_kernels.grouped_gemm import _grouped_gemm_op, _wgrad_op
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
@@ -205,6 +207,26 @@ def test_float32_uses_tf32_only_on_request(device):
     finally:
         torch.set_float32_matmul_precision(previous)
     assert error < 1e-4 < tf32_error
+
+
+def test_float32_is_rounded_once(device):
+    """Where float64 is fast a float32 product is the exact one, rounded; a float32 sum of 4096 terms is not."""
+    if not has_fast_float64(torch.device(device)):
+        pytest.skip("this GPU's float64 is slow: float32 is summed in float32")
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(4096, 40, device=device, generator=generator)
+    b = torch.randn(1, 4096, 24, device=device, generator=generator)
+    offsets = torch.tensor([40], dtype=torch.int32, device=device)
+    exact = a.T.double() @ b[0].double()
+    assert torch.equal(triton_gemm(a.T, b, offsets), exact.float())
+    rows = torch.tensor([4096], dtype=torch.int32, device=device)
+    assert torch.equal(triton_wgrad(a, b[0], rows)[0], exact.float())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_where_float64_is_slow(case, device, monkeypatch):
+    monkeypatch.setattr(precision, "has_fast_float64", lambda device: False)
+    check_accuracy(triton_gemm, reference.grouped_gemm, partial(draw, case, torch.float32, device), ("out", "da", "db"))
 
 
 @pytest.mark.gpu

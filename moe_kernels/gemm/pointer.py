@@ -19,7 +19,7 @@ from ..catalog import (
     PointerDesign,
 )
 from .base import GroupedGemmKernel, kernel_name
-from .precision import float32_dot, input_precision
+from .precision import add_product, dot_precision, zero_total
 
 
 @triton.jit
@@ -32,18 +32,14 @@ def multiply_tile(
     column_mask,  # [BLOCK_N]
     depth,  # K, or 0 for zeros
     EVEN_K: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """a @ b over a reduction of `depth`, in float32."""
-    # Tensor cores sum float8 products in about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2); this adds the sum of
-    # each step to float32.
-    IMPRECISE: tl.constexpr = BLOCK_K if a_ptrs.dtype.element_ty.is_fp8() else None
+    """a @ b over a reduction of `depth`, as float32."""
     k = tl.arange(0, BLOCK_K)
-    FLOAT32: tl.constexpr = a_ptrs.dtype.element_ty == tl.float32
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
+    total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
     for first in range(0, depth, BLOCK_K):
         a_mask = row_mask[:, None]
         b_mask = column_mask[None, :]
@@ -52,13 +48,10 @@ def multiply_tile(
             b_mask &= (first + k < depth)[:, None]
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        if FLOAT32:
-            total = float32_dot(a, b, total, depth, INPUT_PRECISION)
-        else:
-            total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
+        total = add_product(a, b, total, depth, PRECISION)
         a_ptrs += BLOCK_K * a_stride
         b_ptrs += BLOCK_K * b_stride
-    return total
+    return total.to(tl.float32)
 
 
 @triton.jit
@@ -96,7 +89,7 @@ def _grouped_gemm_kernel(
     N,
     EVEN_K: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,7 +127,7 @@ def _grouped_gemm_kernel(
         column_mask,
         tl.where(group < G, K, 0),
         EVEN_K,
-        INPUT_PRECISION,
+        PRECISION,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -191,7 +184,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
             {
                 "EVEN_K": depth % block_k == 0,
                 "ZERO_TAIL": int(args.zero_tail),
-                "INPUT_PRECISION": input_precision(args.A.dtype),
+                "PRECISION": dot_precision(args.A),
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
@@ -206,12 +199,11 @@ def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]
     return tensor, None if tensor is None else tensor.stride()
 
 
-# Every tile fits the shared memory of the smallest GPU of its generation (99 KiB). Float32 is computed without
-# tensor cores unless TF32 was asked for.
+# Every tile fits the shared memory of the smallest GPU of its generation (99 KiB).
 _TILES = {
     torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
     torch.float16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
-    torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 3)],
+    torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 2)],
     FLOAT8: [((128, 128, 128), 8, 3), ((16, 128, 128), 4, 3)],
 }
 

@@ -22,7 +22,7 @@ from .array import (
 )
 from .base import kernel_name
 from .pointer import activate, multiply_tile, out_operand, plain_forward
-from .precision import input_precision
+from .precision import dot_precision
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _pointer_array_kernel(
     PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous axes are multiples of so many elements
     OUT_PIECE: tl.constexpr,  # and those of out
     EVEN_K: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -95,7 +95,7 @@ def _pointer_array_kernel(
             column_mask,
             K,
             EVEN_K,
-            INPUT_PRECISION,
+            PRECISION,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
@@ -135,7 +135,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
                 "PIECE": 16 // a.element_size() if wide else 1,
                 "OUT_PIECE": 16 // out.element_size() if wide else 1,
                 "EVEN_K": all(depth % block_k == 0 for depth in args.survey.depths),
-                "INPUT_PRECISION": input_precision(a.dtype),
+                "PRECISION": dot_precision(a),
                 "FORWARD": plain_forward(self.metadata),
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,

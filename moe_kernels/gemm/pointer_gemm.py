@@ -20,7 +20,7 @@ from ..catalog import (
 )
 from .base import kernel_name, padded
 from .pointer import activate, multiply_tile, out_operand, plain_forward
-from .precision import input_precision
+from .precision import dot_precision
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -35,7 +35,7 @@ def _gemm_kernel(
     K,
     N,
     EVEN_K: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -62,7 +62,7 @@ def _gemm_kernel(
         column < N,
         K,
         EVEN_K,
-        INPUT_PRECISION,
+        PRECISION,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -107,7 +107,7 @@ class PointerGemm(Kernel):
             ),
             {
                 "EVEN_K": depth % block_k == 0,
-                "INPUT_PRECISION": input_precision(args.A.dtype),
+                "PRECISION": dot_precision(args.A),
                 "FORWARD": plain_forward(self.metadata),
                 "GROUP_TILES": design.group_tiles,
                 "BLOCK_M": block_m,

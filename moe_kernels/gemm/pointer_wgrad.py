@@ -8,7 +8,7 @@ from .._triton import cdiv, tl, triton
 from ..catalog import KernelMetadata, Launch, Operand, PointerDesign, WgradArguments, WgradOperands
 from .base import WgradKernel, kernel_name
 from .pointer import out_operand
-from .precision import float32_dot, input_precision
+from .precision import add_product, dot_precision, zero_total
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _wgrad_kernel(
     bounds_ptr,  # [G + 2]
     K,
     N,
-    INPUT_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -40,8 +40,7 @@ def _wgrad_kernel(
     end = tl.load(bounds_ptr + group + 1)
     a_columns = k.to(tl.int64) * a_strides[1]
     dout_columns = n.to(tl.int64) * dout_strides[1]
-    FLOAT32: tl.constexpr = a_ptr.dtype.element_ty == tl.float32
-    total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]
+    total = zero_total(BLOCK_K, BLOCK_N, PRECISION)  # [BLOCK_K, BLOCK_N]
     for first in range(start, end, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         row_mask = row < end
@@ -55,10 +54,7 @@ def _wgrad_kernel(
         dout_ptrs = dout_ptr + dout_row.to(tl.int64)[:, None] * dout_strides[0] + dout_columns[None, :]
         a = tl.load(a_ptrs, mask=row_mask[:, None] & (k < K)[None, :], other=0.0)
         dout = tl.load(dout_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
-        if FLOAT32:
-            total = float32_dot(tl.trans(a), dout, total, end, INPUT_PRECISION)
-        else:
-            total = tl.dot(tl.trans(a), dout, total)
+        total = add_product(tl.trans(a), dout, total, end, PRECISION)
     out_ptrs = (
         out_ptr
         + group.to(tl.int64) * out_strides[0]
@@ -94,7 +90,7 @@ class PointerWgrad(WgradKernel):
                 size_n,
             ),
             {
-                "INPUT_PRECISION": input_precision(args.A.dtype),
+                "PRECISION": dot_precision(args.A),
                 "BLOCK_K": block_k,
                 "BLOCK_N": block_n,
                 "BLOCK_R": block_r,
