@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -130,7 +132,7 @@ def launch_combine(
     d_model = rows.shape[1]
     out = rows.new_empty(num_tokens, d_model)
     if out.numel():
-        block_d = min(next_power_of_2(d_model), 2048)
+        block_d = _combine_block(d_model)
         launch_kernel(
             _combine_kernel,
             (num_tokens, cdiv(d_model, block_d)),
@@ -144,9 +146,16 @@ def launch_combine(
             d_model,
             TOP_K=top_k,
             BLOCK_D=block_d,
-            num_warps=4 if block_d >= 1024 else 2,
+            num_warps=max(1, block_d // 256),  # so that a thread has 8 columns, 16 bytes at a time
         )
     return out
+
+
+@functools.lru_cache
+def _combine_block(d_model: int) -> int:
+    """Columns per program: all, but parts of 512 or more that leave no thread idle are better."""
+    divisor = d_model & -d_model  # the largest power of two that divides it
+    return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
 
 def launch_spread(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
