@@ -251,7 +251,6 @@ def launch_weighted_activation_backward(
     dweighted: Tensor,  # [R, F] contiguous: gradient of the weighted activation, weight not yet applied
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
-    row_to_token: Tensor,  # [R]
     activation: Activation,
     bias: RowBias | None = None,
 ) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
@@ -260,77 +259,63 @@ def launch_weighted_activation_backward(
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
     recomputed from H as stored. A_w takes the place of dA' in `dweighted`. Rows of dropped slots are not written.
     """
-    num_rows, d_ff = dweighted.shape
+    d_ff, num_slots = dweighted.shape[1], slot_to_row.numel()
     dpreactivation = torch.empty_like(preactivation)
-    dweights = torch.zeros_like(topk_weights)  # of dropped slots
-    if num_rows:
-        top_k = slot_to_row.shape[1]
-        block_f = 1024 if d_ff >= 2048 else min(next_power_of_2(d_ff), 256)
-        block_r = max(1, 1024 // block_f)
+    dweights = torch.empty_like(topk_weights)
+    if num_slots:
+        block_s, block_f = (8, 128) if d_ff <= 512 else (4, 256) if d_ff < 2048 else (1, 1024)
         launch_kernel(
             _weighted_activation_backward_kernel,
-            (cdiv(num_rows, block_r),),
+            (cdiv(num_slots, block_s),),
             preactivation,
             *_bias_arguments(bias),
             dweighted,
             topk_weights,
             slot_to_row,
-            row_to_token,
             dpreactivation,
             dweights,
-            num_rows,
+            num_slots,
             d_ff,
             activation.limit,
             activation.alpha,
             BACKWARD=ACTIVATIONS[activation.name].backward,
             GATED=activation.gated,
-            TOP_K=top_k,
-            K_P2=next_power_of_2(top_k),
-            BLOCK_R=block_r,
+            BLOCK_S=block_s,
             BLOCK_F=block_f,
         )
     return dpreactivation, dweights
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_slots"])
 def _weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
     dweighted_ptr,  # [R, F] contiguous; becomes the weighted activation
-    weights_ptr,  # [T, K] contiguous
-    slot_to_row_ptr,  # [T, K] contiguous
-    row_to_token_ptr,  # [R]
+    weights_ptr,  # [T * K]
+    slot_to_row_ptr,  # [T * K]
     dpreactivation_ptr,  # as preactivation, contiguous
-    dweights_ptr,  # [T, K] contiguous
-    num_rows,
+    dweights_ptr,  # [T * K]
+    num_slots,
     F,
     limit,
     alpha,
     BACKWARD: tl.constexpr,
     GATED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    K_P2: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes BLOCK_R rows and the gradients of their weights. Grid: (cdiv(R, BLOCK_R),)."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    k = tl.arange(0, K_P2)[None, :]
-    token = tl.load(row_to_token_ptr + r, mask=r < num_rows, other=0).to(tl.int64)
-    slot = token[:, None] * TOP_K + k  # [BLOCK_R, K_P2]
-    row_of_slot = tl.load(slot_to_row_ptr + slot, mask=k < TOP_K, other=-1)
-    is_slot = (row_of_slot == r[:, None]) & (r < num_rows)[:, None]  # the one of the token's that has this row
-    weight = tl.sum(tl.where(is_slot, tl.load(weights_ptr + slot, mask=k < TOP_K, other=0.0), 0.0), 1)[:, None]
-    is_kept = tl.max(is_slot.to(tl.int32), 1)[:, None] != 0
-    row = r[:, None]
+    """One program writes the rows of BLOCK_S slots and their weights' gradients. Grid: (cdiv(T * K, BLOCK_S),)."""
+    slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+    row = tl.load(slot_to_row_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int64)[:, None]
+    weight = tl.load(weights_ptr + slot, mask=slot < num_slots, other=0.0)
     dtype: tl.constexpr = dweighted_ptr.dtype.element_ty
-    products = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)  # [BLOCK_R, BLOCK_F]
+    products = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)  # [BLOCK_S, BLOCK_F]
     if bias_ptr is not None:
-        expert = tl.load(row_to_expert_ptr + row, mask=is_kept, other=0).to(tl.int64)  # [BLOCK_R, 1]
+        expert = tl.load(row_to_expert_ptr + row, mask=row >= 0, other=0).to(tl.int64)  # [BLOCK_S, 1]
     for first in range(0, F, BLOCK_F):
         f = first + tl.arange(0, BLOCK_F)[None, :]
-        mask = (f < F) & is_kept
+        mask = (f < F) & (row >= 0)
         if GATED:
             offset = row * (2 * F) + f
             up = tl.load(preactivation_ptr + offset + F, mask=mask, other=0.0).to(tl.float32)
@@ -342,13 +327,12 @@ def _weighted_activation_backward_kernel(
         if bias_ptr is not None:
             gate, up = _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED)
         dweighted = tl.load(dweighted_ptr + row * F + f, mask=mask, other=0.0).to(tl.float32)
-        activated, dgate, dup = BACKWARD(gate, up, weight * dweighted, limit, alpha)
+        activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
         # Forward multiplied by the rounded activation, so its rounded value is what the weight's gradient sees.
         activated = activated.to(dtype).to(tl.float32)
         products += dweighted * activated
-        tl.store(dweighted_ptr + row * F + f, (weight * activated).to(dtype), mask=mask)
+        tl.store(dweighted_ptr + row * F + f, (weight[:, None] * activated).to(dtype), mask=mask)
         tl.store(dpreactivation_ptr + offset, dgate.to(dtype), mask=mask)
         if GATED:
             tl.store(dpreactivation_ptr + offset + F, dup.to(dtype), mask=mask)
-    dweight = tl.sum(products, 1)[:, None]  # [BLOCK_R, 1]
-    tl.store(dweights_ptr + slot, tl.broadcast_to(dweight, (BLOCK_R, K_P2)), mask=is_slot)
+    tl.store(dweights_ptr + slot, tl.sum(products, 1), mask=slot < num_slots)

@@ -344,7 +344,6 @@ def _experts_backward_op(
         weighted,
         torch.ones_like(topk_weights) if weight_on_input else topk_weights,
         slot_to_row,
-        row_to_token,
         kind,
         bias,
     )  # and dA' has become A_w

@@ -44,6 +44,21 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
+def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The same without the time of the host: as parts of a longer computation."""
+    graphs = {name: _captured(function) for name, function in functions.items()}
+    return measure({name: graph.replay for name, graph in graphs.items()})
+
+
+def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.keeps = function()  # what it writes
+    return graph
+
+
 def _calls(times: list[float]) -> int:
     return max(3, int(_ROUND_MS / statistics.median(times)))
 
@@ -126,11 +141,15 @@ def fastest(args: Arguments) -> Measured | None:
         return None
     for kernel in kernels:
         check(kernel, args)
-    times = measure({k.metadata.kernel_name: partial(k.run, args, assume_supported_args=True) for k in kernels})
+    return _fastest_run(args, {kernel: partial(kernel.run, args, assume_supported_args=True) for kernel in kernels})
+
+
+def _fastest_run(args: Arguments, runs: dict[Kernel, Callable[[], object]]) -> Measured:
+    times = measure_replays({kernel.metadata.kernel_name: run for kernel, run in runs.items()})
     _print(args.table_key(), times)
     # The rule of thumb decides between near equals: it prefers large tiles, which draw less power, and in training the
     # clocks follow the power.
-    close = [k for k in kernels if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
+    close = [k for k in runs if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
     kernel = best_first(close, args, measured=None)[0]
     return Measured(kernel, times[kernel.metadata.kernel_name])
 
@@ -173,22 +192,14 @@ def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
-    """The fastest kernel for products in one launch, checked; without the time of the host."""
-    kernels = {kernel.metadata.kernel_name: kernel for kernel in get_kernels(args)}
+    """The fastest kernel for products in one launch, checked."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
-    graphs = {}
-    for name, kernel in kernels.items():
-        problem = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
-        for out, a, b, e in zip(problem.run(), args.A_list, args.B_list, exact, strict=True):
-            assert_accurate(out, a @ b, e, name)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            problem.run()
-        graphs[name] = graph, problem  # whose table the graph reads
-    times = measure({name: graph.replay for name, (graph, _) in graphs.items()})
-    _print(args.table_key(), times)
-    best = min(times, key=times.get)
-    return Measured(kernels[best], times[best])
+    problems = {}  # which hold the tables that their graphs read
+    for kernel in get_kernels(args):
+        problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
+        for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
+            assert_accurate(out, a @ b, e, kernel.metadata.kernel_name)
+    return _fastest_run(args, {kernel: problem.run for kernel, problem in problems.items()})
 
 
 def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:

@@ -245,8 +245,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
 def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
     preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
     activated = launch_activation(preactivation, activation, bias)
-    row_to_token = torch.zeros(num_rows, dtype=torch.int32)
-    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, row_to_token, activation, bias)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias)
     return activated
 
 

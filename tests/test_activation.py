@@ -79,15 +79,14 @@ def test_weighted_backward_of_odd_sizes(d_ff, device):
 
 def _check_weighted_backward(d_ff, dtype, activation, device):
     experts = torch.tensor([[1, 0], [0, 1], [5, 0]], dtype=torch.int32, device=device)
-    permutation = reference.sort_by_expert(experts, 2)
-    slot_to_row = permutation.slot_to_row
+    slot_to_row = reference.sort_by_expert(experts, 2).slot_to_row
     generator = torch.Generator(device).manual_seed(0)
     weights = torch.rand(3, 2, device=device, generator=generator)
     preactivation = make_preactivation(6, d_ff, dtype, device, gated=activation.gated)
     dweighted = torch.randn(6, d_ff, device=device, generator=generator).to(dtype)
     weighted = dweighted.clone()
     dpreactivation, dweights = launch_weighted_activation_backward(
-        preactivation, weighted, weights, slot_to_row, permutation.row_to_token, activation
+        preactivation, weighted, weights, slot_to_row, activation
     )
     actual = dpreactivation, weighted, dweights
 
