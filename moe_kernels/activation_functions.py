@@ -256,8 +256,12 @@ ACTIVATIONS = {
 }
 
 # Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`, so with the published
-# numbers. Gated ones; the others of them would spill registers there.
-EPILOGUES = {name: ACTIVATIONS[name] for name in ("swiglu", "reglu", "clamped_swiglu", "gpt_oss")}
+# numbers: all gated ones. Two of them would spill registers where rows are gathered.
+EPILOGUES = {
+    name: ACTIVATIONS[name]
+    for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
+}
+GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
 # Those of one value, which kernels that load through pointers apply in float32.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}

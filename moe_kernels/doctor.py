@@ -74,7 +74,7 @@ def select_for(args: Arguments, target: Target) -> Kernel | None:
     kernel = next(iter(tuning.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
     if kernel is None or args.epilogue == listed.epilogue:
         return kernel
-    return kernel.with_epilogue(args.epilogue) if args.epilogue in EPILOGUES else None
+    return kernel.with_epilogue(args.epilogue) if args.epilogue in kernel.epilogues else None
 
 
 def _listed(args: Arguments) -> Arguments:

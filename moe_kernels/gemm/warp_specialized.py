@@ -42,13 +42,13 @@ if OBSTACLE is None:
 _LEAST_STEPS = 3  # of the reduction: the parts in which a finished tile is written while the next begins
 
 
-def _registers(gather: bool, gated: bool) -> dict[str, int]:
+def _registers(gather: bool, epilogue: str | None) -> dict[str, int]:
     """Of each thread; the other consumer gets what is left of 504. Chosen so that nothing spills."""
-    if not gather:
-        return {"PRODUCER_REGISTERS": 32, "CONSUMER_REGISTERS": 240}
-    if gated:
+    if epilogue in ("geglu", "geglu_tanh") or (gather and epilogue is None):
+        return {"PRODUCER_REGISTERS": 48, "CONSUMER_REGISTERS": 224}
+    if gather:
         return {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}
-    return {"PRODUCER_REGISTERS": 48, "CONSUMER_REGISTERS": 224}
+    return {"PRODUCER_REGISTERS": 32, "CONSUMER_REGISTERS": 240}
 
 
 @functools.cache
@@ -113,7 +113,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 "BLOCK_K": block_k,
                 "NUM_BUFFERS": design.num_stages,
                 "GROUP_TILES": design.group_tiles,
-                **_registers(design.gather, forward is not None),
+                **_registers(design.gather, self.metadata.epilogue),
                 "num_warps": 4,
             },
         )
@@ -178,7 +178,7 @@ class WarpSpecializedWgrad(WgradKernel):
                 "BLOCK_R": block_r,
                 "NUM_BUFFERS": design.num_stages,
                 "GROUP_TILES": design.group_tiles,
-                **_registers(design.gather, False),
+                **_registers(design.gather, None),
                 "num_warps": 4,
             },
         )

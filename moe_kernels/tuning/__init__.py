@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .._triton import TRITON_VERSION
-from ..activation_functions import EPILOGUES
 from ..arguments import layout_of, rows_bucket
 from ..catalog import (
     Arguments,
@@ -90,7 +89,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
     if not isinstance(args, GroupedGemmArguments) or args.epilogue in (None, "swiglu"):
         return None
     listed = find(dataclasses.replace(args, epilogue="swiglu"))
-    return listed.with_epilogue(args.epilogue) if listed and args.epilogue in EPILOGUES else None
+    return listed.with_epilogue(args.epilogue) if listed and args.epilogue in listed.epilogues else None
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
