@@ -83,6 +83,22 @@ def test_any_size_with_many_ties(num_tokens, num_experts, data, normalize, seed)
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
+@pytest.mark.parametrize("num_experts", [5, 64, 200, 512])
+def test_the_last_bits_of_a_logit_decide(num_experts, device):
+    """Logits of some tokens are neighbours among float32; of others, the last chosen and the first that is not."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(40, num_experts, device=device, generator=generator)
+    order = torch.rand(20, num_experts, device=device, generator=generator).argsort(-1)
+    logits[:20] = (torch.tensor(1.5, device=device).view(torch.int32) + order.int()).view(torch.float32)
+    logits[10:20] *= -1
+    near = logits[20:].topk(5).indices
+    fourth = logits[20:].gather(1, near[:, 3:4])
+    logits[20:].scatter_(1, near[:, 4:5], torch.nextafter(fourth, fourth + 1))  # past the fourth by one bit
+    for top_k in (1, 4):
+        actual, expected = triton_topk(logits, top_k), reference.topk_routing(logits, top_k)
+        assert torch.equal(actual.topk_experts, expected.topk_experts)
+
+
 @pytest.mark.parametrize("op", [triton_topk, reference.topk_routing])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_nan_and_infinity_stay_in_their_token(op, normalize, device):
