@@ -81,14 +81,14 @@ def _sort_op(
     offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
     table = TileTable(*tensors, block_rows)
     num_blocks = cdiv(num_slots, _SORT_BLOCK)
-    counts = topk_experts.new_empty(num_experts, num_blocks)  # then: slots of the expert in earlier blocks
+    counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
     totals = topk_experts.new_empty(num_experts)
     E_P2 = next_power_of_2(num_experts)
     if num_blocks:
-        launch_kernel(
-            _count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_blocks, num_experts, E_P2, _SORT_BLOCK
-        )
-    launch_kernel(_scan_kernel, (num_experts,), counts, totals, num_blocks, BLOCK=2048)
+        launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, _SORT_BLOCK)
+    launch_kernel(
+        _scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_B=512, BLOCK_E=4
+    )
     capacity = len(table.tiles)
     launch_kernel(
         _place_kernel,
@@ -129,49 +129,51 @@ def _empty_sort(topk_experts, num_experts, block_rows):
     )
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+@triton.jit(do_not_specialize=["num_slots"])
 def _count_kernel(
     experts_ptr,  # [num_slots]
-    counts_ptr,  # [E, num_blocks]
+    counts_ptr,  # [num_blocks, E]
     num_slots,
-    num_blocks,
     E,
     E_P2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program writes counts[:, block]. Grid: (num_blocks,)."""
+    """One program writes counts[block, :]. Grid: (num_blocks,)."""
     block = tl.program_id(0).to(tl.int64)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
     kept = (expert >= 0) & (expert < E)
     counts = tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)  # [E_P2]
     index = tl.arange(0, E_P2)
-    tl.store(counts_ptr + index.to(tl.int64) * num_blocks + block, counts, mask=index < E)
+    tl.store(counts_ptr + block * E + index, counts, mask=index < E)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _scan_kernel(
-    counts_ptr,  # [E, num_blocks]; becomes the exclusive sum over blocks
+    counts_ptr,  # [num_blocks, E]; becomes the exclusive sum over blocks
     totals_ptr,  # [E]
     num_blocks,
-    BLOCK: tl.constexpr,
+    E,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    """One program scans the blocks of an expert. Grid: (E,)."""
-    expert = tl.program_id(0).to(tl.int64)
-    carry = 0
-    for first in range(0, num_blocks, BLOCK):
-        block = first + tl.arange(0, BLOCK)
-        pointer = counts_ptr + expert * num_blocks + block
-        counts = tl.load(pointer, mask=block < num_blocks, other=0)  # [BLOCK]
-        tl.store(pointer, carry + tl.cumsum(counts, 0) - counts, mask=block < num_blocks)
+    """One program scans BLOCK_E experts over all blocks. Grid: (cdiv(E, BLOCK_E),)."""
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    carry = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        block = first + tl.arange(0, BLOCK_B)
+        mask = (block < num_blocks)[:, None] & (expert < E)[None, :]
+        pointer = counts_ptr + block.to(tl.int64)[:, None] * E + expert[None, :]
+        counts = tl.load(pointer, mask=mask, other=0)  # [BLOCK_B, BLOCK_E]
+        tl.store(pointer, carry[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
         carry += tl.sum(counts, 0)
-    tl.store(totals_ptr + expert, carry)
+    tl.store(totals_ptr + expert, carry, mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks", "capacity"])
 def _place_kernel(
     experts_ptr,  # [num_slots]
-    earlier_ptr,  # [E, num_blocks]: slots of the expert in earlier blocks
+    earlier_ptr,  # [num_blocks, E]: slots of the expert in earlier blocks
     totals_ptr,  # [E]
     offsets_ptr,  # [E]
     slot_to_row_ptr,  # [num_slots]
@@ -220,7 +222,7 @@ def _place_kernel(
             PROGRAM_ENTRIES,
         )
     else:
-        earlier = tl.load(earlier_ptr + index.to(tl.int64) * num_blocks + block, mask=index < E, other=0)
+        earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=index < E, other=0)
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
