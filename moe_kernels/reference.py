@@ -397,6 +397,8 @@ def combine(
     slot_to_row: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, D] token order
     dtype = torch.promote_types(rows.dtype, torch.float32)
+    if not len(rows):
+        rows = functional.pad(rows, (0, 0, 0, 1))  # a row that dropped slots can point to
     chosen = rows.index_select(0, slot_to_row.clamp(min=0).flatten()).to(dtype)
     chosen = rearrange(chosen, "(t k) d -> t k d", k=slot_to_row.shape[1])
     chosen = torch.where((slot_to_row >= 0)[..., None], chosen, 0.0)

@@ -13,6 +13,7 @@ from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pair
 from .dispatcher import LocalDispatcher
 from .dropping import CapacityFactor, Slots
 from .expert_choice import ExpertChoice, TokenRounding
+from .expert_parallel import ExpertParallel
 from .experts import GroupedExperts
 from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
 from .layer_routing import LayerRouting
@@ -37,6 +38,7 @@ __all__ = [
     "CapacityFactor",
     "CustomAssignment",
     "ExpertChoice",
+    "ExpertParallel",
     "ForcedBalance",
     "GroupedExperts",
     "LayerRouting",

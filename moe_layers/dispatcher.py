@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_kernels import sort_by_expert
@@ -16,7 +17,7 @@ class Dispatched(NamedTuple):
     """What comes back from the experts."""
 
     tokens: Tensor  # [T, D]
-    offsets: Tensor  # [E] int32: exclusive end row of each expert that is here
+    offsets: Tensor  # [experts.num_experts] int32: exclusive end row of each, with this call's slots in expert order
 
 
 class LocalDispatcher:
@@ -40,3 +41,9 @@ class LocalDispatcher:
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
         )
         return Dispatched(experts(tokens, slots.topk_weights, permutation), permutation.offsets)
+
+
+def dispatch_dtype(tokens: Tensor) -> torch.dtype:
+    """That in which the experts read the tokens: they travel in it."""
+    device_type = tokens.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tokens.dtype

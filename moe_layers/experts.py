@@ -7,6 +7,8 @@ up rows of each expert, or with a plain activation [E, F, D] the up rows alone; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +51,7 @@ class GroupedExperts(nn.Module):
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
         check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
         self.num_experts = num_experts
+        self.local_share: Callable[[Tensor], Tensor] | None = None  # of a parameter that several processes share
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
@@ -99,7 +102,10 @@ class GroupedExperts(nn.Module):
             )
 
         biases = () if self.b_up is None else (self.b_up, self.b_down)
-        return call_with_autocast_rules(experts, tokens, self.w_up, self.w_down, *biases)
+        weights = self.w_up, self.w_down, *biases
+        if self.local_share is not None:
+            weights = map(self.local_share, weights)
+        return call_with_autocast_rules(experts, tokens, *weights)
 
     def extra_repr(self) -> str:
         num_experts, d_model, d_ff = self.w_down.shape

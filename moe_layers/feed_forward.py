@@ -206,7 +206,8 @@ class MoEFeedForward(nn.Module):
         """
         if not isinstance(experts, range) or experts.step != 1 or not experts:
             raise ValueError(f"keep_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
-        if experts.start < 0 or experts.stop > self.experts.num_experts or len(self.experts.w_up) != self.num_experts:
+        all_here = len(self.experts.w_up) == self.num_experts and self.experts.local_share is None
+        if experts.start < 0 or experts.stop > self.experts.num_experts or not all_here:
             raise ValueError(
                 f"keep_experts: experts must lie in {range(self.num_experts)}, all still here, got {experts}"
             )
