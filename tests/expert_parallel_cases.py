@@ -5,6 +5,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_layers import ExpertParallel, MoEFeedForward
 
@@ -79,3 +80,17 @@ def assert_close(actual, expected):
     scale = expected.abs().max().item() if expected.numel() else 0.0
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-5}[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-3))
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Names and dtypes of the collectives that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.dtypes = [], []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "_c10d_functional" and "wait" not in op.name():
+            self.names.append(op.name().removeprefix("_c10d_functional::"))
+            self.dtypes.append(args[0].dtype)
+        return op(*args, **(kwargs or {}))

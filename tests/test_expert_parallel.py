@@ -9,7 +9,6 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels import RouterSpec
 from moe_layers import ExpertParallel
@@ -20,6 +19,7 @@ from .expert_parallel_cases import (
     LENGTHS,
     NUM_EXPERTS,
     TOP_K,
+    CollectiveCounter,
     assert_close,
     draw,
     expert_mesh,
@@ -234,26 +234,12 @@ def frozen_experts_stay_frozen(device):
 
 
 def tokens_travel_in_autocast_dtype(device):
-    sent = _Collectives()
+    sent = CollectiveCounter()
     layer = shard_experts(make_layer(device).float(), expert_mesh(device), "alltoall")
     with torch.autocast(device.type, torch.bfloat16), sent:
         y = layer(draw(device, 5).float())
     assert y.dtype == torch.bfloat16
     assert sent.dtypes.count(torch.bfloat16) == 2
-
-
-class _Collectives(TorchDispatchMode):
-    """Names and dtypes of the collectives that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.dtypes = [], []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "_c10d_functional" and "wait" not in op.name():
-            self.names.append(op.name().removeprefix("_c10d_functional::"))
-            self.dtypes.append(args[0].dtype)
-        return op(*args, **(kwargs or {}))
 
 
 COUNTS = {
@@ -270,7 +256,7 @@ def no_more_collectives_than_needed(device):
     for style in STYLES:
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
         x = draw(device, 5).requires_grad_()
-        forward, backward = _Collectives(), _Collectives()
+        forward, backward = CollectiveCounter(), CollectiveCounter()
         with forward:
             loss = layer(x).sum()
         with backward:

@@ -1,0 +1,244 @@
+"""Training with shared experts: FSDP2, clipping, AdamW, checkpointed regions, balance, distributed checkpoints."""
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import RouterSpec
+from moe_layers import (
+    BalanceLosses,
+    ExpertParallel,
+    clip_grad_norm_,
+    save_communication,
+    save_routing,
+    update_selection_bias,
+)
+
+from .expert_parallel_cases import (
+    D_MODEL,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    float_dtype,
+    full,
+    make_layer,
+    own,
+    shard_experts,
+    summed,
+)
+from .processes import run_cases
+
+TOKENS = 8  # of each process
+
+
+class Model(nn.Module):
+    def __init__(self, device, **options):
+        super().__init__()
+        torch.manual_seed(5)
+        self.project = nn.Linear(D_MODEL, D_MODEL).to(device, float_dtype(device))
+        self.layers = nn.ModuleList([nn.ModuleDict({"moe": make_layer(device, seed, **options)}) for seed in range(2)])
+
+    def forward(self, x):
+        x = self.project(x)
+        for layer in self.layers:
+            x = x + layer["moe"](x)
+        return x
+
+
+def sharded(device, experts_over, dispatcher="auto", **options):
+    """The model with experts over so many processes, and FSDP2 over all."""
+    model, mesh = Model(device, **options), expert_mesh(device, experts_over)
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(dispatcher)})
+    for layer in model.layers:
+        fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
+        fully_shard(layer["moe"], mesh=everywhere)
+    return fully_shard(model, mesh=everywhere)
+
+
+def data(device, step):
+    """Tokens of all processes, and what to make of them."""
+    num_tokens = TOKENS * distributed.get_world_size()
+    return draw(device, num_tokens, seed=step), draw(device, num_tokens, seed=100 + step)
+
+
+def train_step(model, optimizer, x, target, clip):
+    """(norm of the gradients before clipping, the gradients after it, by name)."""
+    optimizer.zero_grad()
+    (model(x) - target).square().mean().backward()
+    norm = clip(model.parameters(), max_norm=0.05)
+    gradients = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    return norm, gradients
+
+
+def train_own_part(model, optimizer, device, step):
+    x, target = (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, step))
+    return train_step(model, optimizer, x, target, clip_grad_norm_)
+
+
+def make_optimizer(model, kind):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **kind)
+
+
+OPTIMIZERS = [{"foreach": True}, {"fused": True}, {"foreach": False}]
+
+
+def two_steps_equal_one_process(device):
+    """Gradients, their norm, clipping and AdamW, for experts over some or all processes and FSDP2 over the others."""
+    num_processes = distributed.get_world_size()
+    for experts_over in (2, num_processes) if num_processes > 2 else (1, 2):
+        for dispatcher, kind in zip(("allgather", "alltoall"), OPTIMIZERS, strict=False):
+            one = Model(device)
+            many = sharded(device, experts_over, dispatcher)
+            optimizers = make_optimizer(one, kind), make_optimizer(many, kind)
+            for step in range(2):
+                expected = train_step(one, optimizers[0], *data(device, step), torch.nn.utils.clip_grad_norm_)
+                actual = train_own_part(many, optimizers[1], device, step)
+                assert expected[0] > 0.05
+                assert_close(actual[0], expected[0])
+                for name, gradient in expected[1].items():
+                    assert_close(actual[1][name], gradient)
+            for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(full(a), b, rtol=0, atol=1e-6 if device.type == "cpu" else 1e-3, msg=name)
+
+
+def clipping_by_other_norms(device):
+    """Of mixed meshes and plain parameters together, as PyTorch clips them where it can."""
+    layer, one = shard_experts(make_layer(device), expert_mesh(device)), make_layer(device)
+    x = draw(device, 6)  # the same everywhere, so that gradients of all parameters are the mean already
+    for norm_type in (1.0, 2.0, float("inf")):
+        for module in (layer, one):
+            module.zero_grad()
+            module(x).sum().backward()
+        expected = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5, norm_type)
+        norm = clip_grad_norm_(layer.parameters(), 0.5, norm_type)
+        assert expected > 0.5
+        assert_close(norm, expected)
+        for a, b in zip(layer.parameters(), one.parameters(), strict=True):
+            assert_close(full(a.grad), b.grad)
+    assert clip_grad_norm_([nn.Parameter(x)], 1.0) == 0
+    layer.router.weight.grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients must be finite, got inf"):
+        clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def distributed_checkpoints(device):
+    """Saved with experts over all processes, loaded over fewer and by one: the next step is that of the first run."""
+    num_processes = distributed.get_world_size()
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    first = sharded(device, num_processes)
+    optimizer = make_optimizer(first, {})
+    train_own_part(first, optimizer, device, 0)
+    states = dict(zip(("model", "optimizer"), get_state_dict(first, optimizer), strict=True))
+    distributed_checkpoint.save(states, checkpoint_id=folder[0])
+    saved = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
+    train_own_part(first, optimizer, device, 1)
+    expected = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
+    runs = {"fewer": sharded(device, num_processes // 2), "one": Model(device)}
+    for name, model in runs.items():
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        optimizer = make_optimizer(model, {})
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        distributed_checkpoint.load(states, checkpoint_id=folder[0])
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        for parameter_name, parameter in model.named_parameters():
+            assert torch.equal(full(parameter), saved[parameter_name]), (name, parameter_name)
+        if name == "one":
+            train_step(model, optimizer, *data(device, 1), torch.nn.utils.clip_grad_norm_)
+        else:
+            train_own_part(model, optimizer, device, 1)
+        for parameter_name, parameter in model.named_parameters():
+            tolerance = 1e-6 if device.type == "cpu" else 1e-3
+            torch.testing.assert_close(full(parameter), expected[parameter_name], rtol=0, atol=tolerance)
+
+
+def checkpointed_regions(device):
+    """The experts are chosen once, and with `save_communication` nothing is sent twice; gradients stay as they are."""
+    for dispatcher, lengths in (("alltoall", [5, 6]), ("allgather", [6, 6])):
+        x = own(draw(device, sum(lengths)), lengths).requires_grad_()
+        layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
+        expected = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
+        chosen = []
+        layer.router.register_forward_hook(lambda router, inputs, routed, to=chosen: to.append(routed.topk_experts))
+        for context_fn in (save_routing, save_communication):
+            forward, backward = CollectiveCounter(), CollectiveCounter()
+            region = partial(checkpoint, layer, use_reentrant=False, context_fn=context_fn)
+            with forward:
+                y = region(x).sin()
+            with backward:
+                gradients = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+            for actual, gradient in zip(gradients, expected, strict=True):
+                assert_close(full(actual), full(gradient))
+            # Nothing is kept of what the reduce-scatter returns, so its recomputation stops before.
+            num_again = {"alltoall": len(forward.names), "allgather": len(forward.names) - 1}[dispatcher]
+            num_again = num_again if context_fn is save_routing else 0
+            assert len(backward.names) == 3 + num_again, (dispatcher, backward.names)
+            # Another rounding of the logits than in the forward, only more of it.
+            y, weight = region(x), layer.router.weight.detach().clone()
+            layer.router.weight.data.neg_()
+            y.sum().backward()
+            layer.router.weight.data.copy_(weight)
+            assert torch.equal(chosen[-1], chosen[-2])
+
+
+def balance_of_the_whole_batch(device):
+    """The global-batch loss and the update of the selection bias see the tokens of all processes."""
+    everyone = distributed.group.WORLD
+    num_processes = distributed.get_world_size()
+    options = {"router": RouterSpec.biased_softmax()}
+    one = make_layer(device, balance_losses=BalanceLosses(switch=0.5), **options)  # over all tokens the same loss
+    many = make_layer(device, balance_losses=BalanceLosses(global_batch=0.5, group=everyone), **options)
+    shard_experts(many, expert_mesh(device))
+    x, upstream = data(device, 0)
+    lengths = [TOKENS] * num_processes
+    (one(x) * upstream).sum().div(num_processes).backward()
+    (many(own(x, lengths)) * own(upstream, lengths)).sum().backward()
+    for a, b in zip(many.router.parameters(), one.router.parameters(), strict=True):
+        assert_close(summed(a.grad) / num_processes, b.grad)
+    update_selection_bias(many, rate=0.5, group=everyone)
+    counts = one(x, return_routing=True)[1].tokens_per_expert
+    expected = 0.5 * (counts.double().mean() - counts).sign()
+    assert expected.any() and torch.equal(many.router.selection_bias.double(), expected)
+
+
+TWO = [
+    two_steps_equal_one_process,
+    clipping_by_other_norms,
+    distributed_checkpoints,
+    checkpointed_regions,
+    balance_of_the_whole_batch,
+]
+FOUR = [two_steps_equal_one_process, distributed_checkpoints]
+
+
+@pytest.fixture(scope="module")
+def failures_of_two(tmp_path_factory):
+    return run_cases(TWO, 2, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def failures_of_four(tmp_path_factory):
+    return run_cases(FOUR, 4, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
+def test_two_processes(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
+def test_four_processes(case, failures_of_four):
+    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
