@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,14 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+# Imported once, in a process of their own that the others are forked from: they take longer than the tests.
+PRELOADED = [
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "moe_layers",
+]
 TIMEOUT = timedelta(seconds=60)  # of a collective: whoever waits longer fails, and does not hang
 
 
@@ -25,8 +34,9 @@ def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[s
     if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     arguments = (cases, num_processes, str(folder))
+    multiprocessing.set_forkserver_preload(PRELOADED)
     try:
-        start_processes(_run, arguments, nprocs=num_processes, start_method="spawn")
+        start_processes(_run, arguments, nprocs=num_processes, start_method="forkserver")
     except ProcessException:
         if not list(folder.glob("*.failed")):
             raise
