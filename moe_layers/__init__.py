@@ -15,7 +15,7 @@ from .dropping import CapacityFactor, Slots
 from .expert_choice import ExpertChoice, TokenRounding
 from .expert_parallel import ExpertParallel
 from .experts import GroupedExperts
-from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
+from .feed_forward import MoEFeedForward
 from .gradient_clipping import clip_grad_norm_
 from .layer_routing import LayerRouting
 from .losses import (
@@ -32,6 +32,7 @@ from .recomputation import save_communication, save_routing
 from .router import TopKRouter
 from .routing_record import RoutingRecord
 from .shared_expert import SharedExpert
+from .whole_models import observe, set_aux_loss_scale
 
 __all__ = [
     "Assignment",

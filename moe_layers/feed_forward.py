@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, sort_by_expert
@@ -18,6 +20,7 @@ from .balancing import BalanceLosses, update_selection_bias
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .dispatcher import LocalDispatcher
 from .dropping import CapacityFactor, Slots, check_capacity, drop_beyond_capacity, identity_output
+from .expert_parallel import ExpertParallel, expert_share
 from .experts import GroupedExperts
 from .layer_routing import LayerRouting, facts_of_tokens
 from .losses import attach_loss
@@ -158,6 +161,8 @@ class MoEFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         experts: range | None = None,
+        mesh: DeviceMesh | None = None,
+        expert_parallel: ExpertParallel | None = None,
         implementation: str | None = None,
         return_report: bool = False,
     ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
@@ -172,15 +177,26 @@ class MoEFeedForward(nn.Module):
                 block's tensors where there are several.
             dtype: of the parameters; None for the dtype on disk, of quantised weights the model's.
             experts: read only these, and let the layer compute their share of the sum: see `keep_experts`.
+            mesh: of processes that share the experts. Each reads its own, and nothing is communicated.
+            expert_parallel: how they share them, with a mesh; None for `ExpertParallel()`.
             return_report: return (layer, LoadReport), which says what became of each tensor.
 
         Raises:
             ValueError: the architecture is not supported; a file is damaged or missing; a tensor is missing, left over,
                 ambiguous or of a wrong shape; scales are not finite. The message names them. Nothing is half loaded.
+                Or the mesh does not go with the number of experts, or with `experts`.
         """
+        if (expert_parallel if mesh is None else experts) is not None:
+            raise ValueError(
+                "from_checkpoint: expert_parallel needs a mesh, which decides experts, "
+                f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
+            )
+        share = experts if mesh is None else partial(expert_share, mesh)
         module, report = load_layer(
-            cls, directory, layer, dtype=dtype, device=device, experts=experts, implementation=implementation
+            cls, directory, layer, dtype=dtype, device=device, experts=share, implementation=implementation
         )
+        if mesh is not None:
+            parallelize_module(module, mesh, expert_parallel or ExpertParallel())
         return (module, report) if return_report else module
 
     @property
@@ -365,27 +381,3 @@ class MoEFeedForward(nn.Module):
             ValueError: lists missing, unexpected and wrongly shaped tensors; the layer is then unchanged.
         """
         load_safetensors(self, path)
-
-
-def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
-    """`MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
-    for module in model.modules():
-        if isinstance(module, MoEFeedForward):
-            module.set_aux_loss_scale(scale)
-
-
-def observe(model: nn.Module) -> dict[str, RoutingObserver]:
-    """Let every layer of a model collect statistics of its routing from now on, and return what they collect in.
-
-    The names are those of the layers in the model. Setting a layer's `observer` to None ends it.
-
-    Raises:
-        ValueError: the model has no such layer.
-    """
-    observers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MoEFeedForward):
-            module.observer = observers[name] = RoutingObserver(module.router, module.num_experts)
-    if not observers:
-        raise ValueError("observe: the model must have a MoEFeedForward, got none")
-    return observers

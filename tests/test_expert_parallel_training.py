@@ -2,6 +2,7 @@
 
 import tempfile
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from moe_kernels import RouterSpec
 from moe_layers import (
     BalanceLosses,
     ExpertParallel,
+    MoEFeedForward,
     clip_grad_norm_,
     save_communication,
     save_routing,
     update_selection_bias,
 )
+from moe_layers.checkpoint.files import CheckpointFiles
 
 from .expert_parallel_cases import (
     D_MODEL,
@@ -214,12 +217,42 @@ def balance_of_the_whole_batch(device):
     assert expected.any() and torch.equal(many.router.selection_bias.double(), expected)
 
 
+def layers_of_published_models(device):
+    """Each process reads its own experts and no others; the layer computes what that of one process does."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = f"{folder}/layer"
+        make_layer(device, shared_d_ff=12).save_checkpoint(directory)
+        one = MoEFeedForward.from_checkpoint(directory, device=device)
+        style, mesh = ExpertParallel("alltoall"), expert_mesh(device)["ep"]
+        with mock.patch.object(CheckpointFiles, "read", autospec=True, side_effect=CheckpointFiles.read) as read:
+            many, report = MoEFeedForward.from_checkpoint(
+                directory, mesh=mesh, expert_parallel=style, device=device, return_report=True
+            )
+        first = 4 * distributed.get_rank()
+        assert report.experts == range(first, first + 4)
+        names = [call.args[1] for call in read.call_args_list]
+        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in names if ".experts." in name}
+        assert experts == set(report.experts)
+        x = draw(device, 6, seed=distributed.get_rank())
+        assert type(many.dispatcher).__name__ == "AllToAllDispatcher"
+        assert_close(many(x), one(x))
+        for op in (many.save_checkpoint, many.save_safetensors):
+            with pytest.raises(ValueError, match=r"must be whole|must hold all experts"):
+                op(f"{folder}/other")
+        with pytest.raises(ValueError, match=r"load_safetensors: tensors must be whole, got a DTensor experts\.w_up"):
+            many.load_safetensors(f"{directory}/model.safetensors")
+        for wrong in ({"expert_parallel": style}, {"mesh": mesh, "experts": range(4)}):
+            with pytest.raises(ValueError, match="expert_parallel needs a mesh, which decides experts, got"):
+                MoEFeedForward.from_checkpoint(directory, **wrong)
+
+
 TWO = [
     two_steps_equal_one_process,
     clipping_by_other_norms,
     distributed_checkpoints,
     checkpointed_regions,
     balance_of_the_whole_batch,
+    layers_of_published_models,
 ]
 FOUR = [two_steps_equal_one_process, distributed_checkpoints]
 
