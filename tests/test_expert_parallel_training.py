@@ -11,6 +11,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -131,6 +132,10 @@ def clipping_by_other_norms(device):
         for a, b in zip(layer.parameters(), one.parameters(), strict=True):
             assert_close(full(a.grad), b.grad)
     assert clip_grad_norm_([nn.Parameter(x)], 1.0) == 0
+    unreduced = nn.Parameter(x)
+    unreduced.grad = DTensor.from_local(x, expert_mesh(device)["ep"], [Partial()])
+    with pytest.raises(ValueError, match=r"gradients must be whole sums, got .*Partial"):
+        clip_grad_norm_([unreduced], 1.0)
     layer.router.weight.grad.fill_(torch.inf)
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients must be finite, got inf"):
         clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
