@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_kernels import Permutation, combine, permute, sort_by_expert
 
-from .collectives import Ranks, check_on_device, wait
-from .dispatcher import Dispatched, dispatch_dtype
+from .collectives import Ranks, Trip, check_on_device, wait
+from .dispatcher import Dispatched, split_slots
 from .dropping import Slots
 from .experts import GroupedExperts
 
@@ -26,6 +26,16 @@ class _Route(NamedTuple):
     experts: Tensor  # [R] int32: the expert among those here; beyond them for a row of no slot
 
 
+class _Leaving(NamedTuple):
+    """Some tokens that are to be sent, in expert order."""
+
+    tokens: Tensor  # [T, D]
+    slots: Slots
+    order: Permutation  # of the slots as [T * K, 1], whose rows thus know their slots
+    counts: Tensor  # [P, E / P]: slots for each process and its experts
+    capacity: int | None  # the rows that go to each process, of slots or none; None for as many as there are
+
+
 class AllToAllDispatcher:
     """Send each slot's token and weight to the process of its expert, and sum what comes back.
 
@@ -36,86 +46,108 @@ class AllToAllDispatcher:
         ranks: that share the experts, as many for each.
         row_bound: every process sends each one so many times T * K / P rows, filled up; all must have equally many
             tokens. None sends as many rows as there are, for which the host waits once.
+        chunks: parts of the tokens, of which one travels while another is computed.
     """
 
-    def __init__(self, ranks: Ranks, row_bound: float | None = None):
+    def __init__(self, ranks: Ranks, row_bound: float | None = None, chunks: int = 1):
         self.ranks = ranks
         self.row_bound = row_bound
+        self.chunks = chunks
 
+    @torch.compiler.disable
     def __call__(
         self,
         tokens: Tensor,  # [T, D]
         slots: Slots,
         experts: GroupedExperts,
     ) -> Dispatched:
-        ranks, implementation = self.ranks, experts.implementation
-        top_k = slots.topk_experts.shape[1]
-        # A sort of [T * K, 1] slots: its rows know their slots.
-        by_expert = sort_by_expert(
-            slots.topk_experts.reshape(-1, 1), experts.num_experts, implementation=implementation
+        implementation = experts.implementation
+        chunks = [self._sort(*chunk, experts) for chunk in split_slots(tokens, slots, self.chunks)]
+        routes = self._routes(chunks, self._exchange_counts(chunks))
+        trips = [self._send(chunk, route, implementation) for chunk, route in zip(chunks, routes, strict=True)]
+        returning = []
+        for route, (weights, rows) in zip(routes, trips, strict=True):
+            num_local = experts.num_experts // self.ranks.size
+            permutation = sort_by_expert(route.experts[:, None], num_local, implementation=implementation)
+            rows = experts(rows.arrive(), weights.arrive(), permutation)  # [R, D]
+            returning.append(self.ranks.exchanging(rows, route.sent, route.received))
+
+        def arrive() -> Tensor:
+            parts = [
+                combine(trip.arrive(), None, route.slot_to_row, implementation=implementation)
+                for trip, route in zip(returning, routes, strict=True)
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return Dispatched(arrive, sum(chunk.order.offsets for chunk in chunks))
+
+    def _sort(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> _Leaving:
+        order = sort_by_expert(
+            slots.topk_experts.reshape(-1, 1), experts.num_experts, implementation=experts.implementation
         )
-        counts = torch.diff(by_expert.offsets, prepend=by_expert.offsets.new_zeros(1)).view(ranks.size, -1)
-        capacity = self._capacity(slots)
-        # Beside the counts, what tells all processes of an error in one.
-        limit = counts.new_full((ranks.size, 1), capacity or 0)
-        if capacity is not None:
-            limit = torch.where((counts.sum(1) <= capacity).all(), limit, -1)
-        facts = torch.cat([counts, limit], dim=1)
-        ones = [1] * ranks.size
-        facts = wait(ranks.all_to_all(facts, ones, ones))
-        arriving = facts[:, :-1]  # [P, E / P]: from each process, for each expert here
-        if capacity is None:
-            route = self._exact_route(slots, by_expert, counts, arriving)
-        else:
-            check_on_device(
-                (facts[:, -1] == capacity).all(),
-                f"ExpertParallel: with row_bound={self.row_bound} every process must have as many tokens, and at most "
-                f"{capacity} slots for experts of one process, got more or others",
-            )
-            route = self._bounded_route(slots, by_expert, counts, arriving, capacity)
-        by_slot = by_expert._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)
-        by_token = by_expert._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // max(top_k, 1))
-        tokens = tokens.to(dispatch_dtype(tokens))
-        leaving = (
-            permute(slots.topk_weights.reshape(-1, 1), by_slot, implementation=implementation),  # [S, 1]
-            permute(tokens, by_token, implementation=implementation),  # [S, D]
-        )
-        under_way = [ranks.all_to_all(rows, route.received, route.sent) for rows in leaving]
-        permutation = sort_by_expert(route.experts[:, None], arriving.shape[1], implementation=implementation)
-        weights, rows = map(wait, under_way)  # [R, 1], [R, D]
-        rows = experts(rows, weights, permutation)  # [R, D]
-        rows = wait(ranks.all_to_all(rows, route.sent, route.received))  # [S, D]
-        return Dispatched(combine(rows, None, route.slot_to_row, implementation=implementation), by_expert.offsets)
+        counts = torch.diff(order.offsets, prepend=order.offsets.new_zeros(1)).view(self.ranks.size, -1)
+        capacity = None
+        if self.row_bound is not None:
+            num_slots = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+            capacity = math.ceil(self.row_bound * num_slots / self.ranks.size)
+        return _Leaving(tokens, slots, order, counts, capacity)
 
-    def _capacity(self, slots: Slots) -> int | None:
-        """The rows that go to each process, of slots or none. None for as many as there are slots."""
-        if self.row_bound is None:
-            return None
-        num_slots = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
-        return math.ceil(self.row_bound * num_slots / self.ranks.size)
+    def _exchange_counts(self, chunks: list[_Leaving]) -> list[Tensor]:  # [P, E / P] each
+        """What comes from each process for each expert here. Raises ValueError if that fits into no capacity."""
+        facts = []
+        for chunk in chunks:
+            limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
+            if chunk.capacity is not None:  # all processes learn of an error in one
+                limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
+            facts += [chunk.counts, limit]
+        ones = [1] * self.ranks.size
+        facts = wait(self.ranks.all_to_all(torch.cat(facts, dim=1), ones, ones)).chunk(len(chunks), dim=1)
+        for chunk, fact in zip(chunks, facts, strict=True):
+            if chunk.capacity is not None:
+                check_on_device(
+                    (fact[:, -1] == chunk.capacity).all(),
+                    f"ExpertParallel: with row_bound={self.row_bound} every process must have as many tokens, and at "
+                    f"most {chunk.capacity} slots for experts of one process, got more or others",
+                )
+        return [fact[:, :-1] for fact in facts]
 
-    def _exact_route(self, slots: Slots, by_expert: Permutation, counts: Tensor, arriving: Tensor) -> _Route:
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # waits for the GPU
-        row = torch.arange(sum(received), device=arriving.device)
-        experts = torch.searchsorted(arriving.flatten().cumsum(0), row, right=True) % arriving.shape[1]
-        slot_to_row = by_expert.slot_to_row.view(slots.topk_experts.shape)
-        return _Route(slot_to_row, by_expert.row_to_token[: sum(sent)], sent, received, experts.int())
+    def _routes(self, chunks: list[_Leaving], arriving: list[Tensor]) -> list[_Route]:
+        if self.row_bound is not None:
+            return [_bounded_route(*pair) for pair in zip(chunks, arriving, strict=True)]
+        sums = [tensor.sum(1) for chunk, come in zip(chunks, arriving, strict=True) for tensor in (chunk.counts, come)]
+        splits = torch.stack(sums).tolist()  # waits for the GPU
+        return [_exact_route(*facts) for facts in zip(chunks, arriving, splits[::2], splits[1::2], strict=True)]
 
-    def _bounded_route(
-        self, slots: Slots, by_expert: Permutation, counts: Tensor, arriving: Tensor, capacity: int
-    ) -> _Route:
-        """Each process owns `capacity` rows of what is sent, and of what is received."""
-        num_ranks = len(arriving)
-        ends = counts.sum(1).cumsum(0)  # [P] of the rows in expert order
-        starts = ends - counts.sum(1)
-        place = torch.arange(capacity, device=ends.device)
-        row = (starts[:, None] + place).flatten().clamp(max=max(slots.topk_experts.numel() - 1, 0))
-        row_to_slot = by_expert.row_to_token[row]
-        sorted_row = by_expert.slot_to_row.view(slots.topk_experts.shape)
-        rank = torch.searchsorted(ends, sorted_row.long(), right=True).clamp(max=num_ranks - 1)
-        place_of_slot = sorted_row - starts[rank]
-        is_sent = (sorted_row >= 0) & (place_of_slot < capacity)
-        slot_to_row = torch.where(is_sent, rank * capacity + place_of_slot, -1).int()
-        experts = torch.searchsorted(arriving.cumsum(1), place.expand(num_ranks, -1).contiguous(), right=True)
-        splits = [capacity] * num_ranks
-        return _Route(slot_to_row, row_to_slot, splits, splits, experts.flatten().int())
+    def _send(self, chunk: _Leaving, route: _Route, implementation: str | None) -> tuple[Trip, Trip]:
+        """The weights [R, 1] and tokens [R, D] of the slots for experts here, under way."""
+        top_k = max(route.slot_to_row.shape[1], 1)
+        by_slot = chunk.order._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)
+        by_token = chunk.order._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // top_k)
+        weights = permute(chunk.slots.topk_weights.reshape(-1, 1), by_slot, implementation=implementation)
+        rows = permute(chunk.tokens, by_token, implementation=implementation)
+        return tuple(self.ranks.exchanging(tensor, route.received, route.sent) for tensor in (weights, rows))
+
+
+def _exact_route(chunk: _Leaving, arriving: Tensor, sent: list[int], received: list[int]) -> _Route:
+    row = torch.arange(sum(received), device=arriving.device)
+    experts = torch.searchsorted(arriving.flatten().cumsum(0), row, right=True) % arriving.shape[1]
+    slot_to_row = chunk.order.slot_to_row.view(chunk.slots.topk_experts.shape)
+    return _Route(slot_to_row, chunk.order.row_to_token[: sum(sent)], sent, received, experts.int())
+
+
+def _bounded_route(chunk: _Leaving, arriving: Tensor) -> _Route:
+    """Each process owns `capacity` rows of what is sent, and of what is received."""
+    num_ranks, capacity, choices = len(arriving), chunk.capacity, chunk.slots.topk_experts
+    ends = chunk.counts.sum(1).cumsum(0)  # [P] of the rows in expert order
+    starts = ends - chunk.counts.sum(1)
+    place = torch.arange(capacity, device=ends.device)
+    row = (starts[:, None] + place).flatten().clamp(max=max(choices.numel() - 1, 0))
+    row_to_slot = chunk.order.row_to_token[row]
+    sorted_row = chunk.order.slot_to_row.view(choices.shape)
+    rank = torch.searchsorted(ends, sorted_row.long(), right=True).clamp(max=num_ranks - 1)
+    place_of_slot = sorted_row - starts[rank]
+    is_sent = (sorted_row >= 0) & (place_of_slot < capacity)
+    slot_to_row = torch.where(is_sent, rank * capacity + place_of_slot, -1).int()
+    experts = torch.searchsorted(arriving.cumsum(1), place.expand(num_ranks, -1).contiguous(), right=True)
+    splits = [capacity] * num_ranks
+    return _Route(slot_to_row, row_to_slot, splits, splits, experts.flatten().int())

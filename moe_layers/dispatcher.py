@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ from .experts import GroupedExperts
 
 
 class Dispatched(NamedTuple):
-    """What comes back from the experts."""
+    """What comes back from the experts, perhaps later."""
 
-    tokens: Tensor  # [T, D]
+    tokens: Tensor | Callable[[], Tensor]  # [T, D], or what waits for them while they are under way
     offsets: Tensor  # [experts.num_experts] int32: exclusive end row of each, with this call's slots in expert order
+
+    def arrived(self) -> Tensor:  # [T, D]
+        return self.tokens if isinstance(self.tokens, Tensor) else self.tokens()
 
 
 class LocalDispatcher:
@@ -47,3 +51,14 @@ def dispatch_dtype(tokens: Tensor) -> torch.dtype:
     """That in which the experts read the tokens: they travel in it."""
     device_type = tokens.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tokens.dtype
+
+
+def split_slots(tokens: Tensor, slots: Slots, num_chunks: int) -> list[tuple[Tensor, Slots]]:
+    """The tokens in so many neighbouring parts, in the dtype in which they travel, with the slots of each."""
+    tokens = tokens.to(dispatch_dtype(tokens))
+    if num_chunks == 1:
+        return [(tokens, slots)]
+    num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+    parts = zip(*(tensor.tensor_split(num_chunks) for tensor in (tokens, *slots[:3])), strict=True)
+    num_tokens = max(len(tokens), 1)
+    return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]

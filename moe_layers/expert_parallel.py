@@ -26,7 +26,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ._checks import check_choice
+from ._checks import check_choice, check_positive
 from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
@@ -54,19 +54,31 @@ class ExpertParallel(ParallelStyle):
         mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
         row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
             is an error. Nothing waits for the GPU then, and CUDA graphs capture the layer. None for no bound.
+        chunks: parts of the tokens, of which one travels while another is computed. The gradient of the experts is
+            then a sum over the parts; with more parts their weights are read more often.
 
     Raises:
-        ValueError: an unknown dispatcher, or `row_bound` is less than 1. When applied: the module is no layer with
-            experts, the mesh has several dimensions, its size does not divide the experts, or they are sharded already.
+        ValueError: an unknown dispatcher, `row_bound` is less than 1, or `chunks` is not positive. When applied: the
+            module is no layer with experts, the mesh has several dimensions, its size does not divide the experts, or
+            they are sharded already.
     """
 
-    def __init__(self, dispatcher: str = "auto", *, mean_grads: bool = True, row_bound: float | None = None):
+    def __init__(
+        self,
+        dispatcher: str = "auto",
+        *,
+        mean_grads: bool = True,
+        row_bound: float | None = None,
+        chunks: int = 1,
+    ):
         check_choice("ExpertParallel", "dispatcher", dispatcher, DISPATCHERS)
         if row_bound is not None and not 1 <= row_bound < math.inf:
             raise ValueError(f"ExpertParallel: row_bound must be at least 1, or None, got {row_bound}")
+        check_positive("ExpertParallel", chunks=chunks)
         self.dispatcher = dispatcher
         self.mean_grads = mean_grads
         self.row_bound = row_bound
+        self.chunks = chunks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts = getattr(module, "experts", None)
@@ -82,7 +94,7 @@ class ExpertParallel(ParallelStyle):
         by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
         chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
         make = AllGatherDispatcher if chosen == "allgather" else AllToAllDispatcher
-        module.dispatcher = make(Ranks.of(device_mesh.get_group()), self.row_bound)
+        module.dispatcher = make(Ranks.of(device_mesh.get_group()), self.row_bound, self.chunks)
         return module
 
     def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:

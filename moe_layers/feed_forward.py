@@ -277,13 +277,16 @@ class MoEFeedForward(nn.Module):
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
         slots = Slots(*routed)._replace(topk_experts=chosen)
         slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
-        out, offsets = self._routed_experts(tokens, slots)
-        if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
+        travelling = tokens if self.w_latent_in is None else functional.linear(tokens, self.w_latent_in)
+        dispatched = self.dispatcher(travelling, slots, self.experts)
+        # While what the experts computed may be under way.
+        beside = None if self.shared_expert is None else self.shared_expert(tokens)
+        out = self._routed_output(tokens, slots, dispatched.arrived())
+        out = out if beside is None else out + beside
         attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
-        routing = self._layer_routing(slots, chosen, offsets)._replace(**said)
+        routing = self._layer_routing(slots, chosen, dispatched.offsets)._replace(**said)
         if attaches:
             accumulated = self.router.accumulated_counts
             loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
@@ -295,16 +298,18 @@ class MoEFeedForward(nn.Module):
         out = out.view(x.shape)
         return (out, routing) if return_routing else out
 
-    def _routed_experts(self, tokens: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:  # [T, D], offsets [E]
-        if self.w_latent_in is not None:
-            latent = functional.linear(tokens, self.w_latent_in)
-            out, offsets = self.dispatcher(latent, slots, self.experts)
-            return functional.linear(out, self.w_latent_out), offsets
-        out, offsets = self.dispatcher(tokens, slots, self.experts)
+    def _routed_output(
+        self,
+        tokens: Tensor,  # [T, D]
+        slots: Slots,
+        out: Tensor,  # [T, D or latent_dim] of the experts
+    ) -> Tensor:  # [T, D]
+        if self.w_latent_out is not None:
+            return functional.linear(out, self.w_latent_out)
         if self.num_zero_experts:
             identity = identity_output(tokens, slots, self.num_experts, self.experts.implementation)
             out = out + identity.to(out.dtype)
-        return out, offsets
+        return out
 
     def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor) -> LayerRouting:
         if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere

@@ -1,6 +1,7 @@
 """Experts that two processes share compute what they compute in one: outputs, gradients, errors."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels import RouterSpec
 from moe_layers import ExpertParallel
@@ -16,6 +18,7 @@ from moe_layers.dispatcher import LocalDispatcher
 from moe_layers.dropping import Slots
 
 from .expert_parallel_cases import (
+    D_MODEL,
     LENGTHS,
     NUM_EXPERTS,
     TOP_K,
@@ -37,6 +40,10 @@ STYLES = [
     {"dispatcher": "allgather"},
     {"dispatcher": "alltoall", "row_bound": 2.0},
     {"dispatcher": "allgather", "row_bound": 2.0},
+    {"dispatcher": "alltoall", "chunks": 3},
+    {"dispatcher": "allgather", "chunks": 2},
+    {"dispatcher": "alltoall", "chunks": 2, "row_bound": 2.0},
+    {"dispatcher": "allgather", "chunks": 2, "row_bound": 2.0},
 ]
 
 
@@ -64,7 +71,8 @@ def run_dispatcher(layer, tokens, experts, weights, upstream):
     layer.zero_grad()
     tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
     logits = tokens.new_zeros(len(tokens), NUM_EXPERTS)
-    out, offsets = layer.dispatcher(tokens, Slots(experts, weights, logits), layer.experts)
+    dispatched = layer.dispatcher(tokens, Slots(experts, weights, logits), layer.experts)
+    out, offsets = dispatched.arrived(), dispatched.offsets
     (out * upstream).sum().backward()
     gradients = [full(parameter.grad) for parameter in layer.experts.parameters()]
     return out.detach(), tokens.grad, weights.grad, offsets, *gradients
@@ -108,9 +116,19 @@ def allgather_equals_one_process(device):
 
 
 def bounded_rows(device):
-    for style in STYLES[2:]:
+    for style in STYLES:
+        if "row_bound" not in style:
+            continue
         for lengths in ("even", "none"):
             for routing in ("spread", "some_empty", "some_dropped", "one_process", "all_dropped"):
+                compare_dispatchers(device, style, lengths, routing, bitwise=False)
+
+
+def chunks_equal_the_whole(device):
+    """Though with three chunks some are shorter, or empty."""
+    for style in STYLES[4:6]:
+        for lengths in ("even", "none", *(("one_each_but_the_first",) if style["dispatcher"] == "alltoall" else ())):
+            for routing in ("spread", "some_dropped", "one_expert"):
                 compare_dispatchers(device, style, lengths, routing, bitwise=False)
 
 
@@ -242,27 +260,78 @@ def tokens_travel_in_autocast_dtype(device):
     assert sent.dtypes.count(torch.bfloat16) == 2
 
 
-COUNTS = {
-    "alltoall": [{"all_to_all_single": 4}, {"all_to_all_single": 3}],
-    "allgather": [
-        {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 1},
-        {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2},
-    ],
-}
-
-
 def no_more_collectives_than_needed(device):
-    """Forward: counts, weights, tokens and back (allgather: and the choices). Backward: of weights, tokens, outputs."""
+    """Forward: counts, and of each chunk the weights, the tokens and back; with allgather the choices, too.
+    Backward: of each chunk the gradients of outputs, tokens and weights."""
     for style in STYLES:
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
-        x = draw(device, 5).requires_grad_()
+        x = draw(device, 6).requires_grad_()
         forward, backward = CollectiveCounter(), CollectiveCounter()
         with forward:
             loss = layer(x).sum()
         with backward:
             loss.backward()
-        for seen, expected in zip((forward, backward), COUNTS[style["dispatcher"]], strict=True):
-            assert {name: seen.names.count(name) for name in seen.names} == expected
+        chunks = style.get("chunks", 1)
+        expected = {
+            "alltoall": [{"all_to_all_single": 1 + 3 * chunks}, {"all_to_all_single": 3 * chunks}],
+            "allgather": [
+                {"all_gather_into_tensor": 1 + 3 * chunks, "reduce_scatter_tensor": chunks},
+                {"all_gather_into_tensor": chunks, "reduce_scatter_tensor": 2 * chunks},
+            ],
+        }[style["dispatcher"]]
+        for seen, numbers in zip((forward, backward), expected, strict=True):
+            assert {name: seen.names.count(name) for name in seen.names} == numbers
+
+
+class Order(TorchDispatchMode):
+    """The order in which collectives of tokens start and are waited for, and products of named widths run."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.widths, self.events, self.waits = widths, [], []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        name = op.name()
+        if name == "_c10d_functional::wait_tensor":
+            self.events += ["wait"] * (args[0].dim() == 2 and args[0].shape[1] == D_MODEL)
+        elif name.startswith("_c10d_functional"):
+            self.events += ["start"] * (args[0].dim() == 2 and args[0].shape[1] == D_MODEL)
+        elif "mm" in name:
+            sizes = {size for tensor in args if isinstance(tensor, torch.Tensor) for size in tensor.shape}
+            self.events += [event for width, event in self.widths.items() if width in sizes]
+        return result
+
+
+def communication_overlaps(device):
+    """The shared expert runs while outputs travel back, and in backward while their gradients travel; with chunks, one
+    chunk is computed while another travels."""
+    for dispatcher in ("alltoall", "allgather"):
+        options = {"d_ff": 11, "shared_d_ff": 13, "implementation": "reference"}
+        for chunks in (1, 2):
+            layer = make_layer(device, **options)
+            shard_experts(layer, expert_mesh(device), dispatcher, chunks=chunks)
+            x = draw(device, 6).requires_grad_()
+            forward, backward = (Order({11: "experts", 22: "experts", 13: "shared", 26: "shared"}) for _ in "ab")
+            with forward:
+                y = layer(x)
+            with backward:
+                y.sum().backward()
+            for order in (forward, backward):
+                events = [event for event, _ in itertools.groupby(order.events)]
+                first, last = {
+                    (1, forward): (["start", "wait", "experts"], ["start", "shared", "wait"]),
+                    (1, backward): (["start", "shared", "wait", "experts"], ["start", "wait"]),
+                    (2, forward): (
+                        ["start", "wait", "experts", "start", "wait", "experts"],
+                        ["start", "shared", "wait"],
+                    ),
+                    (2, backward): (
+                        ["start", "shared", "wait", "experts", "start", "wait", "experts"],
+                        ["start", "wait"],
+                    ),
+                }[chunks, order]
+                assert events == first + last, (dispatcher, chunks, events)
 
 
 def auto_chooses_by_traffic(device):
@@ -322,6 +391,7 @@ CASES = [
     skewed_routing,
     allgather_equals_one_process,
     bounded_rows,
+    chunks_equal_the_whole,
     kernels_compute_the_same,
     empty_experts_have_zero_gradients,
     layers_equal_one_process,
@@ -330,6 +400,7 @@ CASES = [
     frozen_experts_stay_frozen,
     tokens_travel_in_autocast_dtype,
     no_more_collectives_than_needed,
+    communication_overlaps,
     auto_chooses_by_traffic,
     copies_share_the_processes,
     errors_come_before_the_tokens,
@@ -353,6 +424,7 @@ def test_two_processes(case, failures):
         ({"dispatcher": "ring"}, r"dispatcher must be one of \('auto', 'allgather', 'alltoall'\), got 'ring'"),
         ({"row_bound": 0.5}, "row_bound must be at least 1, or None, got 0.5"),
         ({"row_bound": float("nan")}, "row_bound must be at least 1"),
+        ({"chunks": 0}, "chunks must be a positive integer, got 0"),
     ],
 )
 def test_bad_arguments(options, message):
