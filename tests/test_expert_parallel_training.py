@@ -21,6 +21,7 @@ from moe_layers import (
     ExpertParallel,
     MoEFeedForward,
     clip_grad_norm_,
+    observe,
     save_communication,
     save_routing,
     update_selection_bias,
@@ -222,6 +223,35 @@ def balance_of_the_whole_batch(device):
     assert expected.any() and torch.equal(many.router.selection_bias.double(), expected)
 
 
+def statistics_of_all_processes(device):
+    """Summed over the processes, they are those of one with all tokens; of one process they stay its own."""
+    one, many = make_layer(device), shard_experts(make_layer(device), expert_mesh(device))
+    x, lengths = data(device, 0)[0], [TOKENS] * distributed.get_world_size()
+    (observer,), (whole,) = observe(many).values(), observe(one).values()
+    many(own(x, lengths))
+    one(x)
+    expected, actual = whole.read(), observer.read(group=distributed.group.WORLD)
+    assert torch.equal(actual.tokens_per_expert, expected.tokens_per_expert)
+    assert (actual.num_calls, actual.num_tokens) == (len(lengths), len(x))
+    assert actual.dead_experts == expected.dead_experts
+    for name in ("entropy", "margin", "smallest_margin", "max_violation"):
+        assert getattr(actual, name) == pytest.approx(getattr(expected, name), rel=1e-5)
+    assert observer.read().num_tokens == TOKENS
+
+
+def compiled_around_the_dispatcher(device):
+    layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device)) for _ in "ab")
+    compile_layer = torch.compile(compiled, backend="aot_eager")
+    for num_tokens in (5, 7):
+        x = draw(device, num_tokens)
+        y = layer(x)
+        assert_close(compile_layer(x), y)
+        y.sin().sum().backward()
+        compile_layer(x).sin().sum().backward()
+    for a, b in zip(compiled.parameters(), layer.parameters(), strict=True):
+        assert_close(full(a.grad), full(b.grad))
+
+
 def layers_of_published_models(device):
     """Each process reads its own experts and no others; the layer computes what that of one process does."""
     with tempfile.TemporaryDirectory() as folder:
@@ -257,6 +287,8 @@ TWO = [
     distributed_checkpoints,
     checkpointed_regions,
     balance_of_the_whole_batch,
+    statistics_of_all_processes,
+    compiled_around_the_dispatcher,
     layers_of_published_models,
 ]
 FOUR = [two_steps_equal_one_process, distributed_checkpoints]
