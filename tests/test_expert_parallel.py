@@ -3,11 +3,12 @@
 import copy
 import itertools
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -386,6 +387,19 @@ def wrong_numbers_of_tokens(device):
             run_dispatcher(layer, tokens, *slots, tokens)
 
 
+def a_process_that_stays_away_is_an_error(device):
+    """For the others, after the time that their group allows. On GPUs NCCL's watchdog would end them."""
+    if device.type == "cuda":
+        return
+    group = distributed.new_group(timeout=timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+    layer = parallelize_module(make_layer(device), mesh, ExpertParallel(), src_data_rank=None)
+    if distributed.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed ?out|timeout"):
+            layer(draw(device, 5))
+    distributed.barrier()
+
+
 CASES = [
     alltoall_is_bitwise_equal,
     skewed_routing,
@@ -405,6 +419,7 @@ CASES = [
     copies_share_the_processes,
     errors_come_before_the_tokens,
     wrong_numbers_of_tokens,
+    a_process_that_stays_away_is_an_error,
 ]
 
 
