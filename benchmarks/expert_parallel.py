@@ -4,16 +4,18 @@
         --output benchmarks/results/expert_parallel.json
 
 Every process has as many tokens, whatever the number of processes. For each shape, number of processes that share the
-experts (EP) and routing, in the same run and taking turns: both dispatchers, whole and in two chunks; `grouped_mm` with
-a plain all-to-all; the layer on one GPU with as many rows and E / EP experts (`local_ms`); and the collectives of the
-tokens alone, of the same sizes (`comm_ms`; with backward twice). The model without overlap is the sum of the last two,
-and `share_of_model` its part of the measured time: above 1 is what overlap gains. Of each call the slowest process
-counts. Outputs and gradients of all implementations are compared before anything is timed.
+experts (EP) and routing, in the same run and taking turns: both dispatchers, whole, in two chunks, and so with SMs
+reserved for communication; `grouped_mm` with a plain all-to-all; the layer on one GPU with as many rows and E / EP
+experts (`local_ms`); and the collectives of the tokens alone, of the same sizes (`comm_ms`; with backward twice). The
+model without overlap is the sum of the last two, and `share_of_model` its part of the measured time: above 1 is what
+overlap gains. Of each call the slowest process counts. Outputs and gradients of all implementations are compared before
+anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -46,9 +48,13 @@ SHAPES = {
     )
 }
 STYLES = {
-    f"{dispatcher}{'' if chunks == 1 else f'/{chunks} chunks'}": ExpertParallel(dispatcher, chunks=chunks)
+    f"{dispatcher}{form}": ExpertParallel(dispatcher, **options)
     for dispatcher in ("alltoall", "allgather")
-    for chunks in (1, 2)
+    for form, options in {
+        "": {},
+        "/2 chunks": {"chunks": 2},
+        "/2 chunks, 16 SMs reserved": {"chunks": 2, "reserved_sms": 16},
+    }.items()
 }
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
 COLUMNS += ("share_of_model", "times_baseline", "tokens_per_s")
@@ -76,7 +82,9 @@ def with_dispatcher(layer: MoEFeedForward, style: ExpertParallel, mesh: DeviceMe
     """Another layer of the same parameters."""
     other = MoEFeedForward(layer.d_model, 1, layer.num_experts, layer.router.top_k, device="meta")
     parallelize_module(other, mesh, style, src_data_rank=None)
-    other.router, other.experts = layer.router, layer.experts
+    experts = other.experts
+    other.router, other.experts = layer.router, copy.copy(layer.experts)
+    other.experts.reserved_sms = experts.reserved_sms
     return other
 
 

@@ -52,6 +52,7 @@ class GroupedExperts(nn.Module):
         check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
         self.num_experts = num_experts
         self.local_share: Callable[[Tensor], Tensor] | None = None  # of a parameter that several processes share
+        self.reserved_sms = 0  # see `fused_experts`
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
@@ -98,6 +99,7 @@ class GroupedExperts(nn.Module):
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
                 recompute=self.recompute,
+                reserved_sms=self.reserved_sms,
                 implementation=self.implementation,
             )
 

@@ -35,8 +35,10 @@ def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[s
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     arguments = (cases, num_processes, str(folder))
     multiprocessing.set_forkserver_preload(PRELOADED)
+    # What was asked of CUDA before a fork would break it after.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
     try:
-        start_processes(_run, arguments, nprocs=num_processes, start_method="forkserver")
+        start_processes(_run, arguments, nprocs=num_processes, start_method=method)
     except ProcessException:
         if not list(folder.glob("*.failed")):
             raise

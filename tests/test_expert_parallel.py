@@ -232,9 +232,7 @@ def count_waits(run, *arguments):
 
 
 def the_host_waits_at_most_once(device):
-    """In forward, for the rows, unless their number has a bound; never in backward. Nothing to see on a CPU."""
-    if device.type == "cpu":
-        return
+    """In forward, for the rows, unless their number has a bound; never in backward."""
     for style in STYLES:
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
         x = draw(device, 12)
@@ -242,6 +240,33 @@ def the_host_waits_at_most_once(device):
         y, forward = count_waits(layer, x)
         _, backward = count_waits(y.sum().backward)
         assert (forward, backward) == (int("row_bound" not in style), 0), style
+
+
+def graphs_capture_bounded_rows(device):
+    """Forward and backward; a replay takes other tokens."""
+    for style in STYLES:
+        if "row_bound" not in style:
+            continue
+        layer = shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style)
+        x = draw(device, 12).requires_grad_()
+        parameters = list(layer.parameters())
+
+        def step(x=x, layer=layer, parameters=parameters):
+            return torch.autograd.grad(layer(x).sin().sum(), [x, *parameters])
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # compiles, and lets NCCL connect
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            x.copy_(draw(device, 12, seed=7 + distributed.get_rank()))
+        graph.replay()
+        for actual, expected in zip(captured, step(), strict=True):
+            assert_close(full(actual), full(expected))
 
 
 def frozen_experts_stay_frozen(device):
@@ -410,7 +435,6 @@ CASES = [
     empty_experts_have_zero_gradients,
     layers_equal_one_process,
     each_process_keeps_its_experts_only,
-    the_host_waits_at_most_once,
     frozen_experts_stay_frozen,
     tokens_travel_in_autocast_dtype,
     no_more_collectives_than_needed,
@@ -421,6 +445,16 @@ CASES = [
     wrong_numbers_of_tokens,
     a_process_that_stays_away_is_an_error,
 ]
+
+
+GPU_CASES = [the_host_waits_at_most_once, graphs_capture_bounded_rows]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.__name__)
+def test_two_gpus(case, tmp_path):
+    failures = run_cases([case], 2, tmp_path)
+    assert not failures[case.__name__], failures[case.__name__]
 
 
 @pytest.fixture(scope="module")
@@ -440,6 +474,7 @@ def test_two_processes(case, failures):
         ({"row_bound": 0.5}, "row_bound must be at least 1, or None, got 0.5"),
         ({"row_bound": float("nan")}, "row_bound must be at least 1"),
         ({"chunks": 0}, "chunks must be a positive integer, got 0"),
+        ({"reserved_sms": -1}, "reserved_sms must not be negative, got -1"),
     ],
 )
 def test_bad_arguments(options, message):
