@@ -88,6 +88,12 @@ class GroupedExperts(nn.Module):
         topk_weights: Tensor,  # [T, K] float32
         permutation: Permutation,
     ) -> Tensor:  # [T, D]
+        if topk_weights.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
+                "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
+            )
+
         def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
             return fused_experts(
                 tokens,

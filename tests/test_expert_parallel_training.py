@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -116,6 +116,32 @@ def two_steps_equal_one_process(device):
                     assert_close(actual[1][name], gradient)
             for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
                 torch.testing.assert_close(full(a), b, rtol=0, atol=1e-6 if device.type == "cpu" else 1e-3, msg=name)
+
+
+def mixed_precision(device):
+    """Of FSDP2: bfloat16 parameters and tokens, float32 routing weights and gradients."""
+    one = make_layer(device).to(torch.bfloat16)
+    x = draw(device, 6, seed=distributed.get_rank()).float()
+    one(x.to(torch.bfloat16)).float().square().sum().backward()
+    kinds = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for casts in (False, True):
+        mesh = expert_mesh(device)
+        layer = shard_experts(make_layer(device).float(), mesh, mean_grads=False)
+        policy = MixedPrecisionPolicy(**kinds, cast_forward_inputs=casts)
+        fully_shard(layer.experts, mesh=mesh["efsdp"], mp_policy=policy)
+        fully_shard(layer, mesh=everywhere, mp_policy=MixedPrecisionPolicy(**kinds))
+        if casts:
+            with pytest.raises(ValueError, match=r"topk_weights must be float32 .*cast_forward_inputs=False"):
+                layer(x)
+            continue
+        y = layer(x)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        gradient, expected = full(layer.experts.w_down.grad), summed(one.experts.w_down.grad.float())
+        assert gradient.dtype == torch.float32
+        error = (gradient - expected).norm() / expected.norm()
+        assert error < 0.02, error
 
 
 def clipping_by_other_norms(device):
@@ -283,6 +309,7 @@ def layers_of_published_models(device):
 
 TWO = [
     two_steps_equal_one_process,
+    mixed_precision,
     clipping_by_other_norms,
     distributed_checkpoints,
     checkpointed_regions,
