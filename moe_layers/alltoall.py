@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,10 +12,10 @@ from torch import Tensor
 
 from moe_kernels import Permutation, combine, permute, sort_by_expert
 
-from .collectives import Ranks, Trip, check_on_device, wait
-from .dispatcher import Dispatched, split_slots
+from .collectives import Trip, check_on_device, wait
 from .dropping import Slots
 from .experts import GroupedExperts
+from .rank_dispatcher import Chunk, RankDispatcher
 
 
 class _Route(NamedTuple):
@@ -36,50 +38,28 @@ class _Leaving(NamedTuple):
     capacity: int | None  # the rows that go to each process, of slots or none; None for as many as there are
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(RankDispatcher):
     """Send each slot's token and weight to the process of its expert, and sum what comes back.
 
     Processes may have any numbers of tokens. The weight is applied at the expert, so that nothing of what comes back
     is kept for backward.
 
-    Args:
-        ranks: that share the experts, as many for each.
-        row_bound: every process sends each one so many times T * K / P rows, filled up; all must have equally many
-            tokens. None sends as many rows as there are, for which the host waits once.
-        chunks: parts of the tokens, of which one travels while another is computed.
+    With `row_bound`, every process sends each one so many times T * K / P rows, filled up; all must have equally many
+    tokens. Without, it sends as many rows as there are, for which the host waits once.
     """
 
-    def __init__(self, ranks: Ranks, row_bound: float | None = None, chunks: int = 1):
-        self.ranks = ranks
-        self.row_bound = row_bound
-        self.chunks = chunks
-
-    @torch.compiler.disable
-    def __call__(
-        self,
-        tokens: Tensor,  # [T, D]
-        slots: Slots,
-        experts: GroupedExperts,
-    ) -> Dispatched:
-        implementation = experts.implementation
-        chunks = [self._sort(*chunk, experts) for chunk in split_slots(tokens, slots, self.chunks)]
-        routes = self._routes(chunks, self._exchange_counts(chunks))
-        trips = [self._send(chunk, route, implementation) for chunk, route in zip(chunks, routes, strict=True)]
+    def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        implementation, num_local = experts.implementation, experts.num_experts // self.ranks.size
+        leaving = [self._sort(*chunk, experts) for chunk in chunks]
+        routes = self._routes(leaving, self._exchange_counts(leaving))
+        trips = [self._send(part, route, implementation) for part, route in zip(leaving, routes, strict=True)]
         returning = []
         for route, (weights, rows) in zip(routes, trips, strict=True):
-            num_local = experts.num_experts // self.ranks.size
             permutation = sort_by_expert(route.experts[:, None], num_local, implementation=implementation)
             rows = experts(rows.arrive(), weights.arrive(), permutation)  # [R, D]
-            returning.append(self.ranks.exchanging(rows, route.sent, route.received))
-
-        def arrive() -> Tensor:
-            parts = [
-                combine(trip.arrive(), None, route.slot_to_row, implementation=implementation)
-                for trip, route in zip(returning, routes, strict=True)
-            ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        return Dispatched(arrive, sum(chunk.order.offsets for chunk in chunks))
+            trip = self.ranks.exchanging(rows, route.sent, route.received)
+            returning.append(partial(_collect, trip, route.slot_to_row, implementation))
+        return returning, [part.order.offsets for part in leaving]
 
     def _sort(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> _Leaving:
         order = sort_by_expert(
@@ -88,8 +68,7 @@ class AllToAllDispatcher:
         counts = torch.diff(order.offsets, prepend=order.offsets.new_zeros(1)).view(self.ranks.size, -1)
         capacity = None
         if self.row_bound is not None:
-            num_slots = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
-            capacity = math.ceil(self.row_bound * num_slots / self.ranks.size)
+            capacity = math.ceil(self.row_bound * self.num_slots(slots) / self.ranks.size)
         return _Leaving(tokens, slots, order, counts, capacity)
 
     def _exchange_counts(self, chunks: list[_Leaving]) -> list[Tensor]:  # [P, E / P] each
@@ -126,6 +105,10 @@ class AllToAllDispatcher:
         weights = permute(chunk.slots.topk_weights.reshape(-1, 1), by_slot, implementation=implementation)
         rows = permute(chunk.tokens, by_token, implementation=implementation)
         return tuple(self.ranks.exchanging(tensor, route.received, route.sent) for tensor in (weights, rows))
+
+
+def _collect(trip: Trip, slot_to_row: Tensor, implementation: str | None) -> Tensor:  # [T, D]
+    return combine(trip.arrive(), None, slot_to_row, implementation=implementation)
 
 
 def _exact_route(chunk: _Leaving, arriving: Tensor, sent: list[int], received: list[int]) -> _Route:

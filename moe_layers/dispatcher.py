@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from moe_kernels import sort_by_expert
@@ -45,20 +44,3 @@ class LocalDispatcher:
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
         )
         return Dispatched(experts(tokens, slots.topk_weights, permutation), permutation.offsets)
-
-
-def dispatch_dtype(tokens: Tensor) -> torch.dtype:
-    """That in which the experts read the tokens: they travel in it."""
-    device_type = tokens.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tokens.dtype
-
-
-def split_slots(tokens: Tensor, slots: Slots, num_chunks: int) -> list[tuple[Tensor, Slots]]:
-    """The tokens in so many neighbouring parts, in the dtype in which they travel, with the slots of each."""
-    tokens = tokens.to(dispatch_dtype(tokens))
-    if num_chunks == 1:
-        return [(tokens, slots)]
-    num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
-    parts = zip(*(tensor.tensor_split(num_chunks) for tensor in (tokens, *slots[:3])), strict=True)
-    num_tokens = max(len(tokens), 1)
-    return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]

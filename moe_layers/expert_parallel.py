@@ -18,9 +18,7 @@ divides it by P, and all parameters have the gradient of the mean of the process
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -96,11 +94,16 @@ class ExpertParallel(ParallelStyle):
             setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         experts.num_experts = module.num_experts
         experts.reserved_sms = self.reserved_sms
-        experts.local_share = LocalShare(1 / device_mesh.size() if self.mean_grads else 1.0)
+        experts.local_share = local_share
         by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
         chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
         make = AllGatherDispatcher if chosen == "allgather" else AllToAllDispatcher
-        module.dispatcher = make(Ranks.of(device_mesh.get_group()), self.row_bound, self.chunks)
+        module.dispatcher = make(
+            Ranks.of(device_mesh.get_group()),
+            row_bound=self.row_bound,
+            chunks=self.chunks,
+            gradient_scale=1 / device_mesh.size() if self.mean_grads else 1.0,
+        )
         return module
 
     def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
@@ -145,23 +148,7 @@ def _check_held(op: str, module: nn.Module, share: range) -> None:
         raise ValueError(f"{op}: the layer must hold all experts or those of this process, {share}, got {held}")
 
 
-@dataclass(frozen=True)
-class LocalShare:
-    """This process's part of a sharded parameter, whose gradient is multiplied by `gradient_scale`."""
-
-    gradient_scale: float
-
-    def __call__(self, parameter: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor), "FSDP2 gathers the experts before their forward, and leaves a DTensor"
-        return _ScaledGradient.apply(parameter.to_local(), self.gradient_scale)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient if ctx.scale == 1 else gradient * ctx.scale, None
+def local_share(parameter: Tensor) -> Tensor:
+    """This process's part of a sharded parameter."""
+    assert isinstance(parameter, DTensor), "FSDP2 gathers the experts before their forward, and leaves a DTensor"
+    return parameter.to_local()
