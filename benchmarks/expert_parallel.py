@@ -48,7 +48,7 @@ SHAPES = {
     )
 }
 STYLES = {
-    f"{dispatcher}{form}": ExpertParallel(dispatcher, **options)
+    f"{dispatcher}{form}": ExpertParallel(dispatcher, mean_grads=False, **options)
     for dispatcher in ("alltoall", "allgather")
     for form, options in {
         "": {},
@@ -152,7 +152,7 @@ def bench_layer(
     """Rows of results for one shape, number of processes and routing."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks = Ranks.of(mesh.get_group())
-    layer = make_layer(shape, mesh, ExpertParallel("alltoall", mean_grads=False), dtype)
+    layer = make_layer(shape, mesh, STYLES["alltoall"], dtype)
     tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
     modules: dict[str, nn.Module] = {
         name: with_dispatcher(layer, style, mesh) if name != "alltoall" else layer for name, style in STYLES.items()

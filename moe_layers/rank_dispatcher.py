@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class RankDispatcher(ABC):
             parts = [part() for part in returning]
             return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
 
-        return Dispatched(arrive, sum(offsets))
+        return Dispatched(arrive, reduce(torch.add, offsets))
 
     @abstractmethod
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
