@@ -14,6 +14,17 @@ D_MODEL, D_FF, NUM_EXPERTS, TOP_K = 16, 8, 8, 3
 # Tokens of the processes, of which the first ones are used. The last process of two has none in the second.
 LENGTHS = {"even": [12] * 4, "none_in_one": [19, 0, 7, 7], "one_each_but_the_first": [33, 1, 1, 1], "none": [0] * 4}
 
+STYLES = [
+    {"dispatcher": "alltoall"},
+    {"dispatcher": "allgather"},
+    {"dispatcher": "alltoall", "row_bound": 2.0},
+    {"dispatcher": "allgather", "row_bound": 2.0},
+    {"dispatcher": "alltoall", "chunks": 3},
+    {"dispatcher": "allgather", "chunks": 2},
+    {"dispatcher": "alltoall", "chunks": 2, "row_bound": 2.0},
+    {"dispatcher": "allgather", "chunks": 2, "row_bound": 2.0},
+]
+
 
 def float_dtype(device):
     """What the reference computes on a CPU, and the kernels on a GPU."""

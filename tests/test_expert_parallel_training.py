@@ -1,7 +1,6 @@
 """Training with shared experts: FSDP2, clipping, AdamW, checkpointed regions, balance, distributed checkpoints."""
 
 import tempfile
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
 from moe_layers import (
@@ -22,15 +20,12 @@ from moe_layers import (
     MoEFeedForward,
     clip_grad_norm_,
     observe,
-    save_communication,
-    save_routing,
     update_selection_bias,
 )
 from moe_layers.checkpoint.files import CheckpointFiles
 
 from .expert_parallel_cases import (
     D_MODEL,
-    CollectiveCounter,
     assert_close,
     draw,
     expert_mesh,
@@ -200,35 +195,6 @@ def distributed_checkpoints(device):
             torch.testing.assert_close(full(parameter), expected[parameter_name], rtol=0, atol=tolerance)
 
 
-def checkpointed_regions(device):
-    """The experts are chosen once, and with `save_communication` nothing is sent twice; gradients stay as they are."""
-    for dispatcher, lengths in (("alltoall", [5, 6]), ("allgather", [6, 6])):
-        x = own(draw(device, sum(lengths)), lengths).requires_grad_()
-        layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
-        expected = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
-        chosen = []
-        layer.router.register_forward_hook(lambda router, inputs, routed, to=chosen: to.append(routed.topk_experts))
-        for context_fn in (save_routing, save_communication):
-            forward, backward = CollectiveCounter(), CollectiveCounter()
-            region = partial(checkpoint, layer, use_reentrant=False, context_fn=context_fn)
-            with forward:
-                y = region(x).sin()
-            with backward:
-                gradients = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
-            for actual, gradient in zip(gradients, expected, strict=True):
-                assert_close(full(actual), full(gradient))
-            # Nothing is kept of what the reduce-scatter returns, so its recomputation stops before.
-            num_again = {"alltoall": len(forward.names), "allgather": len(forward.names) - 1}[dispatcher]
-            num_again = num_again if context_fn is save_routing else 0
-            assert len(backward.names) == 3 + num_again, (dispatcher, backward.names)
-            # Another rounding of the logits than in the forward, only more of it.
-            y, weight = region(x), layer.router.weight.detach().clone()
-            layer.router.weight.data.neg_()
-            y.sum().backward()
-            layer.router.weight.data.copy_(weight)
-            assert torch.equal(chosen[-1], chosen[-2])
-
-
 def balance_of_the_whole_batch(device):
     """The global-batch loss and the update of the selection bias see the tokens of all processes."""
     everyone = distributed.group.WORLD
@@ -265,19 +231,6 @@ def statistics_of_all_processes(device):
     assert observer.read().num_tokens == TOKENS
 
 
-def compiled_around_the_dispatcher(device):
-    layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device)) for _ in "ab")
-    compile_layer = torch.compile(compiled, backend="aot_eager")
-    for num_tokens in (5, 7):
-        x = draw(device, num_tokens)
-        y = layer(x)
-        assert_close(compile_layer(x), y)
-        y.sin().sum().backward()
-        compile_layer(x).sin().sum().backward()
-    for a, b in zip(compiled.parameters(), layer.parameters(), strict=True):
-        assert_close(full(a.grad), full(b.grad))
-
-
 def layers_of_published_models(device):
     """Each process reads its own experts and no others; the layer computes what that of one process does."""
     with tempfile.TemporaryDirectory() as folder:
@@ -312,10 +265,8 @@ TWO = [
     mixed_precision,
     clipping_by_other_norms,
     distributed_checkpoints,
-    checkpointed_regions,
     balance_of_the_whole_batch,
     statistics_of_all_processes,
-    compiled_around_the_dispatcher,
     layers_of_published_models,
 ]
 FOUR = [two_steps_equal_one_process, distributed_checkpoints]
