@@ -64,6 +64,7 @@ def graphs_capture_bounded_rows(device):
             return torch.autograd.grad(layer(x).sin().sum(), [x, *parameters])
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles, and lets NCCL connect
             for _ in range(3):
                 step()
