@@ -130,6 +130,7 @@ class GroupedGemmArguments(Arguments):
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
+    reserved_sms: int = 0  # that a persistent kernel leaves to others
 
     @property
     def product(self) -> Tensor:  # [R, N]
@@ -185,6 +186,7 @@ class WgradArguments(Arguments):
     dout_row_to_token: Tensor | None = None  # [R] int32
     tile_table: TileTable | None = None
     epilogue: str | None = None  # no kernel applies one to a gradient
+    reserved_sms: int = 0  # that a persistent kernel leaves to others
 
     @property
     def num_rows(self) -> int:

@@ -55,6 +55,7 @@ def fused_experts(
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
     recompute: str | None = None,
+    reserved_sms: int = 0,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
     """Each token through its experts, summed with its routing weights.
@@ -68,14 +69,18 @@ def fused_experts(
         weight_on_input: the routing weight multiplies the token before the expert, not its output.
         recompute: "up" does not keep the pre-activations; backward multiplies by `w_up` once more, with the same bits.
             The reference keeps what autograd keeps.
+        reserved_sms: of the GPU, that persistent GEMMs leave to communication beside them. The same bits.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, or activation or recompute is unknown.
+        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown, or
+            reserved_sms is negative.
     """
     activation = as_activation("fused_experts", activation)
     if recompute not in RECOMPUTE:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
+    if reserved_sms < 0:
+        raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     biases = {name: bias for name, bias in (("b_up", b_up), ("b_down", b_down)) if bias is not None}
     _check_operands(tokens, topk_weights, permutation, w_up, w_down, biases, activation)
     if choose("fused_experts", implementation, tokens) == "reference":
@@ -91,6 +96,7 @@ def fused_experts(
         permutation.slot_to_row.contiguous(),
         permutation.row_to_token,
         *permutation.tile_table,
+        reserved_sms,
         activation.name,
         activation.limit,
         activation.alpha,
@@ -145,12 +151,15 @@ class _Rows(NamedTuple):
     slot_to_row: Tensor  # [T, K] contiguous
     row_to_token: Tensor  # [R]
     table: TileTable
+    reserved_sms: int
 
     def gemm(self, a: Tensor, b: Tensor, *, gather: bool = False) -> Tensor:  # [R, N]
         """One product per row, its own expert's; `gather` reads the rows of `a` by token."""
         out = a.new_empty(len(self.row_to_token), b.shape[2])
         index = self.row_to_token if gather else None
-        args = GroupedGemmArguments(a, b, out, row_to_token=index, tile_table=self.table, zero_tail=False)
+        args = GroupedGemmArguments(
+            a, b, out, row_to_token=index, tile_table=self.table, zero_tail=False, reserved_sms=self.reserved_sms
+        )
         tuning.run(args)
         return out
 
@@ -176,6 +185,7 @@ class _Rows(NamedTuple):
             epilogue=activation.name,
             preactivation=a.new_empty(num_rows, num_columns),
             zero_tail=False,
+            reserved_sms=self.reserved_sms,
         )
         if kernel := tuning.find(args):
             tuning.launch(kernel, args)
@@ -192,6 +202,7 @@ class _Rows(NamedTuple):
             a_row_to_token=self.row_to_token if gather_a else None,
             dout_row_to_token=self.row_to_token if gather_dout else None,
             tile_table=self.table,
+            reserved_sms=self.reserved_sms,
         )
         tuning.run(args)
         return out
@@ -258,13 +269,15 @@ def _fused_experts_op(
     num_tiles: Tensor,
     order: Tensor,
     block_rows: int,
+    reserved_sms: int,
     activation: str,
     limit: float | None,
     alpha: float | None,
     weight_on_input: bool,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F], empty to recompute it
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
+    table = TileTable(bounds, tiles, num_tiles, order, block_rows)
+    rows = _Rows(slot_to_row, row_to_token, table, reserved_sms)
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     copy = weight_on_input or tuning.choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
@@ -284,19 +297,19 @@ def _(tokens, topk_weights, w_up, w_down, b_up, b_down, slot_to_row, row_to_toke
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.block_rows, activation, limit, alpha, weight_on_input, recompute = inputs
-    ctx.options = activation, limit, alpha, weight_on_input, recompute
+    *tensors, block_rows, reserved_sms, activation, limit, alpha, weight_on_input, recompute = inputs
+    ctx.options = block_rows, reserved_sms, activation, limit, alpha, weight_on_input, recompute
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 18
+        return (None,) * 19
     *tensors, preactivation = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:6])
-    gradients = _experts_backward_op(dout, preactivation, *tensors, ctx.block_rows, *ctx.options, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 12
+    gradients = _experts_backward_op(dout, preactivation, *tensors, *ctx.options, needs)
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 13
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -319,6 +332,7 @@ def _experts_backward_op(
     num_tiles: Tensor,
     order: Tensor,
     block_rows: int,
+    reserved_sms: int,
     activation: str,
     limit: float | None,
     alpha: float | None,
@@ -326,7 +340,8 @@ def _experts_backward_op(
     recompute: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # of the first six operands; empty where not needed
-    rows = _Rows(slot_to_row, row_to_token, TileTable(bounds, tiles, num_tiles, order, block_rows))
+    table = TileTable(bounds, tiles, num_tiles, order, block_rows)
+    rows = _Rows(slot_to_row, row_to_token, table, reserved_sms)
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     copies = tuning.choose_copies(tokens, w_up, len(row_to_token))
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)

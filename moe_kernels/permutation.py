@@ -40,12 +40,13 @@ def combine(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D] token order
-    """Sum each token's K expert outputs, weighted by its routing weights. Dropped slots add nothing.
+    """Sum each token's K expert outputs times their routing weights. Dropped slots add nothing, nor rows of no slot.
 
     Accumulates in float32 and rounds once, to `rows.dtype`. Deterministic. Differentiable in `rows` and `topk_weights`.
 
     Args:
-        slot_to_row: holds each row index at most once. Not checked: reading it would wait for the GPU.
+        slot_to_row: holds each row index at most once, and none beyond the rows. Not checked: reading it would wait for
+            the GPU.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -55,11 +56,7 @@ def combine(
     if topk_weights is not None:
         operands["topk_weights"] = (topk_weights, "T K")
         check_dtype("combine", "topk_weights", topk_weights, torch.float32, torch.float64)
-    sizes = check_shapes("combine", **operands)
-    if sizes["R"] != sizes["T"] * sizes["K"]:
-        raise ValueError(
-            f"combine: rows must be [T * K, D] with T * K = {sizes['T'] * sizes['K']}, got {list(rows.shape)}"
-        )
+    check_shapes("combine", **operands)
     check_dtype("combine", "slot_to_row", slot_to_row, torch.int32)
     check_same_device("combine", **{name: tensor for name, (tensor, _) in operands.items()})
     if choose("combine", implementation, rows) == "reference":

@@ -397,9 +397,9 @@ def combine(
     slot_to_row: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, D] token order
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    chosen = rows.index_select(0, slot_to_row.clamp(min=0).flatten()).to(dtype)
-    chosen = rearrange(chosen, "(t k) d -> t k d", k=slot_to_row.shape[1])
-    chosen = torch.where((slot_to_row >= 0)[..., None], chosen, 0.0)
+    padded = functional.pad(rows, (0, 0, 0, 1))  # with a row of zeros, for the dropped slots
+    row = torch.where(slot_to_row < 0, len(rows), slot_to_row).flatten()
+    chosen = rearrange(padded.index_select(0, row).to(dtype), "(t k) d -> t k d", k=slot_to_row.shape[1])
     if topk_weights is not None:
         chosen = chosen * topk_weights[..., None].to(dtype)
     return chosen.sum(1).to(rows.dtype)

@@ -13,8 +13,10 @@ from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pair
 from .dispatcher import LocalDispatcher
 from .dropping import CapacityFactor, Slots
 from .expert_choice import ExpertChoice, TokenRounding
+from .expert_parallel import ExpertParallel
 from .experts import GroupedExperts
-from .feed_forward import MoEFeedForward, observe, set_aux_loss_scale
+from .feed_forward import MoEFeedForward
+from .gradient_clipping import clip_grad_norm_
 from .layer_routing import LayerRouting
 from .losses import (
     global_load_balancing_loss,
@@ -26,10 +28,11 @@ from .losses import (
 from .memory import saved_bytes
 from .noise import RouterNoise
 from .observation import RoutingObserver, RoutingStatistics
-from .recomputation import save_routing
+from .recomputation import save_communication, save_routing
 from .router import TopKRouter
 from .routing_record import RoutingRecord
 from .shared_expert import SharedExpert
+from .whole_models import observe, set_aux_loss_scale
 
 __all__ = [
     "Assignment",
@@ -37,6 +40,7 @@ __all__ = [
     "CapacityFactor",
     "CustomAssignment",
     "ExpertChoice",
+    "ExpertParallel",
     "ForcedBalance",
     "GroupedExperts",
     "LayerRouting",
@@ -53,6 +57,7 @@ __all__ = [
     "TokenRounding",
     "TopKRouter",
     "carry_expert_counts",
+    "clip_grad_norm_",
     "global_expert_counts",
     "global_load_balancing_loss",
     "importance_loss",
@@ -60,6 +65,7 @@ __all__ = [
     "observe",
     "reset_expert_counts",
     "router_z_loss",
+    "save_communication",
     "save_routing",
     "saved_bytes",
     "sequence_load_balancing_loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,10 +14,13 @@ from .experts import GroupedExperts
 
 
 class Dispatched(NamedTuple):
-    """What comes back from the experts."""
+    """What comes back from the experts, perhaps later."""
 
-    tokens: Tensor  # [T, D]
-    offsets: Tensor  # [E] int32: exclusive end row of each expert that is here
+    tokens: Tensor | Callable[[], Tensor]  # [T, D], or what waits for them while they are under way
+    offsets: Tensor  # [experts.num_experts] int32: exclusive end row of each, with this call's slots in expert order
+
+    def arrived(self) -> Tensor:  # [T, D]
+        return self.tokens if isinstance(self.tokens, Tensor) else self.tokens()
 
 
 class LocalDispatcher:

@@ -7,6 +7,8 @@ up rows of each expert, or with a plain activation [E, F, D] the up rows alone; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +51,8 @@ class GroupedExperts(nn.Module):
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
         check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
         self.num_experts = num_experts
+        self.local_share: Callable[[Tensor], Tensor] | None = None  # of a parameter that several processes share
+        self.reserved_sms = 0  # see `fused_experts`
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
@@ -84,6 +88,12 @@ class GroupedExperts(nn.Module):
         topk_weights: Tensor,  # [T, K] float32
         permutation: Permutation,
     ) -> Tensor:  # [T, D]
+        if topk_weights.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
+                "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
+            )
+
         def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
             return fused_experts(
                 tokens,
@@ -95,11 +105,15 @@ class GroupedExperts(nn.Module):
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
                 recompute=self.recompute,
+                reserved_sms=self.reserved_sms,
                 implementation=self.implementation,
             )
 
         biases = () if self.b_up is None else (self.b_up, self.b_down)
-        return call_with_autocast_rules(experts, tokens, self.w_up, self.w_down, *biases)
+        weights = self.w_up, self.w_down, *biases
+        if self.local_share is not None:
+            weights = map(self.local_share, weights)
+        return call_with_autocast_rules(experts, tokens, *weights)
 
     def extra_repr(self) -> str:
         num_experts, d_model, d_ff = self.w_down.shape

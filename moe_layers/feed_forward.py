@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, sort_by_expert
@@ -18,6 +20,7 @@ from .balancing import BalanceLosses, update_selection_bias
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .dispatcher import LocalDispatcher
 from .dropping import CapacityFactor, Slots, check_capacity, drop_beyond_capacity, identity_output
+from .expert_parallel import ExpertParallel, expert_share
 from .experts import GroupedExperts
 from .layer_routing import LayerRouting, facts_of_tokens
 from .losses import attach_loss
@@ -158,6 +161,8 @@ class MoEFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         experts: range | None = None,
+        mesh: DeviceMesh | None = None,
+        expert_parallel: ExpertParallel | None = None,
         implementation: str | None = None,
         return_report: bool = False,
     ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
@@ -172,15 +177,26 @@ class MoEFeedForward(nn.Module):
                 block's tensors where there are several.
             dtype: of the parameters; None for the dtype on disk, of quantised weights the model's.
             experts: read only these, and let the layer compute their share of the sum: see `keep_experts`.
+            mesh: of processes that share the experts. Each reads its own, and nothing is communicated.
+            expert_parallel: how they share them, with a mesh; None for `ExpertParallel()`.
             return_report: return (layer, LoadReport), which says what became of each tensor.
 
         Raises:
             ValueError: the architecture is not supported; a file is damaged or missing; a tensor is missing, left over,
                 ambiguous or of a wrong shape; scales are not finite. The message names them. Nothing is half loaded.
+                Or the mesh does not go with the number of experts, or with `experts`.
         """
+        if (expert_parallel if mesh is None else experts) is not None:
+            raise ValueError(
+                "from_checkpoint: expert_parallel needs a mesh, which decides experts, "
+                f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
+            )
+        share = experts if mesh is None else partial(expert_share, mesh)
         module, report = load_layer(
-            cls, directory, layer, dtype=dtype, device=device, experts=experts, implementation=implementation
+            cls, directory, layer, dtype=dtype, device=device, experts=share, implementation=implementation
         )
+        if mesh is not None:
+            parallelize_module(module, mesh, expert_parallel or ExpertParallel())
         return (module, report) if return_report else module
 
     @property
@@ -206,7 +222,8 @@ class MoEFeedForward(nn.Module):
         """
         if not isinstance(experts, range) or experts.step != 1 or not experts:
             raise ValueError(f"keep_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
-        if experts.start < 0 or experts.stop > self.experts.num_experts or len(self.experts.w_up) != self.num_experts:
+        all_here = len(self.experts.w_up) == self.num_experts and self.experts.local_share is None
+        if experts.start < 0 or experts.stop > self.experts.num_experts or not all_here:
             raise ValueError(
                 f"keep_experts: experts must lie in {range(self.num_experts)}, all still here, got {experts}"
             )
@@ -260,13 +277,16 @@ class MoEFeedForward(nn.Module):
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
         slots = Slots(*routed)._replace(topk_experts=chosen)
         slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
-        out, offsets = self._routed_experts(tokens, slots)
-        if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
+        travelling = tokens if self.w_latent_in is None else functional.linear(tokens, self.w_latent_in)
+        dispatched = self.dispatcher(travelling, slots, self.experts)
+        # While what the experts computed may be under way.
+        beside = None if self.shared_expert is None else self.shared_expert(tokens)
+        out = self._routed_output(tokens, slots, dispatched.arrived())
+        out = out if beside is None else out + beside
         attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
-        routing = self._layer_routing(slots, chosen, offsets)._replace(**said)
+        routing = self._layer_routing(slots, chosen, dispatched.offsets)._replace(**said)
         if attaches:
             accumulated = self.router.accumulated_counts
             loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
@@ -278,16 +298,18 @@ class MoEFeedForward(nn.Module):
         out = out.view(x.shape)
         return (out, routing) if return_routing else out
 
-    def _routed_experts(self, tokens: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:  # [T, D], offsets [E]
-        if self.w_latent_in is not None:
-            latent = functional.linear(tokens, self.w_latent_in)
-            out, offsets = self.dispatcher(latent, slots, self.experts)
-            return functional.linear(out, self.w_latent_out), offsets
-        out, offsets = self.dispatcher(tokens, slots, self.experts)
+    def _routed_output(
+        self,
+        tokens: Tensor,  # [T, D]
+        slots: Slots,
+        out: Tensor,  # [T, D or latent_dim] of the experts
+    ) -> Tensor:  # [T, D]
+        if self.w_latent_out is not None:
+            return functional.linear(out, self.w_latent_out)
         if self.num_zero_experts:
             identity = identity_output(tokens, slots, self.num_experts, self.experts.implementation)
             out = out + identity.to(out.dtype)
-        return out, offsets
+        return out
 
     def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor) -> LayerRouting:
         if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere
@@ -364,27 +386,3 @@ class MoEFeedForward(nn.Module):
             ValueError: lists missing, unexpected and wrongly shaped tensors; the layer is then unchanged.
         """
         load_safetensors(self, path)
-
-
-def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
-    """`MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
-    for module in model.modules():
-        if isinstance(module, MoEFeedForward):
-            module.set_aux_loss_scale(scale)
-
-
-def observe(model: nn.Module) -> dict[str, RoutingObserver]:
-    """Let every layer of a model collect statistics of its routing from now on, and return what they collect in.
-
-    The names are those of the layers in the model. Setting a layer's `observer` to None ends it.
-
-    Raises:
-        ValueError: the model has no such layer.
-    """
-    observers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MoEFeedForward):
-            module.observer = observers[name] = RoutingObserver(module.router, module.num_experts)
-    if not observers:
-        raise ValueError("observe: the model must have a MoEFeedForward, got none")
-    return observers

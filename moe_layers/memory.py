@@ -17,8 +17,11 @@ def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = N
         dtype: of the input, which requires a gradient; None for that of the parameters.
 
     Raises:
-        NotImplementedError: the reference would run, as without a GPU: what it keeps depends on the routing.
+        NotImplementedError: the reference would run, as without a GPU, or several processes share the experts: what is
+            kept depends on the routing.
     """
+    if layer.experts.local_share is not None:
+        raise NotImplementedError("saved_bytes: of experts that processes share, what is kept depends on the routing")
     mode = FakeTensorMode()
     own = {name: mode.from_tensor(tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
     parameter = layer.experts.w_up

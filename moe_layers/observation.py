@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
 from moe_kernels import selection_keys
 
@@ -90,12 +91,23 @@ class RoutingObserver:
         last = torch.where(is_chosen, keys, math.inf).amin(1)
         return last - torch.where(is_chosen, -math.inf, keys).amax(1)
 
-    def read(self) -> RoutingStatistics:
-        """The statistics so far, on the CPU. Waits for the GPU."""
+    def read(self, *, group: ProcessGroup | None = None) -> RoutingStatistics:
+        """The statistics so far, on the CPU. Waits for the GPU.
+
+        Args:
+            group: add those of all its processes, each of which must ask; calls count in every process. `wasted_rows`
+                are of tiles that hold one process's tokens. None for this process alone.
+        """
+        counts, sums, smallest = self._counts, self._sums, self._smallest
+        if group is not None:
+            counts, sums, smallest = (tensor.clone() for tensor in (counts, sums, smallest))
+            distributed.all_reduce(counts, group=group)
+            distributed.all_reduce(sums, group=group)
+            distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
         num_choices = self.router.num_experts
-        tokens, chosen, scalars = self._counts.to("cpu", copy=True).split([num_choices, num_choices, 4])
+        tokens, chosen, scalars = counts.to("cpu", copy=True).split([num_choices, num_choices, 4])
         num_calls, num_tokens, num_all, wasted_rows = scalars.tolist()
-        entropy, margin, violations = self._sums.tolist()
+        entropy, margin, violations = sums.tolist()
         total = max(int(chosen.sum()), 1)
         return RoutingStatistics(
             num_calls=num_calls,
@@ -106,7 +118,7 @@ class RoutingObserver:
             dead_experts=tuple((tokens == 0).nonzero().flatten().tolist()),
             entropy=entropy / max(num_tokens, 1),
             margin=margin / max(num_tokens, 1),
-            smallest_margin=self._smallest.item(),
+            smallest_margin=smallest.item(),
             max_violation=(int(chosen.max()) * num_choices - int(chosen.sum())) / total,
             max_call_violation=violations / max(num_calls, 1),
             wasted_rows=wasted_rows,

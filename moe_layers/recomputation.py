@@ -6,7 +6,10 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from .collectives import COLLECTIVES
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -19,8 +22,21 @@ def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
     from forward to backward: [T, K] experts and weights, and [T, E] logits. All else is recomputed. Each region keeps
     its own, however many are in flight. Counts of a global batch are kept, too.
     """
+    return create_selective_checkpoint_contexts(_routing_ops())
+
+
+def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """`save_routing` for a region with `ExpertParallel` layers that also keeps what they received.
+
+    The recomputation then communicates nothing. With `save_routing` alone it sends everything again, with the same
+    choice and so the same sizes.
+    """
+    return create_selective_checkpoint_contexts([*_routing_ops(), *COLLECTIVES])
+
+
+def _routing_ops() -> list[OpOverload]:
     kernels, layers = torch.ops.moe_kernels, torch.ops.moe_layers
-    saved = [
+    return [
         kernels.linear_routing.default,
         kernels.scored_linear_routing.default,
         kernels.topk_routing.default,
@@ -29,7 +45,6 @@ def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
         layers.global_expert_counts.default,
         layers.replayed_choice.default,
     ]
-    return create_selective_checkpoint_contexts(saved)
 
 
 def is_recomputing() -> bool:

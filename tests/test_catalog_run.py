@@ -81,6 +81,23 @@ def test_best_first(form, device, monkeypatch):
     assert [measured[0], *(k for k in kernels[:-1])] == [kernels[-1], *measured[1:]]
 
 
+@pytest.mark.parametrize("form", ["grouped", "wgrad"])
+def test_reserved_sms_are_left_alone(form, device):
+    """A persistent kernel has fewer programs, which compute the same bits."""
+    args = ARGUMENTS[form](device)
+    persistent = [kernel for kernel in get_kernels(args) if kernel.metadata.design.persistent]
+    assert persistent
+    for kernel in persistent[:: 1 if device == "cuda" else len(persistent)]:
+        (programs,) = kernel.launch(args).grid
+        kernel.run(args)
+        expected = args.out.clone()
+        for reserved, left in ((2, programs - 2), (10_000, 1)):
+            fewer = dataclasses.replace(args, out=torch.full_like(args.out, torch.nan), reserved_sms=reserved)
+            assert kernel.launch(fewer).grid == (left,)
+            kernel.run(fewer)
+            assert torch.equal(fewer.out, expected)
+
+
 def test_a_small_product_makes_no_table(device):
     """Two launches for a table pay only for large products."""
     small = gemm_arguments(device)

@@ -180,6 +180,7 @@ def test_opcheck(device):
             permutation.slot_to_row,
             permutation.row_to_token,
             *table,
+            0,
             "swiglu",
             None,
             None,
@@ -341,8 +342,8 @@ def test_opcheck_of_variants(device):
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
     index = (permutation.slot_to_row, permutation.row_to_token, *permutation.tile_table)
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "gpt_oss", 0.5, 1.702, False, False))
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, "swiglu", None, None, True, True))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, 0, "gpt_oss", 0.5, 1.702, False, False))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, 2, "swiglu", None, None, True, True))
 
 
 def test_variants_compile_without_graph_break(device):
@@ -390,6 +391,7 @@ def bad_operands(**changes):
         ({"b_down": torch.zeros(3, 4)}, r"b_down must be \[E, D\] with E=3, D=8, got \[3, 4\]"),
         ({"b_down": torch.zeros(3, 8).half()}, "one floating-point dtype"),
         ({"b_down": torch.zeros(3, 8, device="meta")}, "one device"),
+        ({"reserved_sms": -1}, "reserved_sms must not be negative, got -1"),
     ],
 )
 def test_bad_input(changes, message):
@@ -418,6 +420,20 @@ def test_recomputing_changes_no_bit_and_saves_no_preactivation(variant, device):
     assert [t.shape for t in saved if t.shape == (rows, columns)] and not [
         t for t in fewer if t.shape == (rows, columns)
     ]
+
+
+def test_reserved_sms_change_no_bit(device):
+    inputs = draw(CASES["skewed"], DTYPES[-1], device)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+    wanted = [t for t in leaves if t.requires_grad]
+
+    def results(reserved_sms):
+        tokens, weights, experts, *rest = leaves
+        permutation = sort_by_expert(experts, len(rest[0]), implementation="triton")
+        out = triton_experts(tokens, weights, permutation, *rest, reserved_sms=reserved_sms)
+        return out, *torch.autograd.grad(out.float().square().sum(), wanted)
+
+    assert all(map(torch.equal, results(2), results(0)))
 
 
 def test_unknown_recompute(device):

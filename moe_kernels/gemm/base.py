@@ -123,11 +123,10 @@ def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
     return SUPPORTED
 
 
-def num_programs(tensor: Tensor) -> int:
-    """One program per SM. Without a GPU a few, so that each walks several tiles."""
-    if not tensor.is_cuda:
-        return 3 if INTERPRET else 132
-    return _num_sms(tensor.device)
+def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
+    """One program per SM that is not reserved. Without a GPU a few, so that each walks several tiles."""
+    num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
+    return max(num_sms - reserved_sms, 1)
 
 
 @functools.cache

@@ -155,7 +155,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
         product = args.preactivation if gated else args.out
         return Launch(
             _tma_kernel,
-            (num_programs(args.A),),
+            (num_programs(args.A, args.reserved_sms),),
             (
                 args.A,
                 args.A.stride(0),

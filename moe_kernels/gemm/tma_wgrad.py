@@ -90,7 +90,7 @@ class TmaWgrad(WgradKernel):
         num_groups, size_k, size_n = args.out.shape
         return Launch(
             _tma_wgrad_kernel,
-            (num_programs(args.A),),
+            (num_programs(args.A, args.reserved_sms),),
             (
                 args.A,
                 args.A.stride(0),

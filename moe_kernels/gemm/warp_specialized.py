@@ -91,7 +91,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             a = (_descriptor(args.A, list(args.A.shape), list(args.A.stride()), [block_m, block_k]), *(None,) * 4)
         return Launch(
             grouped_gemm_kernel,
-            (num_programs(args.A),),
+            (num_programs(args.A, args.reserved_sms),),
             (
                 *a,
                 self._b_descriptor(args.B),
@@ -157,7 +157,7 @@ class WarpSpecializedWgrad(WgradKernel):
         gathered = next(((t, t.stride(0), index, t.shape[1]) for t, _, index in operands if index is not None), None)
         return Launch(
             wgrad_kernel,
-            (num_programs(args.A),),
+            (num_programs(args.A, args.reserved_sms),),
             (
                 *(
                     None if index is not None else _ragged_descriptor(t, (block_r, width))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +37,14 @@ def load_layer(
     *,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-    experts: range | None,
+    experts: range | Callable[[int], range] | None,
     implementation: str | None,
 ) -> tuple[MoEFeedForward, LoadReport]:
-    """Everything is matched and checked before the first byte of a tensor is read; tensors are then read one by one."""
+    """Everything is matched and checked before the first byte of a tensor is read; tensors are then read one by one.
+
+    Args:
+        experts: those to read, perhaps as a function of their number; None for all.
+    """
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES)}, got {dtype}")
     with CheckpointFiles(directory) as files:
@@ -137,8 +142,10 @@ def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) 
     return fill.stored.read(files, rows, like.device).to(like.device)
 
 
-def _checked_experts(experts: range | None, spec: BlockSpec) -> range:
+def _checked_experts(experts: range | Callable[[int], range] | None, spec: BlockSpec) -> range:
     whole = range(spec.num_experts)
+    if callable(experts):
+        experts = experts(spec.num_experts)
     if experts is None:
         return whole
     if not isinstance(experts, range) or experts.step != 1 or not experts:

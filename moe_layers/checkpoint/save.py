@@ -36,6 +36,11 @@ def save_layer(
         raise ValueError(
             f"save_checkpoint: the layer must hold all {spec.num_experts} experts, got {module.experts.num_experts}"
         )
+    if module.experts.local_share is not None:
+        raise ValueError(
+            "save_checkpoint: the layer must hold all experts, got experts that processes share; load their full state "
+            "dict (torch.distributed.checkpoint.state_dict) into a layer of one process"
+        )
     prefix = source.prefix if source is not None else "model.layers.0.mlp."
     state = module.state_dict()
     writer = ShardWriter(directory, max_shard_bytes)

@@ -1,0 +1,65 @@
+"""What expert parallelism is compared with: grouped_mm and a plain all-to-all, as training frameworks have it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from moe_layers import MoEFeedForward
+from moe_layers.collectives import Ranks
+
+
+class TorchAllToAll(nn.Module):
+    """The layer from `torch.nn.functional.grouped_mm`, PyTorch's sorting and gathering, and differentiable collectives.
+
+    Tokens are put in expert order, exchanged, put in the order of the experts here, computed, and all of it back. The
+    counts are exchanged first and read by the host. Shares its parameters with an `MoEFeedForward`.
+    """
+
+    def __init__(self, layer: MoEFeedForward, ranks: Ranks):
+        super().__init__()
+        self.layer = layer
+        self.ranks = ranks
+
+    def forward(
+        self,
+        tokens: Tensor,  # [T, D]
+    ) -> Tensor:  # [T, D]
+        num_tokens, top_k, num_ranks = len(tokens), self.layer.router.top_k, self.ranks.size
+        num_experts = self.layer.num_experts
+        logits = functional.linear(tokens, self.layer.router.weight).float()
+        chosen_logits, choices = logits.topk(top_k)
+        weights = chosen_logits.softmax(-1)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=tokens.device)
+        counts = counts.scatter_add(0, choices.flatten(), torch.ones_like(choices).flatten())
+        with torch.no_grad():
+            arriving = self._exchange(counts, None, None).view(num_ranks, -1)  # [P, E / P]
+            sums = torch.stack([counts.view(num_ranks, -1).sum(1), arriving.sum(1)])
+        sent, received = sums.tolist()
+        row_to_slot = choices.flatten().argsort(stable=True)
+        rows = self._exchange(tokens[row_to_slot // top_k], received, sent)  # [R, D] by process, then expert
+        experts = torch.arange(arriving.shape[1], device=tokens.device).repeat(num_ranks)
+        experts = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))
+        order = experts.argsort(stable=True)
+        outputs = self._experts(rows[order], arriving.sum(0).cumsum(0).int())
+        outputs = self._exchange(torch.zeros_like(outputs).index_copy(0, order, outputs), sent, received)
+        by_slot = torch.zeros_like(outputs).index_copy(0, row_to_slot, outputs).view(num_tokens, top_k, -1)
+        return (by_slot * weights[..., None]).sum(1).to(tokens.dtype)
+
+    def _experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        w_up, w_down = (
+            _local(weight).transpose(1, 2) for weight in (self.layer.experts.w_up, self.layer.experts.w_down)
+        )
+        gate, up = functional.grouped_mm(rows, w_up, offs=offsets).chunk(2, dim=-1)
+        return functional.grouped_mm(functional.silu(gate) * up, w_down, offs=offsets)
+
+    def _exchange(self, tensor: Tensor, received: list[int] | None, sent: list[int] | None) -> Tensor:
+        exchanged = collectives.all_to_all_single(tensor.contiguous(), received, sent, self.ranks.name)
+        return collectives.wait_tensor(exchanged)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

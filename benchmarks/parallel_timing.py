@@ -1,0 +1,74 @@
+"""Timing of what several processes do together, and the bandwidth of their collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, distributed
+
+from moe_layers.collectives import Ranks, wait
+
+from .timing import Timing, _percentiles, _time_calls
+
+
+def time_together(
+    functions: dict[str, Callable[[], object]], device: torch.device, *, rounds: int, round_ms: float
+) -> dict[str, Timing]:
+    """As `time_interleaved`, with equally many calls in all processes; of each call the slowest process counts."""
+    calls = {}
+    for name, function in functions.items():
+        for _ in range(3):  # compile and warm up
+            function()
+        median = _slowest(_time_calls(function, device.type, 3), device).median().item()
+        calls[name] = max(3, int(round_ms / max(median, 1e-3)) + 1)
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            distributed.barrier()
+            samples[name] += _slowest(_time_calls(function, device.type, calls[name]), device).tolist()
+    return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
+
+
+def _slowest(times: list[float], device: torch.device) -> Tensor:
+    slowest = torch.tensor(times, device=device)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return slowest
+
+
+def zipf_splits(num_rows: int, num_ranks: int) -> list[int]:
+    """How many of the rows go to each process, as 1 / (p + 1)."""
+    weights = [1 / (rank + 1) for rank in range(num_ranks)]
+    ends = [round(num_rows * sum(weights[: rank + 1]) / sum(weights)) for rank in range(num_ranks)]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, rounds: int, round_ms: float) -> list[dict]:
+    """GB/s per direction of the busiest process, whose tensor of so many MB goes to or comes from others."""
+    num_bytes, peers = megabytes * 10**6, ranks.size - 1
+    width = 4096  # of a row, bfloat16
+    num_rows = num_bytes // (2 * width)
+
+    def rows(count: int) -> Tensor:
+        return torch.zeros(count, width, dtype=torch.bfloat16, device=device)
+
+    per_rank = num_rows // max(peers, 1)
+    skewed = zipf_splits(num_rows, ranks.size)
+    # Everyone sends most to the first process, which is the busiest.
+    skewed_in = [skewed[ranks.rank]] * ranks.size
+    even = [per_rank] * ranks.size
+    mine, everyones, sent = rows(per_rank), rows(per_rank * ranks.size), rows(num_rows)
+    functions = {
+        "all_gather": lambda: wait(ranks.all_gather(mine)),
+        "reduce_scatter": lambda: wait(ranks.reduce_scatter(everyones)),
+        "all_to_all/even": lambda: wait(ranks.all_to_all(everyones, even, even)),
+        "all_to_all/zipf": lambda: wait(ranks.all_to_all(sent, skewed_in, skewed)),
+    }
+    timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
+    row_bytes = 2 * width
+    moved = dict.fromkeys(functions, per_rank * peers * row_bytes) | {"all_to_all/zipf": skewed[0] * peers * row_bytes}
+    return [
+        {"collective": name, "processes": ranks.size, "mb": megabytes, **timing._asdict()}
+        | {"gb_per_s": moved[name] / timing.ms / 1e6}
+        for name, timing in timings.items()
+    ]

@@ -1,0 +1,71 @@
+"""Expert parallelism in which every process sees every token, and computes the share of its own experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_kernels import sort_by_expert
+
+from .collectives import check_on_device, wait
+from .experts import GroupedExperts
+from .rank_dispatcher import Chunk, RankDispatcher
+
+
+class AllGatherDispatcher(RankDispatcher):
+    """Gather the tokens of all processes, compute the slots of the experts that are here, and reduce-scatter the sums.
+
+    All shapes follow from T, however the tokens are routed. It moves P - 1 times the tokens, which is no more than an
+    all-to-all moves while P is at most top_k. All processes must have equally many tokens.
+
+    With `row_bound`, the rows computed here are at most so many times T * K. Without, they are counted; the host waits
+    for the count while the tokens are under way.
+    """
+
+    def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        ranks, implementation = self.ranks, experts.implementation
+        num_local = experts.num_experts // ranks.size
+        offsets = [
+            sort_by_expert(slots.topk_experts, experts.num_experts, implementation=implementation).offsets
+            for _, slots in chunks
+        ]
+        num_rows = self._count_rows(chunks, offsets)  # [P, chunks]
+        max_rows = None if self.row_bound is None else self._bounds(num_rows, chunks)
+        choices = [ranks.all_gather(slots.topk_experts) for _, slots in chunks]
+        gathered = [(ranks.gathering(slots.topk_weights), ranks.gathering(tokens)) for tokens, slots in chunks]
+        if max_rows is None:
+            max_rows = num_rows[ranks.rank].tolist()  # waits for the GPU, but not for the tokens
+        returning = []
+        for choice, (topk_weights, tokens), most in zip(choices, gathered, max_rows, strict=True):
+            local = wait(choice) - ranks.rank * num_local  # [P * T, K]
+            permutation = sort_by_expert(local, num_local, max_rows=max(most, 1), implementation=implementation)
+            shares = experts(tokens.arrive(), topk_weights.arrive(), permutation)  # [P * T, D]
+            returning.append(ranks.scattering(shares).arrive)
+        return returning, offsets
+
+    def _count_rows(self, chunks: list[Chunk], offsets: list[Tensor]) -> Tensor:  # [P, chunks]
+        """The slots for the experts of each process. Raises ValueError unless all processes have as many tokens."""
+        num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
+        counts = torch.diff(torch.stack(offsets), prepend=offsets[0].new_zeros(len(offsets), 1))  # [chunks, E]
+        facts = [counts.new_full((1,), num_tokens), counts.new_full((1,), top_k), counts.flatten()]
+        facts = wait(self.ranks.all_gather(torch.cat(facts))).view(self.ranks.size, -1)
+        sizes = facts[:, :2]
+        message = "ExpertParallel: with the allgather dispatcher all processes must have as many tokens and slots"
+        if sizes.device.type == "cpu":
+            message += f", got [T, K] of {sizes.tolist()}; the alltoall dispatcher takes any"
+        check_on_device((sizes == sizes[0]).all(), message)
+        return facts[:, 2:].view(self.ranks.size, len(offsets), self.ranks.size, -1).sum((0, 3)).t()
+
+    def _bounds(self, num_rows: Tensor, chunks: list[Chunk]) -> list[int]:
+        """Rows computed for each chunk at most. Raises ValueError if some process has more."""
+        bounds = [math.ceil(self.row_bound * self.num_slots(slots)) for _, slots in chunks]
+        for chunk, bound in enumerate(bounds):
+            check_on_device(
+                (num_rows[:, chunk] <= bound).all(),
+                f"ExpertParallel: with row_bound={self.row_bound} every process must get at most {bound} slots, "
+                "got more",
+            )
+        return bounds

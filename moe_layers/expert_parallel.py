@@ -1,0 +1,154 @@
+"""Expert parallelism: the processes of a mesh hold the experts of a layer between them.
+
+Experts become DTensors sharded along their first axis. Router, shared expert and all else stay as they are, replicated,
+to be averaged like the rest of the model, by FSDP2 for instance:
+
+    mesh = init_device_mesh("cuda", (num_processes // 8, 8), mesh_dim_names=("efsdp", "ep"))
+    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
+    for layer in model.layers:
+        fully_shard(layer.moe.experts, mesh=mesh["efsdp"])
+        fully_shard(layer, mesh=all_processes)
+    fully_shard(model, mesh=all_processes)
+
+Each process has tokens of its own. With n processes that share a batch, an average over them divides gradients by n.
+The gradient of an expert already is a sum over the P processes of its mesh, and FSDP2 divides it by n / P; so the layer
+divides it by P, and all parameters have the gradient of the mean of the processes' losses.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ._checks import check_choice, check_positive
+from .allgather import AllGatherDispatcher
+from .alltoall import AllToAllDispatcher
+from .collectives import Ranks
+from .dispatcher import LocalDispatcher
+from .experts import GroupedExperts
+
+DISPATCHERS = ("auto", "allgather", "alltoall")
+
+
+class ExpertParallel(ParallelStyle):
+    """Shard the experts of a `MoEFeedForward` over a mesh: a plan for PyTorch's `parallelize_module`.
+
+    A layer that holds all experts keeps its share of them; they come from the first process, or with
+    `parallelize_module(..., src_data_rank=None)` from every process's own parameters, without communication. A layer
+    that was built or loaded with `keep_experts` of just this share keeps what it has.
+
+    Inside the layer nothing waits for the GPU but as said below. All processes of the mesh must call the layer equally
+    often, in forward and backward. Under `fully_shard` with mixed precision the experts need
+    `cast_forward_inputs=False`: routing weights are float32.
+
+    Args:
+        dispatcher: "alltoall" sends each token to the processes of its experts; the host waits once per forward.
+            "allgather" sends all tokens to all processes, and needs equally many in each; the host waits for a count
+            while the tokens are under way. "auto" is the latter while P is at most top_k, where it moves no more.
+        mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
+        row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
+            is an error. Nothing waits for the GPU then, and CUDA graphs capture the layer. None for no bound.
+        chunks: parts of the tokens, of which one travels while another is computed. The gradient of the experts is
+            then a sum over the parts; with more parts their weights are read more often.
+        reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.
+
+    Raises:
+        ValueError: an unknown dispatcher, `row_bound` is less than 1, `chunks` is not positive or `reserved_sms`
+            negative. When applied: the module is no layer with experts, the mesh has several dimensions, its size does
+            not divide the experts, or they are sharded already.
+    """
+
+    def __init__(
+        self,
+        dispatcher: str = "auto",
+        *,
+        mean_grads: bool = True,
+        row_bound: float | None = None,
+        chunks: int = 1,
+        reserved_sms: int = 0,
+    ):
+        check_choice("ExpertParallel", "dispatcher", dispatcher, DISPATCHERS)
+        if row_bound is not None and not 1 <= row_bound < math.inf:
+            raise ValueError(f"ExpertParallel: row_bound must be at least 1, or None, got {row_bound}")
+        check_positive("ExpertParallel", chunks=chunks)
+        if reserved_sms < 0:
+            raise ValueError(f"ExpertParallel: reserved_sms must not be negative, got {reserved_sms}")
+        self.dispatcher = dispatcher
+        self.mean_grads = mean_grads
+        self.row_bound = row_bound
+        self.chunks = chunks
+        self.reserved_sms = reserved_sms
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts = getattr(module, "experts", None)
+        if not isinstance(experts, GroupedExperts):
+            raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
+        share = expert_share(device_mesh, module.num_experts)
+        _check_held("ExpertParallel", module, share)
+        for name, parameter in list(experts.named_parameters()):
+            sharded = self._shard(parameter, device_mesh, share)
+            setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        experts.num_experts = module.num_experts
+        experts.reserved_sms = self.reserved_sms
+        experts.local_share = local_share
+        by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
+        chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
+        make = AllGatherDispatcher if chosen == "allgather" else AllToAllDispatcher
+        module.dispatcher = make(
+            Ranks.of(device_mesh.get_group()),
+            row_bound=self.row_bound,
+            chunks=self.chunks,
+            gradient_scale=1 / device_mesh.size() if self.mean_grads else 1.0,
+        )
+        return module
+
+    def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
+        held = parameter.detach()
+        if self.src_data_rank is not None and len(held) > len(share):
+            return distribute_tensor(held, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+        if len(held) > len(share):
+            held = held[share.start : share.stop].clone()  # which lets go of the others
+        return DTensor.from_local(held, mesh, [Shard(0)], run_check=False)
+
+
+def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
+    """The experts that this process holds.
+
+    Raises:
+        ValueError: the mesh has several dimensions or lacks this process, or its size does not divide `num_experts`.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(
+            f'ExpertParallel: the mesh must have one dimension, as mesh["ep"] has, got {mesh.mesh_dim_names} '
+            f"{list(mesh.shape)}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"ExpertParallel: this process must be in the mesh, got {mesh}")
+    if num_experts % mesh.size():
+        raise ValueError(
+            f"ExpertParallel: num_experts must be a multiple of the mesh's {mesh.size()} processes, got {num_experts}"
+        )
+    num_local = num_experts // mesh.size()
+    first = mesh.get_local_rank() * num_local
+    return range(first, first + num_local)
+
+
+def _check_held(op: str, module: nn.Module, share: range) -> None:
+    """Raises ValueError unless the layer holds all experts, or just these."""
+    experts = module.experts
+    if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
+        raise ValueError(f"{op}: experts must be plain parameters, got DTensors: apply it once, before fully_shard")
+    first = module.dispatcher.first_expert if isinstance(module.dispatcher, LocalDispatcher) else 0
+    held = range(first, first + len(experts.w_up))
+    if held not in (range(module.num_experts), share):
+        raise ValueError(f"{op}: the layer must hold all experts or those of this process, {share}, got {held}")
+
+
+def local_share(parameter: Tensor) -> Tensor:
+    """This process's part of a sharded parameter."""
+    assert isinstance(parameter, DTensor), "FSDP2 gathers the experts before their forward, and leaves a DTensor"
+    return parameter.to_local()

@@ -1,0 +1,89 @@
+"""Clipping gradients of a model whose parameters are sharded over different meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .collectives import Ranks, wait
+
+Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # the mesh, and its dimensions over which a tensor is sharded
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:  # scalar
+    """`torch.nn.utils.clip_grad_norm_`, which refuses parameters of different meshes, for any of them together.
+
+    The norm is that of the whole model: of a sharded gradient all shards count, of a replicated one a single copy. It
+    is the same in every process, bit by bit. Gradients must be averaged already. All processes must call it, with
+    parameters in the same order. Does not wait for the GPU, unless `error_if_nonfinite`.
+
+    Returns:
+        the norm before clipping.
+
+    Raises:
+        ValueError: a gradient is a sum that is still to be made (`Partial`).
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    by_sharding: dict[Sharding, list[Tensor]] = {}
+    for parameter in parameters:
+        by_sharding.setdefault(_sharding(parameter.grad), []).append(_local(parameter.grad))
+    if not by_sharding:
+        return torch.tensor(0.0)
+    norms = [_norm(shards, sharding, norm_type, foreach) for sharding, shards in by_sharding.items()]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total}"
+        )
+    for group in _by_mesh(parameters):
+        clip_grads_with_norm_(group, max_norm, total, foreach)
+    return total
+
+
+def _sharding(gradient: Tensor) -> Sharding:
+    if not isinstance(gradient, DTensor):
+        return None
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ValueError(f"clip_grad_norm_: gradients must be whole sums, got {gradient.placements}")
+    sharded = (dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return gradient.device_mesh, tuple(sharded)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
+    """The norm of tensors that are sharded alike, from the shards here."""
+    held = [shard for shard in shards if shard.numel()]
+    norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
+    if sharding is not None:
+        mesh, dims = sharding
+        for dim in dims:
+            # Gathered and not reduced, so that all processes add in the same order.
+            norms = wait(Ranks.of(mesh.get_group(dim)).all_gather(norm.view(1)))
+            norm = torch.linalg.vector_norm(norms, norm_type)
+    return norm
+
+
+def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Those that a foreach op takes together."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())

@@ -1,0 +1,87 @@
+"""What the dispatchers of expert parallelism have in common: chunks, waiting for outputs, the scale of gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from .collectives import Ranks
+from .dispatcher import Dispatched
+from .dropping import Slots
+from .experts import GroupedExperts
+
+Chunk = tuple[Tensor, Slots]  # some neighbouring tokens [T, D], in the dtype in which they travel, and their slots
+
+
+class RankDispatcher(ABC):
+    """Brings tokens to the processes of their experts, and outputs back.
+
+    Args:
+        ranks: that share the experts, as many for each.
+        row_bound: see each dispatcher; None where as much is sent and computed as there is.
+        chunks: parts of the tokens, of which one travels while another is computed.
+        gradient_scale: of the experts' parameters. It multiplies what travels in backward, which is smaller than they
+            are, and is divided out of the gradients of tokens and weights: exactly, if it is a power of two.
+    """
+
+    def __init__(self, ranks: Ranks, *, row_bound: float | None = None, chunks: int = 1, gradient_scale: float = 1.0):
+        self.ranks = ranks
+        self.row_bound = row_bound
+        self.chunks = chunks
+        self.gradient_scale = gradient_scale
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        tokens: Tensor,  # [T, D]
+        slots: Slots,
+        experts: GroupedExperts,
+    ) -> Dispatched:
+        tokens = _scale_gradient(tokens, 1 / self.gradient_scale)
+        slots = slots._replace(topk_weights=_scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
+        returning, offsets = self.dispatch(_split(tokens, slots, self.chunks), experts)
+
+        def arrive() -> Tensor:  # [T, D]
+            parts = [part() for part in returning]
+            return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
+
+        return Dispatched(arrive, reduce(torch.add, offsets))
+
+    @abstractmethod
+    def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        """Of each chunk what waits for its outputs, which are under way, and the offsets [E] of its sorted slots."""
+
+    def num_slots(self, slots: Slots) -> int:
+        """That reach an expert at most."""
+        return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+
+
+def _split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
+    device_type = tokens.device.type
+    if torch.is_autocast_enabled(device_type):  # as the experts would
+        tokens = tokens.to(torch.get_autocast_dtype(device_type))
+    if num_chunks == 1:
+        return [(tokens, slots)]
+    num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+    parts = zip(*(tensor.tensor_split(num_chunks) for tensor in (tokens, *slots[:3])), strict=True)
+    num_tokens = max(len(tokens), 1)
+    return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]
+
+
+def _scale_gradient(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else _ScaledGradient.apply(tensor, scale)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient * ctx.scale, None

@@ -1,0 +1,82 @@
+"""Several processes for tests: gloo on a machine without GPUs, NCCL with a GPU for each where there are enough."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import ProcessException, start_processes
+
+# Imported once, in a process of their own that the others are forked from: they take longer than the tests.
+PRELOADED = [
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "moe_layers",
+]
+TIMEOUT = timedelta(seconds=60)  # of a collective: whoever waits longer fails, and does not hang
+
+
+def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[str, str]:
+    """Call `case(device)` for each case, in turn, in every one of a group of processes.
+
+    Returns:
+        by name of the case, what went wrong in which process; the cases after the first failure did not run.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
+        pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
+    arguments = (cases, num_processes, str(folder))
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    # What was asked of CUDA before a fork would break it after.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    try:
+        start_processes(_run, arguments, nprocs=num_processes, start_method=method)
+    except ProcessException:
+        if not list(folder.glob("*.failed")):
+            raise
+    return {case.__name__: _failure(folder, case.__name__) for case in cases}
+
+
+def _failure(folder: Path, name: str) -> str:
+    reports = [path.read_text() for path in sorted(folder.glob(f"{name}.*.failed"))]
+    if not reports and not (folder / f"{name}.0.passed").exists():
+        return "did not run: an earlier case failed"
+    return "\n".join(reports)
+
+
+def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    has_gpus = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
+    if has_gpus:
+        torch.cuda.set_device(device)
+    # Machines differ in whether NVLink multicast works.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    distributed.init_process_group(
+        "nccl" if has_gpus else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_processes,
+        timeout=TIMEOUT,
+        device_id=device if has_gpus else None,
+    )
+    for case in cases:
+        report = Path(folder) / f"{case.__name__}.{rank}"
+        try:
+            case(device)
+            distributed.barrier()
+        except BaseException:
+            report.with_suffix(f"{report.suffix}.failed").write_text(f"process {rank}:\n{traceback.format_exc()}")
+            raise
+        report.with_suffix(f"{report.suffix}.passed").touch()
+    distributed.destroy_process_group()

@@ -1,0 +1,90 @@
+"""examples/train_expert_parallel.py, on a model and a text small enough for seconds."""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from .expert_parallel_cases import implementation_of
+from .processes import run_cases
+
+ROOT = Path(__file__).parents[1]
+# As when it runs as a script: the example finds its neighbours beside it.
+sys.path.insert(0, str(ROOT / "examples"))
+language_model = import_module("_language_model")
+single = import_module("train_language_model")
+example = import_module("train_expert_parallel")
+
+TINY = dataclasses.replace(
+    single.PRESETS["cpu"],
+    width=32,
+    num_layers=2,
+    d_ff=32,
+    context=32,
+    batch=4,
+    steps=4,
+    held_out_windows=8,
+    log_every=2,
+)
+
+
+def tiny_text(device):
+    source = bytearray(Path(argparse.__file__).read_bytes())
+    part = torch.frombuffer(source, dtype=torch.uint8).to(device)
+    return language_model.Text(part, part)
+
+
+def losses_equal_one_process(device):
+    """By either dispatcher, with experts shared by all processes or held by each, and resumed between the two."""
+    text, implementation = tiny_text(device), implementation_of(device)
+    one = single.start_run(TINY, text, implementation)
+    for _ in range(TINY.steps):
+        single.train_step(one)
+    expected = torch.tensor([*one.history.training_loss.tolist(), single.evaluate(one)])
+    num_processes = distributed.get_world_size()
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    for dispatcher in ("alltoall", "allgather"):
+        options = {"dispatcher": dispatcher, "implementation": implementation}
+        first = example.start_run(TINY, text, num_processes, **options)
+        example.train(first, stop_after=2)
+        example.save_checkpoint(first, Path(folder[0]) / dispatcher)
+        second = example.start_run(dataclasses.replace(TINY, seed=1), text, 1, **options)
+        second.settings = TINY
+        example.load_checkpoint(second, Path(folder[0]) / dispatcher)
+        assert second.losses == pytest.approx(first.losses)
+        for run in (first, second):
+            example.train(run)
+            actual = torch.tensor([*run.losses, example.evaluate(run)])
+            torch.testing.assert_close(actual, expected, rtol=1e-4 if device.type == "cpu" else 2e-2, atol=0)
+    with pytest.raises(ValueError, match="number of processes must divide batch=3 and held_out_windows=8, got 2"):
+        example.start_run(dataclasses.replace(TINY, batch=3), text, 1)
+
+
+def test_losses_equal_one_process(tmp_path):
+    failures = run_cases([losses_equal_one_process], 2, tmp_path)
+    assert not failures["losses_equal_one_process"], failures["losses_equal_one_process"]
+
+
+def test_under_torchrun(tmp_path):
+    """The command of its docstring, in two processes."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, or none, got {torch.cuda.device_count()}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["examples/train_expert_parallel.py", "--preset", "cpu", "--steps", "1", "--output", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    result = subprocess.run([*launcher, *script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["processes"] == 2
+    assert 5 < metrics["held_out_nats_per_byte"] < 6  # ln 256 is 5.55
+    assert f"wrote {tmp_path}" in result.stdout

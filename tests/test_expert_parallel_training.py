@@ -1,0 +1,292 @@
+"""Training with shared experts: FSDP2, clipping, AdamW, checkpointed regions, balance, distributed checkpoints."""
+
+import tempfile
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_kernels import RouterSpec
+from moe_layers import (
+    BalanceLosses,
+    ExpertParallel,
+    MoEFeedForward,
+    clip_grad_norm_,
+    observe,
+    update_selection_bias,
+)
+from moe_layers.checkpoint.files import CheckpointFiles
+
+from .expert_parallel_cases import (
+    D_MODEL,
+    assert_close,
+    draw,
+    expert_mesh,
+    float_dtype,
+    full,
+    make_layer,
+    own,
+    shard_experts,
+    summed,
+)
+from .processes import run_cases
+
+TOKENS = 8  # of each process
+
+
+class Model(nn.Module):
+    def __init__(self, device, **options):
+        super().__init__()
+        torch.manual_seed(5)
+        self.project = nn.Linear(D_MODEL, D_MODEL).to(device, float_dtype(device))
+        self.layers = nn.ModuleList([nn.ModuleDict({"moe": make_layer(device, seed, **options)}) for seed in range(2)])
+
+    def forward(self, x):
+        x = self.project(x)
+        for layer in self.layers:
+            x = x + layer["moe"](x)
+        return x
+
+
+def sharded(device, experts_over, dispatcher="auto", **options):
+    """The model with experts over so many processes, and FSDP2 over all."""
+    model, mesh = Model(device, **options), expert_mesh(device, experts_over)
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(dispatcher)})
+    for layer in model.layers:
+        fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
+        fully_shard(layer["moe"], mesh=everywhere)
+    return fully_shard(model, mesh=everywhere)
+
+
+def data(device, step):
+    """Tokens of all processes, and what to make of them."""
+    num_tokens = TOKENS * distributed.get_world_size()
+    return draw(device, num_tokens, seed=step), draw(device, num_tokens, seed=100 + step)
+
+
+def train_step(model, optimizer, x, target, clip):
+    """(norm of the gradients before clipping, the gradients after it, by name)."""
+    optimizer.zero_grad()
+    (model(x) - target).square().mean().backward()
+    norm = clip(model.parameters(), max_norm=0.05)
+    gradients = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    return norm, gradients
+
+
+def train_own_part(model, optimizer, device, step):
+    x, target = (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, step))
+    return train_step(model, optimizer, x, target, clip_grad_norm_)
+
+
+def make_optimizer(model, kind):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **kind)
+
+
+OPTIMIZERS = [{"foreach": True}, {"fused": True}, {"foreach": False}]
+
+
+def two_steps_equal_one_process(device):
+    """Gradients, their norm, clipping and AdamW, for experts over some or all processes and FSDP2 over the others."""
+    num_processes = distributed.get_world_size()
+    for experts_over in (2, num_processes) if num_processes > 2 else (1, 2):
+        for dispatcher, kind in zip(("allgather", "alltoall"), OPTIMIZERS, strict=False):
+            one = Model(device)
+            many = sharded(device, experts_over, dispatcher)
+            optimizers = make_optimizer(one, kind), make_optimizer(many, kind)
+            for step in range(2):
+                expected = train_step(one, optimizers[0], *data(device, step), torch.nn.utils.clip_grad_norm_)
+                actual = train_own_part(many, optimizers[1], device, step)
+                assert expected[0] > 0.05
+                assert_close(actual[0], expected[0])
+                for name, gradient in expected[1].items():
+                    assert_close(actual[1][name], gradient)
+            for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(full(a), b, rtol=0, atol=1e-6 if device.type == "cpu" else 1e-3, msg=name)
+
+
+def mixed_precision(device):
+    """Of FSDP2: bfloat16 parameters and tokens, float32 routing weights and gradients."""
+    one = make_layer(device).to(torch.bfloat16)
+    x = draw(device, 6, seed=distributed.get_rank()).float()
+    one(x.to(torch.bfloat16)).float().square().sum().backward()
+    kinds = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for casts in (False, True):
+        mesh = expert_mesh(device)
+        layer = shard_experts(make_layer(device).float(), mesh, mean_grads=False)
+        policy = MixedPrecisionPolicy(**kinds, cast_forward_inputs=casts)
+        fully_shard(layer.experts, mesh=mesh["efsdp"], mp_policy=policy)
+        fully_shard(layer, mesh=everywhere, mp_policy=MixedPrecisionPolicy(**kinds))
+        if casts:
+            with pytest.raises(ValueError, match=r"topk_weights must be float32 .*cast_forward_inputs=False"):
+                layer(x)
+            continue
+        y = layer(x)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        gradient, expected = full(layer.experts.w_down.grad), summed(one.experts.w_down.grad.float())
+        assert gradient.dtype == torch.float32
+        error = (gradient - expected).norm() / expected.norm()
+        assert error < 0.02, error
+
+
+def clipping_by_other_norms(device):
+    """Of mixed meshes and plain parameters together, as PyTorch clips them where it can."""
+    layer, one = shard_experts(make_layer(device), expert_mesh(device)), make_layer(device)
+    x = draw(device, 6)  # the same everywhere, so that gradients of all parameters are the mean already
+    for norm_type in (1.0, 2.0, float("inf")):
+        for module in (layer, one):
+            module.zero_grad()
+            module(x).sum().backward()
+        expected = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5, norm_type)
+        norm = clip_grad_norm_(layer.parameters(), 0.5, norm_type)
+        assert expected > 0.5
+        assert_close(norm, expected)
+        for a, b in zip(layer.parameters(), one.parameters(), strict=True):
+            assert_close(full(a.grad), b.grad)
+    assert clip_grad_norm_([nn.Parameter(x)], 1.0) == 0
+    unreduced = nn.Parameter(x)
+    unreduced.grad = DTensor.from_local(x, expert_mesh(device)["ep"], [Partial()])
+    with pytest.raises(ValueError, match=r"gradients must be whole sums, got .*Partial"):
+        clip_grad_norm_([unreduced], 1.0)
+    layer.router.weight.grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients must be finite, got inf"):
+        clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def distributed_checkpoints(device):
+    """Saved with experts over all processes, loaded over fewer and by one: the next step is that of the first run."""
+    num_processes = distributed.get_world_size()
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    first = sharded(device, num_processes)
+    optimizer = make_optimizer(first, {})
+    train_own_part(first, optimizer, device, 0)
+    states = dict(zip(("model", "optimizer"), get_state_dict(first, optimizer), strict=True))
+    distributed_checkpoint.save(states, checkpoint_id=folder[0])
+    saved = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
+    train_own_part(first, optimizer, device, 1)
+    expected = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
+    runs = {"fewer": sharded(device, num_processes // 2), "one": Model(device)}
+    for name, model in runs.items():
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        optimizer = make_optimizer(model, {})
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        distributed_checkpoint.load(states, checkpoint_id=folder[0])
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        for parameter_name, parameter in model.named_parameters():
+            assert torch.equal(full(parameter), saved[parameter_name]), (name, parameter_name)
+        if name == "one":
+            train_step(model, optimizer, *data(device, 1), torch.nn.utils.clip_grad_norm_)
+        else:
+            train_own_part(model, optimizer, device, 1)
+        for parameter_name, parameter in model.named_parameters():
+            tolerance = 1e-6 if device.type == "cpu" else 1e-3
+            torch.testing.assert_close(full(parameter), expected[parameter_name], rtol=0, atol=tolerance)
+
+
+def balance_of_the_whole_batch(device):
+    """The global-batch loss and the update of the selection bias see the tokens of all processes."""
+    everyone = distributed.group.WORLD
+    num_processes = distributed.get_world_size()
+    options = {"router": RouterSpec.biased_softmax()}
+    one = make_layer(device, balance_losses=BalanceLosses(switch=0.5), **options)  # over all tokens the same loss
+    many = make_layer(device, balance_losses=BalanceLosses(global_batch=0.5, group=everyone), **options)
+    shard_experts(many, expert_mesh(device))
+    x, upstream = data(device, 0)
+    lengths = [TOKENS] * num_processes
+    (one(x) * upstream).sum().div(num_processes).backward()
+    (many(own(x, lengths)) * own(upstream, lengths)).sum().backward()
+    for a, b in zip(many.router.parameters(), one.router.parameters(), strict=True):
+        assert_close(summed(a.grad) / num_processes, b.grad)
+    update_selection_bias(many, rate=0.5, group=everyone)
+    counts = one(x, return_routing=True)[1].tokens_per_expert
+    expected = 0.5 * (counts.double().mean() - counts).sign()
+    assert expected.any() and torch.equal(many.router.selection_bias.double(), expected)
+
+
+def statistics_of_all_processes(device):
+    """Summed over the processes, they are those of one with all tokens; of one process they stay its own."""
+    one, many = make_layer(device), shard_experts(make_layer(device), expert_mesh(device))
+    x, lengths = data(device, 0)[0], [TOKENS] * distributed.get_world_size()
+    (observer,), (whole,) = observe(many).values(), observe(one).values()
+    many(own(x, lengths))
+    one(x)
+    expected, actual = whole.read(), observer.read(group=distributed.group.WORLD)
+    assert torch.equal(actual.tokens_per_expert, expected.tokens_per_expert)
+    assert (actual.num_calls, actual.num_tokens) == (len(lengths), len(x))
+    assert actual.dead_experts == expected.dead_experts
+    for name in ("entropy", "margin", "smallest_margin", "max_violation"):
+        assert getattr(actual, name) == pytest.approx(getattr(expected, name), rel=1e-5)
+    assert observer.read().num_tokens == TOKENS
+
+
+def layers_of_published_models(device):
+    """Each process reads its own experts and no others; the layer computes what that of one process does."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = f"{folder}/layer"
+        make_layer(device, shared_d_ff=12).save_checkpoint(directory)
+        one = MoEFeedForward.from_checkpoint(directory, device=device)
+        style, mesh = ExpertParallel("alltoall"), expert_mesh(device)["ep"]
+        with mock.patch.object(CheckpointFiles, "read", autospec=True, side_effect=CheckpointFiles.read) as read:
+            many, report = MoEFeedForward.from_checkpoint(
+                directory, mesh=mesh, expert_parallel=style, device=device, return_report=True
+            )
+        first = 4 * distributed.get_rank()
+        assert report.experts == range(first, first + 4)
+        names = [call.args[1] for call in read.call_args_list]
+        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in names if ".experts." in name}
+        assert experts == set(report.experts)
+        x = draw(device, 6, seed=distributed.get_rank())
+        assert type(many.dispatcher).__name__ == "AllToAllDispatcher"
+        assert_close(many(x), one(x))
+        for op in (many.save_checkpoint, many.save_safetensors):
+            with pytest.raises(ValueError, match=r"must be whole|must hold all experts"):
+                op(f"{folder}/other")
+        with pytest.raises(ValueError, match=r"load_safetensors: tensors must be whole, got a DTensor experts\.w_up"):
+            many.load_safetensors(f"{directory}/model.safetensors")
+        for wrong in ({"expert_parallel": style}, {"mesh": mesh, "experts": range(4)}):
+            with pytest.raises(ValueError, match="expert_parallel needs a mesh, which decides experts, got"):
+                MoEFeedForward.from_checkpoint(directory, **wrong)
+
+
+TWO = [
+    two_steps_equal_one_process,
+    mixed_precision,
+    clipping_by_other_norms,
+    distributed_checkpoints,
+    balance_of_the_whole_batch,
+    statistics_of_all_processes,
+    layers_of_published_models,
+]
+FOUR = [two_steps_equal_one_process, distributed_checkpoints]
+
+
+@pytest.fixture(scope="module")
+def failures_of_two(tmp_path_factory):
+    return run_cases(TWO, 2, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def failures_of_four(tmp_path_factory):
+    return run_cases(FOUR, 4, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
+def test_two_processes(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
+def test_four_processes(case, failures_of_four):
+    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
