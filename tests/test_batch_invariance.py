@@ -22,6 +22,7 @@ from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import CapacityFactor, ExpertChoice, ForcedBalance, MoEFeedForward, RouterNoise
 
 from .dtypes import DTYPES
+from .kernel_arguments import KERNELS, Sizes, results, supported_arguments
 
 ON_GPU = torch.cuda.is_available()
 D = 512 if ON_GPU else 40
@@ -172,6 +173,23 @@ def test_kernels_are_chosen_whatever_the_number_of_rows(form, device):
     sizes = (1, 15, 16, 100, 5000)
     assert len({chosen(size).metadata.kernel_name for size in sizes}) > 1
     assert len({chosen(size, assumed_rows=ASSUMED_ROWS).metadata.kernel_name for size in sizes}) == 1
+
+
+PRODUCTS = [kernel for kernel in KERNELS if kernel.arguments_class in (GroupedGemmArguments, GemmArguments)]
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=repr)
+def test_every_kernel_sums_a_row_alike_in_any_tile(kernel, device):
+    """All rows are one row and all groups have one matrix, so all results must be one result."""
+    args = supported_arguments(kernel, device)
+    args.B.copy_(args.B[:1].clone())
+    args.A.copy_(args.A.flatten(0, -2)[:1].clone().expand_as(args.A))
+    kernel.run(args)
+    for written in results(args):
+        rows = written.flatten(0, -2)[: Sizes.ends[-1]]
+        assert rows.isfinite().all() and rows.any()
+        different = (rows != rows[0]).any(1).nonzero().flatten().tolist()
+        assert not different, f"rows {different} differ from row 0"
 
 
 @pytest.mark.parametrize("form", FORMS)
