@@ -24,7 +24,7 @@ ON_GPU = torch.cuda.is_available()
 D, HEAD = (256, 64) if ON_GPU else (32, 16)
 SIZES = {"d_model": D, "d_ff": 3 * D // 4, "num_experts": 8 if ON_GPU else 4, "top_k": 2, "head_dim": HEAD}
 # Of sequences, two in a batch: no order, both sides of powers of two and of a tile's height.
-LENGTHS = (65, 129, 300, 33, 1000, 64, 128, 513, 7, 2) if ON_GPU else (5, 8, 11, 3, 16, 21, 2, 9, 13, 7)
+LENGTHS = (65, 129, 300, 33, 1000, 64, 128, 513, 7, 2) if ON_GPU else (5, 4, 6, 3, 8, 9, 2, 7, 10, 12)
 LOSSES = BalanceLosses(switch=0.01, z=0.001, sequence=0.01, global_batch=0.01, importance=0.01)
 FORMS = {
     "everything": {
@@ -35,11 +35,11 @@ FORMS = {
         "balance_losses": LOSSES,
     },
     "capacity": {"capacity": 4},
-    "token_rounding": {"assignment": TokenRounding(4)},
 }
 if ON_GPU:
     FORMS |= {
         "softmax": {},
+        "token_rounding": {"assignment": TokenRounding(4)},
         "recompute_up": {"recompute": "up", "normalize": False},
         "latent": {"latent_dim": D // 2},
         "zero_experts": {"num_zero_experts": 2},
@@ -83,7 +83,7 @@ def test_one_recompilation_over_ten_numbers_of_tokens(form, dtype, device):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS if ON_GPU else ["everything"])
 def test_results_are_within_the_error_budget(form, device):
     """Compiled for any T, beside the same block in plain PyTorch."""
     torch.use_deterministic_algorithms(False)

@@ -18,7 +18,7 @@ from .test_batch_invariance import FORMS, SIZES, make_tokens
 
 ON_GPU = torch.cuda.is_available()
 NUM_RUNS = 20 if ON_GPU else 2
-NUM_TOKENS = 1500 if ON_GPU else 24
+NUM_TOKENS = 1500 if ON_GPU else 12
 
 
 def disturb(number, device):
@@ -55,10 +55,10 @@ LAYERS = {
     "bias_recompute_up": {"recompute": "up", "bias": True},
     "switch_and_z": {"load_balancing_coefficient": 0.1, "z_loss_coefficient": 0.1},
     "all_losses": {"balance_losses": BalanceLosses(switch=0.1, z=0.1, sequence=0.1, global_batch=0.1, importance=0.1)},
-    "capacity": {"capacity": 6},
+    "capacity": {"capacity": 500 if ON_GPU else 4},
     "capacity_by_weight": {"capacity": CapacityFactor(0.75, by="weight")},
     "expert_choice": {"assignment": ExpertChoice(2.0)},
-    "token_rounding": {"assignment": TokenRounding(16)},
+    "token_rounding": {"assignment": TokenRounding(16 if ON_GPU else 4)},
     "custom": {"assignment": CustomAssignment(choose_by_sigmoid)},
     "selection_bias": {"router": RouterSpec.biased_softmax()},
     "softcap": {"router": RouterSpec(logit_softcap=3.0, norm_power=2.0)},

@@ -177,6 +177,8 @@ def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
             return GroupedGemmArguments(a, b, out, offsets=offsets)
         return WgradArguments(a, out, b, offsets=offsets)
 
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels with TMA are for capability 9.0")
     some, none = arguments(1), arguments(0)
     assert tuning.select(some).metadata.design.tma
     kernel = tuning.select(none)
