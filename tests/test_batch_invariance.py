@@ -95,9 +95,9 @@ def step(layer, tokens, dout):
     return out.detach(), routing.topk_experts, routing.topk_weights.detach(), routing.logits.detach(), *gradient
 
 
-def batches(token, device, dtype):
+def batches(token, device, dtype, largest):
     """The token among others: random ones, ones that choose as it does, and none that do."""
-    for size, place, kind in BATCHES:
+    for size, place, kind in (batch for batch in BATCHES if batch[0] <= largest):
         others = make_tokens(size, device, dtype, seed=size, d_model=token.shape[1])
         if kind != "random":
             others = others / 8 + (token if kind == "alike" else -token)
@@ -105,13 +105,13 @@ def batches(token, device, dtype):
         yield f"{size} tokens, {kind}", others, place
 
 
-def differing(layer, token):
-    """Where, among batches, a token gets other bits than alone."""
+def differing(layer, token, largest=20):
+    """Where, among batches of up to so many tokens, a token gets other bits than alone."""
     names = ("out", "experts", "weights", "logits", "gradient")
     dout = make_tokens(1, token.device, token.dtype, seed=2, d_model=token.shape[1])
     alone = step(layer, token, dout)
     found = []
-    for description, tokens, place in batches(token, token.device, token.dtype):
+    for description, tokens, place in batches(token, token.device, token.dtype, largest):
         douts = make_tokens(len(tokens), token.device, token.dtype, seed=3, d_model=token.shape[1])
         douts[place] = dout
         together = step(layer, tokens, douts)
@@ -131,7 +131,7 @@ if not ON_GPU:  # the interpreter is slow
 def test_a_token_alone_and_in_any_batch(form, dtype, implementation, device):
     layer = make_layer(device, dtype, implementation=implementation, **FORMS[form])
     token = make_tokens(1, device, dtype, d_model=layer.d_model)
-    assert differing(layer, token) == []
+    assert differing(layer, token, largest=5000 if implementation == "triton" else 20) == []
 
 
 def test_without_it_the_batch_shows():

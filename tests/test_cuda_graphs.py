@@ -135,8 +135,7 @@ class Training:
 
     def __init__(self, model, x):
         self.model, self.x, self.target = model, x.clone(), torch.zeros_like(x)
-        lr = torch.tensor(1e-2, device=x.device)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
 
     def load(self, x, target):
         self.x.copy_(x)
