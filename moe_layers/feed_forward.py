@@ -219,8 +219,9 @@ class MoEFeedForward(nn.Module):
         Nor do they change a bit of its gradient, without auxiliary losses; gradients of parameters are sums over all
         tokens. For this every matrix product runs in one kernel whatever the number of tokens, none is cuBLAS's, and
         the shared expert runs as a routed one: it costs most where tokens are few. The reference computes token by
-        token. Setting it raises ValueError where a choice of experts looks at other tokens by design: with a capacity,
-        an assignment or noise.
+        token. Between processes that share the experts it is no promise: collectives sum in an order of their own.
+        Setting it raises ValueError where a choice of experts looks at other tokens by design: with a capacity, an
+        assignment or noise.
         """
         return self.experts.batch_invariant
 
