@@ -4,6 +4,7 @@ from ._dispatch import IMPLEMENTATIONS
 from .activation import gated_activation, plain_activation
 from .activation_functions import ACTIVATIONS
 from .activation_spec import Activation, as_activation
+from .batch_invariance import invariant_linear
 from .batched_gemm import batched_gemm
 from .catalog import (
     CompiledArtifact,
@@ -60,6 +61,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_list",
     "grouped_gemm_wgrad",
+    "invariant_linear",
     "is_device_cc_supported",
     "jagged_gemm",
     "linear_routing",

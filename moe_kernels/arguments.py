@@ -73,7 +73,7 @@ class Arguments(abc.ABC):
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
         """What support and speed depend on: arguments with equal keys get the same kernel. Numbers of rows only by
-        their power of two."""
+        their power of two, and whether there are any."""
 
     @abc.abstractmethod
     def table_key(self) -> str:
@@ -131,6 +131,12 @@ class GroupedGemmArguments(Arguments):
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
     reserved_sms: int = 0  # that a persistent kernel leaves to others
+    assumed_rows: int | None = None  # of each group: the kernel is chosen as if there were so many
+
+    @property
+    def num_rows(self) -> int:
+        """What the choice of a kernel goes by."""
+        return len(self.out) if self.assumed_rows is None else self.assumed_rows * len(self.B)
 
     @property
     def product(self) -> Tensor:  # [R, N]
@@ -138,15 +144,15 @@ class GroupedGemmArguments(Arguments):
 
     def selection_key(self) -> tuple[Any, ...]:
         given = tuple(getattr(self, name) is not None for name in self.optional_operands)
-        form = (self.row_to_token is not None, self.epilogue, given)
-        return *self.B.shape, rows_bucket(len(self.out), len(self.B)), form, self._layouts()
+        form = (self.row_to_token is not None, self.epilogue, given, self.assumed_rows, len(self.out) == 0)
+        return *self.B.shape, rows_bucket(self.num_rows, len(self.B)), form, self._layouts()
 
     def table_key(self) -> str:
         num_groups, size_k, size_n = self.B.shape
         layout = "row" if self.B.stride(2) == 1 else "column"
         gather = "A" if self.row_to_token is not None else "none"
         form = f"grouped_gemm B={layout} gather={gather} epilogue={self.epilogue or 'none'}"
-        return _table_key(form, self.A.dtype, num_groups, size_k, size_n, len(self.out))
+        return _table_key(form, self.A.dtype, num_groups, size_k, size_n, self.num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
@@ -193,7 +199,8 @@ class WgradArguments(Arguments):
         return len(self.A if self.a_row_to_token is None else self.a_row_to_token)
 
     def selection_key(self) -> tuple[Any, ...]:
-        form = (self.a_row_to_token is not None, self.dout_row_to_token is not None, self.epilogue)
+        gathers = (self.a_row_to_token is not None, self.dout_row_to_token is not None)
+        form = (*gathers, self.epilogue, self.num_rows == 0)
         return *self.out.shape, rows_bucket(self.num_rows, len(self.out)), form, self._layouts()
 
     def table_key(self) -> str:
@@ -229,17 +236,24 @@ class GemmArguments(Arguments):
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # of the batch as groups of rows, for kernels that need one
     epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
+    assumed_rows: int | None = None  # of each matrix: the kernel is chosen as if there were so many
 
     @property
     def num_batches(self) -> int:
         return len(self.out) if self.out.dim() == 3 else 1
 
+    @property
+    def rows_per_matrix(self) -> int:
+        """What the choice of a kernel goes by."""
+        return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
+
     def selection_key(self) -> tuple[Any, ...]:
-        return self.A.shape, self.B.shape, self.epilogue, self._layouts()
+        rows = (self.num_batches, self.A.dim(), self.rows_per_matrix, self.assumed_rows, self.out.shape[-2] == 0)
+        return rows, self.B.shape, self.epilogue, self._layouts()
 
     def table_key(self) -> str:
         form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}{epilogue_key(self.epilogue)}"
-        num_rows = self.num_batches * self.out.shape[-2]
+        num_rows = self.num_batches * self.rows_per_matrix
         return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows)
 
     def shape_error(self) -> str | None:

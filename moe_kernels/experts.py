@@ -35,6 +35,7 @@ from ._dispatch import choose, registered_op
 from .activation import RowBias, launch_activation, launch_weighted_activation_backward
 from .activation_functions import EPILOGUES
 from .activation_spec import Activation, as_activation
+from .batch_invariance import ASSUMED_ROWS, settled, token_by_token
 from .catalog import GroupedGemmArguments, WgradArguments
 from .permutation import launch_combine, launch_slot_products, launch_spread
 from .reference import Permutation, TileTable
@@ -56,6 +57,7 @@ def fused_experts(
     weight_on_input: bool = False,
     recompute: str | None = None,
     reserved_sms: int = 0,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
     """Each token through its experts, summed with its routing weights.
@@ -70,6 +72,8 @@ def fused_experts(
         recompute: "up" does not keep the pre-activations; backward multiplies by `w_up` once more, with the same bits.
             The reference keeps what autograd keeps.
         reserved_sms: of the GPU, that persistent GEMMs leave to communication beside them. The same bits.
+        batch_invariant: the other tokens change no bit of a token's output, nor of the gradients of the token and its
+            routing weights. Kernels are chosen whatever the number of rows, and the reference computes token by token.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -85,7 +89,8 @@ def fused_experts(
     _check_operands(tokens, topk_weights, permutation, w_up, w_down, biases, activation)
     if choose("fused_experts", implementation, tokens) == "reference":
         options = {"activation": activation, "weight_on_input": weight_on_input, **biases}
-        return reference.fused_experts(tokens, topk_weights, permutation, w_up, w_down, **options)
+        run = _reference_by_token if batch_invariant else reference.fused_experts
+        return run(tokens, topk_weights, permutation, w_up, w_down, **options)
     out, _ = _fused_experts_op(
         tokens,
         topk_weights.float().contiguous(),
@@ -102,7 +107,22 @@ def fused_experts(
         activation.alpha,
         weight_on_input,
         recompute == "up",
+        batch_invariant,
     )
+    return out
+
+
+def _reference_by_token(
+    tokens: Tensor, topk_weights: Tensor, permutation: Permutation, w_up: Tensor, w_down: Tensor, **options
+) -> Tensor:
+    experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True, out_int32=True)
+    experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
+
+    def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
+        own = reference.sort_by_expert(chosen, len(w_up))
+        return (reference.fused_experts(token, weights, own, w_up, w_down, **options),)
+
+    (out,) = token_by_token(run, tokens, topk_weights, experts)
     return out
 
 
@@ -152,13 +172,21 @@ class _Rows(NamedTuple):
     row_to_token: Tensor  # [R]
     table: TileTable
     reserved_sms: int
+    assumed_rows: int | None  # of each expert, for the choice of kernels
 
     def gemm(self, a: Tensor, b: Tensor, *, gather: bool = False) -> Tensor:  # [R, N]
         """One product per row, its own expert's; `gather` reads the rows of `a` by token."""
         out = a.new_empty(len(self.row_to_token), b.shape[2])
         index = self.row_to_token if gather else None
         args = GroupedGemmArguments(
-            a, b, out, row_to_token=index, tile_table=self.table, zero_tail=False, reserved_sms=self.reserved_sms
+            a,
+            b,
+            out,
+            row_to_token=index,
+            tile_table=self.table,
+            zero_tail=False,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
         )
         tuning.run(args)
         return out
@@ -186,6 +214,7 @@ class _Rows(NamedTuple):
             preactivation=a.new_empty(num_rows, num_columns),
             zero_tail=False,
             reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
         )
         if kernel := tuning.find(args):
             tuning.launch(kernel, args)
@@ -206,6 +235,9 @@ class _Rows(NamedTuple):
         )
         tuning.run(args)
         return out
+
+    def choose_copies(self, tokens: Tensor, w_up: Tensor) -> tuning.Copies:
+        return tuning.choose_copies(tokens, w_up, len(self.row_to_token), self.assumed_rows)
 
     def spread(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
         """Each token, times the slot's weight, copied to its rows."""
@@ -254,6 +286,20 @@ def _row_bias(bias: Tensor | None, experts: Tensor | None) -> RowBias | None:
     return None if bias is None else RowBias(bias.contiguous(), experts)
 
 
+def _prepare(
+    slot_to_row: Tensor,
+    row_to_token: Tensor,
+    table: TileTable,
+    reserved_sms: int,
+    tokens: Tensor,
+    batch_invariant: bool,
+) -> tuple[_Rows, Tensor]:
+    """The rows, and the tokens as the kernels are to read them."""
+    if batch_invariant:
+        return _Rows(slot_to_row, row_to_token, table, reserved_sms, ASSUMED_ROWS), settled(tokens)
+    return _Rows(slot_to_row, row_to_token, table, reserved_sms, None), tokens
+
+
 @registered_op("fused_experts")
 def _fused_experts_op(
     tokens: Tensor,
@@ -275,12 +321,13 @@ def _fused_experts_op(
     alpha: float | None,
     weight_on_input: bool,
     recompute: bool,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F], empty to recompute it
     table = TileTable(bounds, tiles, num_tiles, order, block_rows)
-    rows = _Rows(slot_to_row, row_to_token, table, reserved_sms)
+    rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
-    copy = weight_on_input or tuning.choose_copies(tokens, w_up, len(row_to_token)).tokens_forward
+    copy = weight_on_input or rows.choose_copies(tokens, w_up).tokens_forward
     kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
     preactivation, activated = _Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
     if recompute:
@@ -292,24 +339,23 @@ def _fused_experts_op(
 
 @_fused_experts_op.register_fake
 def _(tokens, topk_weights, w_up, w_down, b_up, b_down, slot_to_row, row_to_token, *rest):
-    shape = 0 if rest[-1] else (row_to_token.shape[0], w_up.shape[1])
+    shape = 0 if rest[-2] else (row_to_token.shape[0], w_up.shape[1])
     return tokens.new_empty(tokens.shape), tokens.new_empty(shape)
 
 
 def _setup(ctx, inputs, output):
-    *tensors, block_rows, reserved_sms, activation, limit, alpha, weight_on_input, recompute = inputs
-    ctx.options = block_rows, reserved_sms, activation, limit, alpha, weight_on_input, recompute
+    tensors, ctx.options = inputs[:12], inputs[12:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 19
+        return (None,) * 20
     *tensors, preactivation = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:6])
     gradients = _experts_backward_op(dout, preactivation, *tensors, *ctx.options, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 13
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 14
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -338,12 +384,14 @@ def _experts_backward_op(
     alpha: float | None,
     weight_on_input: bool,
     recompute: bool,
+    batch_invariant: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # of the first six operands; empty where not needed
     table = TileTable(bounds, tiles, num_tiles, order, block_rows)
-    rows = _Rows(slot_to_row, row_to_token, table, reserved_sms)
+    rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
+    dout = settled(dout) if batch_invariant else dout
     experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
-    copies = tuning.choose_copies(tokens, w_up, len(row_to_token))
+    copies = rows.choose_copies(tokens, w_up)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
     dtokens, dw_up, dw_down, db_up, db_down = (dout.new_empty(0) for _ in range(5))
@@ -390,6 +438,6 @@ def _(dout, preactivation, tokens, topk_weights, w_up, w_down, b_up, b_down, *re
         return dout.new_empty(tensor.shape if needed else 0)
 
     needs_tokens, needs_weights, *needs = rest[-1]
-    dtokens = like(tokens, needs_tokens or (rest[-3] and needs_weights))
+    dtokens = like(tokens, needs_tokens or (rest[-4] and needs_weights))
     rest = map(like, (w_up, w_down, b_up, b_down), needs)
     return dtokens, torch.empty_like(topk_weights), *rest

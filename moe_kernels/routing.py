@@ -8,6 +8,8 @@ The softmax keeps the order of the logits, so experts are chosen by logit: exact
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k
 from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
+from .batch_invariance import invariant_product, token_by_token
 from .launching import launch_kernel
 from .reference import Routing
 
@@ -57,6 +60,7 @@ def linear_routing(
     top_k: int,
     *,
     normalize: bool = True,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Routing:
     """`topk_routing` of the logits `tokens @ w_router.T`, which are float32 whatever the dtype of the tokens.
@@ -64,6 +68,9 @@ def linear_routing(
     One autograd boundary: it saves the tokens, the choice and the weights, and computes the logits again if backward
     needs them, so no [T, E] tensor is kept. The gradient of the logits is float32, and both products with it
     accumulate in float32. Deterministic. Differentiable in `tokens` and `w_router`, through weights and logits.
+
+    Args:
+        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, or `top_k` is outside [1, E].
@@ -75,13 +82,16 @@ def linear_routing(
     chosen = choose("linear_routing", implementation, tokens)
     with torch.autocast(tokens.device.type, enabled=False):  # it would round the logits
         if chosen == "reference":
-            return reference.linear_routing(tokens, w_router, top_k, normalize=normalize)
-        topk_weights, topk_experts, logits = _linear_routing_op(tokens, w_router, top_k, normalize)
+            route = partial(reference.linear_routing, w_router=w_router, top_k=top_k, normalize=normalize)
+            return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
+        topk_weights, topk_experts, logits = _linear_routing_op(tokens, w_router, top_k, normalize, batch_invariant)
         return Routing(topk_experts, topk_weights, logits)
 
 
-def _router_logits(tokens: Tensor, w_router: Tensor) -> Tensor:
+def _router_logits(tokens: Tensor, w_router: Tensor, batch_invariant: bool) -> Tensor:
     """tokens @ w_router.T, accumulated and kept in float32."""
+    if batch_invariant:
+        return invariant_product(tokens, w_router.t(), torch.float32)
     if tokens.is_cuda and tokens.dtype != torch.float32:
         return torch.mm(tokens, w_router.t(), out_dtype=torch.float32)
     return torch.mm(tokens.float(), w_router.float().t())
@@ -92,16 +102,20 @@ def _router_gradients(
     tokens: Tensor,  # [T, D]
     w_router: Tensor,  # [E, D]
     needs: tuple[bool, bool],
+    batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return invariant_product(a, b, a.dtype) if batch_invariant else a @ b
+
     dtokens, dw_router = None, None
     if dlogits.shape[1] == len(w_router):
         if needs[0]:
-            dtokens = (dlogits @ w_router.float()).to(tokens.dtype)
+            dtokens = multiply(dlogits, w_router.float()).to(tokens.dtype)
         if needs[1]:
             dw_router = (dlogits.t() @ tokens.float()).to(w_router.dtype)
         return dtokens, dw_router
     if needs[0]:
-        dtokens = dlogits @ torch.cat([w_router, w_router])
+        dtokens = multiply(dlogits, torch.cat([w_router, w_router]))
     if needs[1]:
         high, low = torch.mm(dlogits.t(), tokens, out_dtype=torch.float32).chunk(2)
         dw_router = (high + low).to(w_router.dtype)
@@ -109,20 +123,22 @@ def _router_gradients(
 
 
 @registered_op("linear_routing")
-def _linear_routing_op(tokens: Tensor, w_router: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    logits = _router_logits(tokens, w_router)
+def _linear_routing_op(
+    tokens: Tensor, w_router: Tensor, top_k: int, normalize: bool, batch_invariant: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = _router_logits(tokens, w_router, batch_invariant)
     return *_launch_topk(logits, top_k, normalize), logits
 
 
 @_linear_routing_op.register_fake
-def _(tokens, w_router, top_k, normalize):
+def _(tokens, w_router, top_k, normalize, batch_invariant):
     shape = (tokens.shape[0], top_k)
     logits = tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
     return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
 
 
 def _linear_routing_setup(ctx, inputs, output):
-    tokens, w_router, _, ctx.normalize = inputs
+    tokens, w_router, _, ctx.normalize, ctx.batch_invariant = inputs
     topk_weights, topk_experts, _ = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(tokens, w_router, topk_weights, topk_experts)
@@ -131,17 +147,18 @@ def _linear_routing_setup(ctx, inputs, output):
 def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
     tokens, w_router, topk_weights, topk_experts = ctx.saved_tensors
     if dweights is None and dlogits_direct is None:
-        return None, None, None, None
+        return (None,) * 5
     with torch.autocast(tokens.device.type, enabled=False):
         if dweights is None:
             dlogits = dlogits_direct
         else:
-            logits = None if ctx.normalize else _router_logits(tokens, w_router)
+            logits = None if ctx.normalize else _router_logits(tokens, w_router, ctx.batch_invariant)
             split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
             dlogits = _topk_backward_op(
                 dweights, topk_weights, topk_experts, logits, dlogits_direct, len(w_router), split_dtype
             )
-        return *_router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2]), None, None
+        gradients = _router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
+        return *gradients, None, None, None
 
 
 _linear_routing_op.register_autograd(_linear_routing_backward, setup_context=_linear_routing_setup)

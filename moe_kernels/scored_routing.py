@@ -8,12 +8,16 @@ on the logits, under every implementation.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ._dispatch import choose, registered_op
+from .batch_invariance import invariant_product, token_by_token
 from .reference import Routing
 from .router_spec import RouterSpec
 from .routing import _router_gradients, _router_logits, linear_routing
@@ -64,6 +68,7 @@ def scored_linear_routing(
     *,
     logit_bias: Tensor | None = None,  # [E]
     selection_bias: Tensor | None = None,  # [E]
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Routing:
     """`scored_routing` of the logits `tokens @ w_router.T + logit_bias`, float32 unless the spec says otherwise.
@@ -71,6 +76,9 @@ def scored_linear_routing(
     Where the logits are float32 and go into the kernel as they are, this is one autograd boundary that saves the
     tokens and the choice, and computes the logits again in backward. The gradient of the logits is float32, and both
     products with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and `logit_bias`.
+
+    Args:
+        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, a bias is missing or not asked for by
@@ -86,19 +94,31 @@ def scored_linear_routing(
     chosen = choose(op, implementation, tokens)
     with torch.autocast(tokens.device.type, enabled=False):  # it would round the logits
         if chosen == "reference":
-            return reference.scored_linear_routing(tokens, w_router, top_k, spec, logit_bias, selection_bias)
+            operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
+            route = partial(reference.scored_linear_routing, top_k=top_k, spec=spec, **operands)
+            return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
         if spec.logits_in_token_dtype and tokens.dtype != torch.float32:
-            bias = None if logit_bias is None else logit_bias.to(tokens.dtype)
-            logits = torch.nn.functional.linear(tokens, w_router, bias)
+            logits = _logits_in_token_dtype(tokens, w_router, logit_bias, batch_invariant)
         elif _in_kernel(spec) and spec.logit_multiplier == 1.0 and spec.logit_softcap is None:
             topk_weights, topk_experts, logits = _scored_linear_routing_op(
-                tokens, w_router, logit_bias, selection_bias, top_k, *_facts(spec)
+                tokens, w_router, logit_bias, selection_bias, batch_invariant, top_k, *_facts(spec)
             )
             return Routing(topk_experts, topk_weights, logits)
         else:
-            logits = linear_routing(tokens, w_router, top_k, implementation="triton").logits
+            options = {"batch_invariant": batch_invariant, "implementation": "triton"}
+            logits = linear_routing(tokens, w_router, top_k, **options).logits
             logits = logits if logit_bias is None else logits + logit_bias
         return scored_routing(logits, top_k, spec, selection_bias=selection_bias, implementation="triton")
+
+
+def _logits_in_token_dtype(
+    tokens: Tensor, w_router: Tensor, logit_bias: Tensor | None, batch_invariant: bool
+) -> Tensor:  # [T, E]
+    if not batch_invariant:
+        return functional.linear(tokens, w_router, None if logit_bias is None else logit_bias.to(tokens.dtype))
+    logits = invariant_product(tokens, w_router.t(), torch.float32)
+    logits = logits if logit_bias is None else logits + logit_bias.to(tokens.dtype)
+    return logits.to(tokens.dtype)
 
 
 def routing_weights(
@@ -224,6 +244,7 @@ def _scored_linear_routing_op(
     w_router: Tensor,
     logit_bias: Tensor | None,
     selection_bias: Tensor | None,
+    batch_invariant: bool,
     top_k: int,
     by_logit: bool,
     num_groups: int,
@@ -239,19 +260,19 @@ def _scored_linear_routing_op(
     facts = Facts(
         by_logit, num_groups, top_groups, top2_sum, excluded_zero, score, normalize, norm_epsilon, norm_minimum, scale
     )
-    logits = _logits(tokens, w_router, logit_bias)
+    logits = _logits(tokens, w_router, logit_bias, batch_invariant)
     return *launch_forward(logits, selection_bias, top_k, facts), logits
 
 
 @_scored_linear_routing_op.register_fake
-def _(tokens, w_router, logit_bias, selection_bias, top_k, *facts):
+def _(tokens, w_router, logit_bias, selection_bias, batch_invariant, top_k, *facts):
     shape = (tokens.shape[0], top_k)
     logits = tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
     return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
 
 
 def _linear_setup(ctx, inputs, output):
-    tokens, w_router, logit_bias, _, _, *facts = inputs
+    tokens, w_router, logit_bias, _, ctx.batch_invariant, _, *facts = inputs
     ctx.facts = Facts(*facts)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(tokens, w_router, logit_bias, output[1])
@@ -259,26 +280,29 @@ def _linear_setup(ctx, inputs, output):
 
 def _linear_backward(ctx, dweights, _, dlogits_direct):
     tokens, w_router, logit_bias, topk_experts = ctx.saved_tensors
-    rest = (None,) * (2 + len(ctx.facts))
+    rest = (None,) * (3 + len(ctx.facts))
     if dweights is None and dlogits_direct is None:
         return None, None, None, *rest
     with torch.autocast(tokens.device.type, enabled=False):
         dlogits = dlogits_direct
         if dweights is not None:
             split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
-            logits = _logits(tokens, w_router, logit_bias)
+            logits = _logits(tokens, w_router, logit_bias, ctx.batch_invariant)
             dlogits = _call_backward(dweights, topk_experts, logits, dlogits_direct, ctx.facts, split_dtype)
         dlogit_bias = None
         if ctx.needs_input_grad[2]:
             dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
-        return *_router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2]), dlogit_bias, *rest
+        gradients = _router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
+        return *gradients, dlogit_bias, *rest
 
 
 _scored_linear_routing_op.register_autograd(_linear_backward, setup_context=_linear_setup)
 
 
-def _logits(tokens: Tensor, w_router: Tensor, logit_bias: Tensor | None) -> Tensor:  # [T, E] float32
-    logits = _router_logits(tokens, w_router)
+def _logits(
+    tokens: Tensor, w_router: Tensor, logit_bias: Tensor | None, batch_invariant: bool
+) -> Tensor:  # [T, E] float32
+    logits = _router_logits(tokens, w_router, batch_invariant)
     return logits if logit_bias is None else logits.add_(logit_bias)
 
 

@@ -56,10 +56,12 @@ def sort_by_expert(
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
     offsets, slot_to_row, row_to_token, *table = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
-    if max_rows is not None and max_rows < topk_experts.numel():
-        slot_to_row = torch.where(slot_to_row < max_rows, slot_to_row, -1)
-        offsets, row_to_token = offsets.clamp(max=max_rows), row_to_token[:max_rows].clone()
-        table = _table_op(offsets, max_rows, block_rows)
+    # Compiled code, which serves any number of tokens, does not ask whether there are more rows.
+    if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
+        num_rows = min(max_rows, topk_experts.numel())
+        slot_to_row = torch.where(slot_to_row < num_rows, slot_to_row, -1)
+        offsets, row_to_token = offsets.clamp(max=num_rows), row_to_token[:num_rows].clone()
+        table = _table_op(offsets, num_rows, block_rows)
     return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
 
 

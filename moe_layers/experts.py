@@ -26,6 +26,7 @@ class GroupedExperts(nn.Module):
         bias: both projections have one.
         weight_on_input: the routing weight multiplies the token before the expert, not its output.
         recompute: "up" keeps no pre-activations for backward, at the price of one more GEMM there; None keeps them.
+        batch_invariant: the other tokens change no bit of a token's output, nor of its gradient.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -42,6 +43,7 @@ class GroupedExperts(nn.Module):
         bias: bool = False,
         weight_on_input: bool = False,
         recompute: str | None = None,
+        batch_invariant: bool = False,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -56,6 +58,7 @@ class GroupedExperts(nn.Module):
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
+        self.batch_invariant = batch_invariant
         self.implementation = implementation
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -106,6 +109,7 @@ class GroupedExperts(nn.Module):
                 weight_on_input=self.weight_on_input,
                 recompute=self.recompute,
                 reserved_sms=self.reserved_sms,
+                batch_invariant=self.batch_invariant,
                 implementation=self.implementation,
             )
 

@@ -12,9 +12,10 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-from moe_kernels import Activation, RouterSpec, sort_by_expert
+from moe_kernels import Activation, RouterSpec, invariant_linear, sort_by_expert
 
 from ._checks import check_positive
+from ._precision import call_with_autocast_rules
 from .assignment import Assignment
 from .balancing import BalanceLosses, update_selection_bias
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
@@ -65,6 +66,7 @@ class MoEFeedForward(nn.Module):
         load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
         z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
         balance_losses: the coefficients of all losses there are, instead of these two.
+        batch_invariant: see the property.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -95,6 +97,7 @@ class MoEFeedForward(nn.Module):
         load_balancing_coefficient: float = 0.0,
         z_loss_coefficient: float = 0.0,
         balance_losses: BalanceLosses | None = None,
+        batch_invariant: bool = False,
         init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -150,6 +153,7 @@ class MoEFeedForward(nn.Module):
         if shared_d_ff is not None:
             kind = activation if shared_activation is None else shared_activation
             self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=kind, gate=shared_gate, **factory)
+        self.batch_invariant = batch_invariant
         self.reset_parameters(init_std)
 
     @classmethod
@@ -207,6 +211,30 @@ class MoEFeedForward(nn.Module):
     @property
     def latent_dim(self) -> int | None:
         return None if self.w_latent_in is None else self.w_latent_in.shape[0]
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the other tokens of a call change no bit of a token's output; False unless set.
+
+        Nor do they change a bit of its gradient, without auxiliary losses; gradients of parameters are sums over all
+        tokens. For this every matrix product runs in one kernel whatever the number of tokens, none is cuBLAS's, and
+        the shared expert runs as a routed one: it costs most where tokens are few. The reference computes token by
+        token. Between processes that share the experts it is no promise: collectives sum in an order of their own.
+        Setting it raises ValueError where a choice of experts looks at other tokens by design: with a capacity, an
+        assignment or noise.
+        """
+        return self.experts.batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, wanted: bool) -> None:
+        if wanted and (self.capacity, self.router.assignment, self.router.noise) != (None, None, None):
+            raise ValueError(
+                "MoEFeedForward: batch_invariant must have no capacity, assignment or noise, "
+                f"got {self.capacity}, {self.router.assignment} and {self.router.noise}"
+            )
+        for part in (self.router, self.experts, self.shared_expert):
+            if part is not None:
+                part.batch_invariant = wanted
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""
@@ -277,7 +305,7 @@ class MoEFeedForward(nn.Module):
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
         slots = Slots(*routed)._replace(topk_experts=chosen)
         slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
-        travelling = tokens if self.w_latent_in is None else functional.linear(tokens, self.w_latent_in)
+        travelling = tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
         dispatched = self.dispatcher(travelling, slots, self.experts)
         # While what the experts computed may be under way.
         beside = None if self.shared_expert is None else self.shared_expert(tokens)
@@ -305,11 +333,17 @@ class MoEFeedForward(nn.Module):
         out: Tensor,  # [T, D or latent_dim] of the experts
     ) -> Tensor:  # [T, D]
         if self.w_latent_out is not None:
-            return functional.linear(out, self.w_latent_out)
+            return self._linear(out, self.w_latent_out)
         if self.num_zero_experts:
             identity = identity_output(tokens, slots, self.num_experts, self.experts.implementation)
             out = out + identity.to(out.dtype)
         return out
+
+    def _linear(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        if not self.batch_invariant:
+            return functional.linear(tokens, weight)
+        linear = partial(invariant_linear, implementation=self.experts.implementation)
+        return call_with_autocast_rules(linear, tokens, weight)
 
     def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor) -> LayerRouting:
         if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere

@@ -41,6 +41,7 @@ class TopKRouter(nn.Module):
         spec: the facts of any other router. Its `weight_on_input` concerns the experts, not the router.
         assignment: chooses in place of the top-k: an `Assignment`, or a function as of `CustomAssignment`.
         noise: in training mode.
+        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -62,6 +63,7 @@ class TopKRouter(nn.Module):
         spec: RouterSpec | None = None,
         assignment: Assignment | Callable | None = None,
         noise: RouterNoise | None = None,
+        batch_invariant: bool = False,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -86,6 +88,7 @@ class TopKRouter(nn.Module):
             self.assignment.check("TopKRouter", spec)
         if noise is not None:
             noise.check("TopKRouter", spec, self.assignment is not None)
+        self.batch_invariant = batch_invariant
         self.implementation = implementation
 
         def parameter(*shape: int, wanted: bool = True) -> nn.Parameter | None:
@@ -166,7 +169,8 @@ class TopKRouter(nn.Module):
         else:
             biases = {"logit_bias": self.bias, "selection_bias": self.selection_bias}
             route = partial(scored_linear_routing, spec=self.spec, **biases)
-        return route(tokens, weight, top_k=self.top_k, implementation=self.implementation)
+        options = {"batch_invariant": self.batch_invariant, "implementation": self.implementation}
+        return route(tokens, weight, top_k=self.top_k, **options)
 
     def _apply(self, fn, recurse: bool = True):
         bias, counts = self.selection_bias, self.expert_counts

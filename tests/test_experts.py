@@ -3,7 +3,15 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import Activation, fused_experts, reference, sort_by_expert
+from moe_kernels import (
+    Activation,
+    GroupedGemmArguments,
+    WgradArguments,
+    fused_experts,
+    reference,
+    sort_by_expert,
+    tuning,
+)
 from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts import _fused_experts_op
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
@@ -158,6 +166,26 @@ def test_backward_twice_on_a_kept_graph(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("form", ["gemm", "wgrad"])
+def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
+    """Both lie in one power of two of rows per expert, and copies through TMA want some rows."""
+
+    def arguments(num_rows):
+        a, b = torch.ones(num_rows, 256, device=device).half(), torch.ones(2, 256, 512, device=device).half()
+        out, offsets = a.new_empty(num_rows, 512), torch.full((2,), num_rows, dtype=torch.int32, device=device)
+        if form == "gemm":
+            return GroupedGemmArguments(a, b, out, offsets=offsets)
+        return WgradArguments(a, out, b, offsets=offsets)
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels with TMA are for capability 9.0")
+    some, none = arguments(1), arguments(0)
+    assert tuning.select(some).metadata.design.tma
+    kernel = tuning.select(none)
+    assert kernel.supports(none)
+    kernel.run(none)
+
+
 def test_gradcheck_of_reference():
     case = Case(5, 4, 3, 3, 2)
     tokens, weights, experts, w_up, w_down = draw(case, torch.float64, "cpu")
@@ -184,6 +212,7 @@ def test_opcheck(device):
             "swiglu",
             None,
             None,
+            False,
             False,
             False,
         ),
@@ -342,8 +371,9 @@ def test_opcheck_of_variants(device):
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
     index = (permutation.slot_to_row, permutation.row_to_token, *permutation.tile_table)
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, 0, "gpt_oss", 0.5, 1.702, False, False))
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, *index, 2, "swiglu", None, None, True, True))
+    operands += index
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, 0, "gpt_oss", 0.5, 1.702, False, False, False))
+    torch.library.opcheck(_fused_experts_op.overload, (*operands, 2, "swiglu", None, None, True, True, True))
 
 
 def test_variants_compile_without_graph_break(device):

@@ -19,6 +19,7 @@ LAYERS = {
     "expert_choice": {"assignment": ExpertChoice()},
     "token_rounding": {"assignment": TokenRounding(8)},
     "capacity": {"capacity": CapacityFactor(0.5)},
+    "batch_invariant": {"batch_invariant": True, "shared_d_ff": 24, "shared_gate": True, "latent_dim": 16},
 }
 
 

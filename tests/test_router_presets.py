@@ -275,7 +275,9 @@ def test_opcheck(name, device):
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(12, 4, device=device, requires_grad=True)
     logit_bias = torch.randn(12, device=device, requires_grad=True)
-    torch.library.opcheck(_scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, 2, *_facts(spec)))
+    torch.library.opcheck(
+        _scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, False, 2, *_facts(spec))
+    )
 
 
 def test_compiles_without_graph_break(device):

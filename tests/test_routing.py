@@ -201,7 +201,7 @@ def test_opcheck(normalize, device):
     torch.library.opcheck(_topk_op.overload, (logits, 2, normalize))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(5, 4, device=device, requires_grad=True)
-    torch.library.opcheck(_linear_routing_op.overload, (tokens, w_router, 2, normalize))
+    torch.library.opcheck(_linear_routing_op.overload, (tokens, w_router, 2, normalize, False))
 
 
 def test_compiles_without_graph_break(device):

@@ -43,7 +43,7 @@ class GroupedGemmKernel(Kernel):
     def estimate(self, args: GroupedGemmArguments) -> float:
         """Of one group and one step of the reduction."""
         num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(cdiv(len(args.out), num_groups), 1)
+        rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 

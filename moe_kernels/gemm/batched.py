@@ -46,7 +46,9 @@ class BatchedGemm(Kernel):
         return self.grouped.supports_design(_grouped(args))
 
     def estimate(self, args: GemmArguments) -> float:
-        work = args.num_batches * padded(*args.out.shape[-2:], self.metadata.design) * args.A.shape[-1]
+        work = (
+            args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design) * args.A.shape[-1]
+        )
         return work + (_TABLE_LAUNCHES if self.metadata_bytes(args) else 0)
 
     def launch(self, args: GemmArguments) -> Launch | None:

@@ -82,7 +82,9 @@ class PointerGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: GemmArguments) -> float:
-        return args.num_batches * padded(*args.out.shape[-2:], self.metadata.design) * args.A.shape[-1]
+        return (
+            args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design) * args.A.shape[-1]
+        )
 
     def launch(self, args: GemmArguments) -> Launch | None:
         if not args.out.numel():

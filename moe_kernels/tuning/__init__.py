@@ -109,19 +109,21 @@ def measured_best(args: Arguments) -> str | None:
     return table_for(args.A.device).kernels.get(args.table_key())
 
 
-def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int) -> Copies:
-    """What the table says; without an entry, a rule.
+def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int, assumed_rows: int | None = None) -> Copies:
+    """What the table says; without an entry, a rule. With `assumed_rows` as if each expert had so many.
 
     A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
     only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
     """
-    key = _copies_key(tokens, w_up, num_rows)
+    num_experts, num_columns, d_model = w_up.shape
+    num_rows = num_rows if assumed_rows is None else assumed_rows * num_experts
+    key = (*_copies_key(tokens, w_up, num_rows), assumed_rows)
     if key not in _copies:
-        num_experts, num_columns, d_model = w_up.shape
         # These stand for rows, without the memory.
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
-        kernel = find(GroupedGemmArguments(rows, w_up.transpose(1, 2), out, offsets=offsets))
+        b = w_up.transpose(1, 2)
+        kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
         _copies[key] = decide_copies(kernel, num_columns // 2, entry)
     return _copies[key]
@@ -135,7 +137,7 @@ def decide_copies(up: Kernel | None, d_ff: int, entry: list[bool] | None) -> Cop
 
 def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> None:
     """Let `choose_copies` take these for arguments like these, in this process."""
-    _copies[_copies_key(tokens, w_up, num_rows)] = copies
+    _copies[(*_copies_key(tokens, w_up, num_rows), None)] = copies
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:

@@ -1,0 +1,165 @@
+"""A transformer block with the layer in it, compiled by torch.compile(fullgraph=True), against the same block as it is.
+
+    python -m benchmarks.compiled_block --commit $(git rev-parse --short HEAD) --output benchmarks/results/block.json
+
+The block is checked before it is timed. Timings take turns in rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_kernels.testing import assert_accurate
+from moe_layers import LayerRouting, MoEFeedForward
+
+from .layer import PASSES, environment, passes, print_rows
+from .shapes import SHAPES, TINY, Shape
+from .timing import time_interleaved
+
+SEQUENCE_LENGTH = 4096
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + experts(norm(x)).
+
+    Args:
+        moe: options of the `MoEFeedForward`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        head_dim: int = 64,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **moe,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.head_dim = head_dim
+        self.attention_norm, self.experts_norm = (nn.RMSNorm(d_model, eps=1e-6, **factory) for _ in range(2))
+        self.w_qkv = nn.Linear(d_model, 3 * d_model, bias=False, **factory)
+        self.w_out = nn.Linear(d_model, d_model, bias=False, **factory)
+        self.experts = MoEFeedForward(d_model, d_ff, num_experts, top_k, **moe, **factory)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, S, D]
+    ) -> Tensor:  # [B, S, D]
+        x = self._attend(x)
+        return x + self.experts(self.experts_norm(x))
+
+    def with_routing(
+        self,
+        x: Tensor,  # [B, S, D]
+        topk_experts: Tensor | None = None,  # [T, K]
+    ) -> tuple[Tensor, LayerRouting]:
+        x = self._attend(x)
+        out, routing = self.experts(self.experts_norm(x), topk_experts=topk_experts, return_routing=True)
+        return x + out, routing
+
+    def _attend(self, x: Tensor) -> Tensor:
+        qkv = self.w_qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, H, D / H]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, S, D / H]
+        return x + self.w_out(attended.transpose(1, 2).flatten(2))
+
+
+def compiled(function, device: str):
+    """Without graph breaks: by Inductor on a GPU, as traced on a CPU."""
+    return torch.compile(function, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+
+
+@torch.no_grad()
+def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
+    """The tests' error budget, where both choose the same experts: on all tokens but those at a tie."""
+    actual, compiled_routing = compiled(block.with_routing, device)(x)
+    baseline, routing = block.with_routing(x)
+    same = (compiled_routing.topk_experts == routing.topk_experts).all(1)
+    if same.float().mean() < 0.95:
+        raise AssertionError(f"compiled and not, only {same.float().mean():.1%} of the tokens choose alike")
+    # float32 without TF32 is exact beside 16-bit results.
+    exact, _ = copy.deepcopy(block).float().with_routing(x.float(), routing.topk_experts)
+    same = same.view(x.shape[:-1])
+    assert_accurate(actual[same], baseline[same], exact[same], "out")
+
+
+def bench_block(
+    shape: Shape, device: str, dtype: torch.dtype, rounds: int, round_ms: float, implementation: str | None = None
+) -> list[dict]:
+    """Rows of results for one shape."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    block = TransformerBlock(*sizes, device=device, dtype=dtype, implementation=implementation)
+    length = min(SEQUENCE_LENGTH, shape.num_tokens // 2)
+    x = torch.randn(shape.num_tokens // length, length, shape.d_model, device=device, dtype=dtype)
+    check_block(block, x, device)
+    runs = {"eager": passes(block, x), "compiled": passes(_Compiled(block, device), x)}
+    functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in PASSES}
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    return [
+        {
+            "shape": shape.name,
+            "T": shape.num_tokens,
+            "D": shape.d_model,
+            "F": shape.d_ff,
+            "E": shape.num_experts,
+            "K": shape.top_k,
+            "sequence_length": length,
+            "pass": which,
+            "implementation": name,
+            **timings[f"{name}/{which}"]._asdict(),
+            "times_as_fast_as_eager": timings[f"eager/{which}"].ms / timings[f"{name}/{which}"].ms,
+        }
+        for which in PASSES
+        for name in runs
+    ]
+
+
+class _Compiled(nn.Module):
+    def __init__(self, block: TransformerBlock, device: str):
+        super().__init__()
+        self.block, self.run = block, compiled(block, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+COLUMNS = ("shape", "pass", "implementation", "ms", "ms_p20", "ms_p80", "times_as_fast_as_eager")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=list(SHAPES))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    rows = []
+    for name in options.shapes:
+        shape = TINY if name == TINY.name else SHAPES[name]
+        measured = bench_block(shape, options.device, dtype, options.rounds, options.round_ms)
+        rows += [{**row, **environment(options.device, options.commit)} for row in measured]
+        print_rows(measured, COLUMNS)
+        if options.output:  # after every shape, so that a stopped run keeps what it measured
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
