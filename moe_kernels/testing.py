@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,14 +100,23 @@ def to_float64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
-def run_with_grads(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], seed: int = 0) -> tuple[Tensor, ...]:
-    """The output of `function(*inputs)`, then its gradient in each floating-point input, for one random upstream."""
-    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+def run_with_grads(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], seed: int = 0, frozen: Collection[int] = ()
+) -> tuple[Tensor, ...]:
+    """The output of `function(*inputs)`, then its gradient in each floating-point input, for one random upstream.
+
+    Args:
+        frozen: positions of floating-point inputs that require no gradient.
+    """
+    leaves = [t.detach().requires_grad_(t.is_floating_point() and i not in frozen) for i, t in enumerate(inputs)]
     out = function(*leaves)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not wanted:
+        return (out,)
     generator = torch.Generator(out.device).manual_seed(seed)
     # bfloat16 values are exact in every dtype, so every precision sees the same upstream gradient.
     dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
-    return out.detach(), *torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dout)
+    return out.detach(), *torch.autograd.grad(out, wanted, dout)
 
 
 class Errors(NamedTuple):
@@ -168,6 +177,7 @@ def check_accuracy(
     reference_op: Callable[..., Tensor],
     draw: Callable[[int], tuple[Tensor, ...]],
     names: tuple[str, ...],
+    frozen: Collection[int] = (),
 ) -> None:
     """Hold `op` to the error budget: its output and the gradient of each floating-point input, on drawn inputs.
 
@@ -177,13 +187,14 @@ def check_accuracy(
     Args:
         draw: the inputs for a seed, floating-point ones and integers.
         names: of the output, then of each floating-point input's gradient.
+        frozen: positions of floating-point inputs that require no gradient.
     """
     results: list[list[tuple[Tensor, ...]]] = []
     for seed in range(32):
         inputs = draw(seed)
-        actual = run_with_grads(op, inputs, seed)
-        baseline = run_with_grads(reference_op, inputs, seed)
-        exact = run_with_grads(reference_op, to_float64(inputs), seed)
+        actual = run_with_grads(op, inputs, seed, frozen)
+        baseline = run_with_grads(reference_op, inputs, seed, frozen)
+        exact = run_with_grads(reference_op, to_float64(inputs), seed, frozen)
         results.append(list(zip(actual, baseline, exact, strict=True)))
         if (seed + 1) * min((tensor.numel() for tensor in actual if tensor.numel()), default=64) >= 64:
             break

@@ -15,6 +15,11 @@ if not torch.cuda.is_available():
 import pytest
 
 
+def pytest_addoption(parser):
+    number = "random cases in tests/fuzz; default: 10,000 with a GPU, 2,000 without"
+    parser.addoption("--fuzz-cases", type=int, default=None, metavar="N", help=number)
+
+
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"

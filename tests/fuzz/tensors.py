@@ -1,0 +1,96 @@
+"""Tensors for fuzzing: random values, in every layout that an op takes, with NaN wherever nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("rows", "columns", "padded", "gaps")
+
+
+def lay_out(
+    tensor: Tensor,  # [..., M, N]
+    layout: str,
+) -> Tensor:
+    """The same values in other memory.
+
+    "rows": contiguous. "columns": the transpose is. "padded": rows at odd distances, from an odd address on. "gaps": no
+    axis is contiguous. What lies between the elements is NaN.
+    """
+    *batch, rows, columns = tensor.shape
+    if layout == "rows":
+        return tensor.contiguous()
+    if layout == "columns":
+        return tensor.mT.contiguous().mT
+    if layout == "padded":
+        width = columns + 3
+        memory = tensor.new_full((prod(batch) * rows * width + 1,), torch.nan)[1:]
+        return memory.view(*batch, rows, width)[..., :columns].copy_(tensor)
+    if layout == "gaps":
+        return tensor.new_full((*batch, 2 * rows, 3 * columns), torch.nan)[..., ::2, ::3].copy_(tensor)
+    raise ValueError(f"lay_out: layout must be one of {LAYOUTS}, got {layout!r}")
+
+
+def gaps_of(tensor: Tensor) -> Callable[[], Tensor]:
+    """What lies in a tensor's memory beside its own elements, whenever it is asked."""
+    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    beside = torch.ones_like(memory, dtype=torch.bool)
+    beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return lambda: memory[beside]
+
+
+class Random:
+    """Draws tensors of one dtype from a seed. Values of the shorter dtypes are exact in float64.
+
+    The error budget compares largest errors. Those of 16-bit results come from their last rounding. Those of float32
+    ones come from a few large sums, whose order is nobody's fault: luck. So there the values are integers, small enough
+    that every sum is exact in any order, and the budget is one unit in the last place.
+
+    Args:
+        integers: draw integers.
+    """
+
+    def __init__(self, dtype: str, device: str, seed: int, *, integers: bool = False):
+        self.dtype, self.device = getattr(torch, dtype), device
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.integers = integers
+        # Of what is float32 whatever the dtype of the rows, as routing weights are.
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+
+    def values(
+        self,
+        *shape: int,
+        scale: float = 1.0,
+        most: int = 2,
+        layout: str = "rows",
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Normal ones of this scale, or integers up to `most`."""
+        if self.integers:
+            values = torch.randint(-most, most + 1, shape, device=self.device, generator=self.generator)
+        else:
+            values = scale * torch.randn(*shape, device=self.device, generator=self.generator)
+        values = values.to(dtype or self.dtype)
+        return lay_out(values, layout) if len(shape) > 1 else values
+
+    def factors(self, *shape: int) -> Tensor:
+        """Values of unit scale; of integers powers of two, to multiply them by."""
+        values = torch.randn(*shape, device=self.device, generator=self.generator)
+        return (values.sign() * 2.0 ** values.round() if self.integers else values).to(self.wide)
+
+    @property
+    def most(self) -> int:
+        """The largest integer whose products with small ones a sum in fewer bits than float32's would round."""
+        return {torch.float32: 4095, torch.float16: 2047}.get(self.dtype, 255)
+
+    def chance(self, *shape: int, of: float) -> Tensor:
+        """True with this probability."""
+        return torch.rand(*shape, device=self.device, generator=self.generator) < of
+
+
+def ends(sizes: tuple[int, ...], device: str) -> Tensor:  # [G] int32
+    """Exclusive end rows of groups of these sizes."""
+    return torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0).int()

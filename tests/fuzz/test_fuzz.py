@@ -1,0 +1,101 @@
+"""Random cases of every op and of the layer; `pytest --fuzz-cases N` sets how many there are in all.
+
+Each part has a seed of its own, so that the cases are the same every time. What fails is made as small as it gets, and
+printed as a command that checks it again.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
+
+from moe_kernels._triton import HAS_TRITON
+
+from .case import Case
+from .strategies import GPU, INTERPRETER, KINDS, REFERENCE, Space
+
+# Of so many cases, how many run kernels, and how many the reference in float64.
+IN_THE_INTERPRETER = {
+    "experts": (28, 340),
+    "grouped_gemm": (120, 250),
+    "grouped_gemm_wgrad": (80, 100),
+    "grouped_gemm_list": (80, 100),
+    "jagged_gemm": (40, 135),
+    "batched_gemm": (80, 100),
+    "routing": (30, 225),
+    "layer": (18, 285),
+}
+ON_A_GPU = {
+    "experts": (2400, 150),
+    "grouped_gemm": (2000, 120),
+    "grouped_gemm_wgrad": (1000, 80),
+    "grouped_gemm_list": (700, 80),
+    "jagged_gemm": (700, 80),
+    "batched_gemm": (600, 80),
+    "routing": (800, 80),
+    "layer": (1000, 130),
+}
+CASES_OF_A_PART = {"kernels": 125 if torch.cuda.is_available() else 10, "reference": 100}
+
+
+def parts(mix: dict[str, tuple[int, int]], num_cases: int) -> list[tuple[str, str, int, int]]:
+    """(what runs, kind, number of the part, cases in it), `num_cases` in all."""
+    total = sum(map(sum, mix.values()))
+    found, given_out, passed = [], 0, 0
+    for kind, numbers in mix.items():
+        for runs, number in zip(("kernels", "reference"), numbers, strict=True):
+            passed += number
+            # Rounded on the way, so that no case is lost.
+            count = num_cases * passed // total - given_out
+            given_out += count
+            step = CASES_OF_A_PART[runs]
+            found += [(runs, kind, p, min(step, count - p * step)) for p in range(-(-count // step))]
+    return found
+
+
+def pytest_generate_tests(metafunc):
+    if "part" in metafunc.fixturenames:
+        on_gpu = torch.cuda.is_available()
+        num_cases = metafunc.config.getoption("--fuzz-cases")
+        found = parts(ON_A_GPU if on_gpu else IN_THE_INTERPRETER, num_cases or (10_000 if on_gpu else 2_000))
+        metafunc.parametrize("part", found, ids=lambda part: "-".join(map(str, part[:3])))
+
+
+def search(cases: st.SearchStrategy[Case], number: int, part: int, device: str) -> None:
+    """Check so many cases.
+
+    Raises:
+        AssertionError: a result of the smallest case that fails is wrong; a note says how to check it again.
+    """
+
+    @seed(part)
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(case=cases)
+    def check(case: Case) -> None:
+        note(case.command)
+        case.check(device)
+
+    check()
+
+
+def space_of(runs: str) -> Space:
+    if runs == "reference":
+        return REFERENCE
+    return GPU if torch.cuda.is_available() else INTERPRETER
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
+def test_random_cases(part, device):
+    runs, kind, number_of_part, num_cases = part
+    if runs == "kernels" and not HAS_TRITON:
+        pytest.skip("there are no kernels to run")
+    search(KINDS[kind](space_of(runs)), num_cases, number_of_part, device)

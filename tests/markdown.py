@@ -1,0 +1,107 @@
+"""Runs the code blocks of a Markdown page from top to bottom, as a reader would: python -m tests.markdown PAGE
+
+Blocks share their names and the current folder. `python` blocks run; `pycon` blocks are sessions whose output, errors
+included, must be what the page shows; of `sh` blocks those commands run that need neither network nor time. A block
+marked `gpu` runs where there is one.
+"""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+LANGUAGES = ("python", "pycon", "sh")
+# A command that starts with one of these runs; the others are looked at only.
+QUICK = (
+    "python -m moe_kernels.doctor",
+    "python -m moe_layers.checkpoint",
+    "python -m tests.fuzz",
+)
+PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: the reader's own
+
+
+class Block(NamedTuple):
+    language: str
+    marks: tuple[str, ...]  # behind the language: "gpu"
+    text: str
+    line: int  # of its first line in the page, from 1
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All code blocks of a page.
+
+    Raises:
+        ValueError: one has no language that can be checked.
+    """
+    found, lines = [], page.read_text().splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        language, *marks = lines[start].removeprefix("```").split() or [""]
+        if language not in LANGUAGES:
+            raise ValueError(f"{page.name}:{start + 1}: a block must be one of {LANGUAGES}, got {language!r}")
+        found.append(Block(language, tuple(marks), "\n".join(lines[start + 1 : number]) + "\n", start + 2))
+        start = None
+    return found
+
+
+class Command(NamedTuple):
+    variables: tuple[str, ...]  # of the environment, that are set for it
+    words: tuple[str, ...]
+
+
+def commands_of(block: Block) -> list[Command]:
+    """The commands of a shell block, without comments."""
+    found = []
+    for part in (part for line in block.text.splitlines() for part in line.split(" && ")):
+        words = shlex.split(part, comments=True)
+        variables = tuple(itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+        if words := words[len(variables) :]:
+            found.append(Command(tuple(variable.split("=")[0] for variable in variables), tuple(words)))
+    return found
+
+
+def is_quick(command: Command) -> bool:
+    return " ".join(command.words).startswith(QUICK) and not any(map(PLACEHOLDER.fullmatch, command.words))
+
+
+def run_page(page: Path) -> None:
+    """Raises what the first block that is wrong raises, with the line of the page."""
+    names: dict[str, Any] = {"__name__": "__page__"}
+    for block in blocks_of(page):
+        if "gpu" in block.marks and not torch.cuda.is_available():
+            continue
+        if block.language == "python":
+            # With the page's line numbers in a traceback.
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), names)
+        elif block.language == "pycon":
+            run_session(page, block, names)
+        else:
+            for command in filter(is_quick, commands_of(block)):
+                subprocess.run([sys.executable, *command.words[1:]], check=True)
+
+
+def run_session(page: Path, block: Block, names: dict[str, Any]) -> None:
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    session = parser.get_doctest(block.text, names, page.name, str(page), block.line - 1)
+    said: list[str] = []
+    failed, _ = runner.run(session, out=said.append, clear_globs=False)
+    names.update(session.globs)
+    if failed:
+        raise AssertionError("".join(said))
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]).resolve())
