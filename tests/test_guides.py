@@ -14,6 +14,9 @@ from .markdown import QUICK, Block, blocks_of, commands_of, is_quick, run_page
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
 
+# What torchrun tells the only process of a run.
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
 
 def skip_without_transformers(page):
     if any("transformers" in block.text for block in blocks_of(page)):
@@ -26,9 +29,15 @@ def test_blocks_run(page, tmp_path):
     # As for a user: without a GPU the modules run in plain PyTorch, not in the interpreter.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
+    environment |= TORCHRUN
     command = [sys.executable, "-m", "tests.markdown", str(page)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def as_python(words):
+    """The command of each process that torchrun starts."""
+    return ("python", *words[3:]) if words[:2] == ("torchrun", "--nproc-per-node") else words
 
 
 def source_of(words):
@@ -49,14 +58,15 @@ def source_of(words):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_exist(page):
     for command in (command for block in blocks_of(page) if block.language == "sh" for command in commands_of(block)):
-        files = source_of(command.words)
+        words = as_python(command.words)
+        files = source_of(words)
         if files is None:
             continue
-        assert files[0].is_file(), f"{' '.join(command.words)}: there is no {files[0]}"
+        assert files[0].is_file(), f"{' '.join(words)}: there is no {files[0]}"
         text = "".join(path.read_text() for path in files if path.is_file())
-        options = {word.split("=")[0] for word in command.words if word.startswith("-")} - {"-m"}
+        options = {word.split("=")[0] for word in words if word.startswith("-")} - {"-m"}
         unknown = {option for option in options if f'"{option}"' not in text}
-        assert not unknown, f"{' '.join(command.words)}: no option {unknown}"
+        assert not unknown, f"{' '.join(words)}: no option {unknown}"
         ours = "".join(path.read_text() for path in (ROOT / "moe_kernels").rglob("*.py"))
         assert all(f'"{variable}"' in ours for variable in command.variables), command.variables
 
@@ -108,3 +118,4 @@ def test_commands_are_read_as_a_shell_does():
     assert commands[0].variables == ("A",)
     assert [is_quick(command) for command in commands] == [True, False, False]
     assert not is_quick(commands_of(Block("sh", (), f"{QUICK[0]} DIR", 1))[0])
+    assert as_python(("torchrun", "--nproc-per-node", "2", "a.py", "--b")) == ("python", "a.py", "--b")
