@@ -24,22 +24,19 @@ rows, or as a copy before it, whichever `tuning.choose_copies` says is faster.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from . import reference, tuning
+from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ._dispatch import choose, registered_op
-from .activation import RowBias, launch_activation, launch_weighted_activation_backward
-from .activation_functions import EPILOGUES
+from .activation import RowBias, launch_weighted_activation_backward
 from .activation_spec import Activation, as_activation
 from .batch_invariance import ASSUMED_ROWS, settled, token_by_token
-from .catalog import GroupedGemmArguments, WgradArguments
-from .permutation import launch_combine, launch_slot_products, launch_spread
+from .expert_rows import Rows, Up
+from .permutation import launch_slot_products
 from .reference import Permutation, TileTable
-from .segments import launch_segment_sum, row_to_expert, slot_to_expert
+from .segments import launch_segment_sum
 
 RECOMPUTE = (None, "up")
 
@@ -165,123 +162,6 @@ def _check_operands(
     )
 
 
-class _Rows(NamedTuple):
-    """Where the rows are: the integers of a permutation."""
-
-    slot_to_row: Tensor  # [T, K] contiguous
-    row_to_token: Tensor  # [R]
-    table: TileTable
-    reserved_sms: int
-    assumed_rows: int | None  # of each expert, for the choice of kernels
-
-    def gemm(self, a: Tensor, b: Tensor, *, gather: bool = False) -> Tensor:  # [R, N]
-        """One product per row, its own expert's; `gather` reads the rows of `a` by token."""
-        out = a.new_empty(len(self.row_to_token), b.shape[2])
-        index = self.row_to_token if gather else None
-        args = GroupedGemmArguments(
-            a,
-            b,
-            out,
-            row_to_token=index,
-            tile_table=self.table,
-            zero_tail=False,
-            reserved_sms=self.reserved_sms,
-            assumed_rows=self.assumed_rows,
-        )
-        tuning.run(args)
-        return out
-
-    def activated_gemm(
-        self, a: Tensor, b: Tensor, activation: Activation, bias: RowBias | None, *, gather: bool
-    ) -> tuple[Tensor, Tensor]:
-        """(product [R, 2F or F], the activation [R, F] of product and bias)."""
-        fusible = bias is None and activation.published and activation.name in EPILOGUES
-        if fusible and (fused := self._fused_gemm(a, b, activation, gather)):
-            return fused
-        preactivation = self.gemm(a, b, gather=gather)
-        return preactivation, launch_activation(preactivation, activation, bias)
-
-    def _fused_gemm(self, a: Tensor, b: Tensor, activation: Activation, gather: bool) -> tuple[Tensor, Tensor] | None:
-        """Product and activation from one kernel, or None if there is none for these arguments."""
-        num_rows, num_columns = len(self.row_to_token), b.shape[2]
-        args = GroupedGemmArguments(
-            a,
-            b,
-            a.new_empty(num_rows, num_columns // 2),
-            row_to_token=self.row_to_token if gather else None,
-            tile_table=self.table,
-            epilogue=activation.name,
-            preactivation=a.new_empty(num_rows, num_columns),
-            zero_tail=False,
-            reserved_sms=self.reserved_sms,
-            assumed_rows=self.assumed_rows,
-        )
-        if kernel := tuning.find(args):
-            tuning.launch(kernel, args)
-            return args.preactivation, args.out
-        return None
-
-    def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
-        """a.T @ dout of every expert's rows, [E, K, N]."""
-        out = a.new_empty(len(self.table.bounds) - 2, a.shape[1], dout.shape[1])
-        args = WgradArguments(
-            a,
-            dout,
-            out,
-            a_row_to_token=self.row_to_token if gather_a else None,
-            dout_row_to_token=self.row_to_token if gather_dout else None,
-            tile_table=self.table,
-            reserved_sms=self.reserved_sms,
-        )
-        tuning.run(args)
-        return out
-
-    def choose_copies(self, tokens: Tensor, w_up: Tensor) -> tuning.Copies:
-        return tuning.choose_copies(tokens, w_up, len(self.row_to_token), self.assumed_rows)
-
-    def spread(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
-        """Each token, times the slot's weight, copied to its rows."""
-        rows = tokens.new_empty(len(self.row_to_token), tokens.shape[1])
-        launch_spread(tokens, topk_weights, self.slot_to_row, rows)
-        return rows
-
-    def collect(
-        self, rows: Tensor, topk_weights: Tensor | None, bias: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:  # [T, D]
-        """Each token's rows, with the biases of the slots' `experts`, weighted and summed."""
-        bias = None if bias is None else bias.contiguous()
-        return launch_combine(rows, topk_weights, self.slot_to_row, bias, experts)
-
-    def experts(self, *biases: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(expert of each row [R], of each slot [T, K]); (None, None) where there is no bias."""
-        if all(bias is None for bias in biases):
-            return None, None
-        of_row = row_to_expert(self.table.bounds, len(self.row_to_token))
-        return of_row, slot_to_expert(of_row, self.slot_to_row)
-
-    def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
-        """The sum over each expert's rows of weight * token."""
-        ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
-        row_weights = None if ones is None else self.spread(ones, topk_weights)
-        return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
-
-
-class _Up(NamedTuple):
-    """The first half of the experts: what their pre-activations are made from, in forward and perhaps again."""
-
-    tokens: Tensor  # [T, D]
-    weight: Tensor  # w_up
-    bias: RowBias | None
-    activation: Activation
-    input_weights: Tensor | None  # [T, K]
-    copy: bool  # the tokens to their rows before the GEMM
-
-    def __call__(self, rows: _Rows) -> tuple[Tensor, Tensor]:  # preactivation [R, 2F or F], activation [R, F]
-        rows_in = rows.spread(self.tokens, self.input_weights) if self.copy else self.tokens
-        b = self.weight.transpose(1, 2)
-        return rows.activated_gemm(rows_in, b, self.activation, self.bias, gather=not self.copy)
-
-
 def _row_bias(bias: Tensor | None, experts: Tensor | None) -> RowBias | None:
     return None if bias is None else RowBias(bias.contiguous(), experts)
 
@@ -293,11 +173,11 @@ def _prepare(
     reserved_sms: int,
     tokens: Tensor,
     batch_invariant: bool,
-) -> tuple[_Rows, Tensor]:
+) -> tuple[Rows, Tensor]:
     """The rows, and the tokens as the kernels are to read them."""
     if batch_invariant:
-        return _Rows(slot_to_row, row_to_token, table, reserved_sms, ASSUMED_ROWS), settled(tokens)
-    return _Rows(slot_to_row, row_to_token, table, reserved_sms, None), tokens
+        return Rows(slot_to_row, row_to_token, table, reserved_sms, ASSUMED_ROWS), settled(tokens)
+    return Rows(slot_to_row, row_to_token, table, reserved_sms, None), tokens
 
 
 @registered_op("fused_experts")
@@ -329,7 +209,7 @@ def _fused_experts_op(
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     copy = weight_on_input or rows.choose_copies(tokens, w_up).tokens_forward
     kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
-    preactivation, activated = _Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
+    preactivation, activated = Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
     if recompute:
         preactivation = tokens.new_empty(0)
     expert_out = rows.gemm(activated, w_down.transpose(1, 2))  # [R, D]
@@ -398,7 +278,7 @@ def _experts_backward_op(
     kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
     if recompute:
         copy = weight_on_input or copies.tokens_forward
-        preactivation, _ = _Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
+        preactivation, _ = Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
     # At most H, dH, A_w and one [R, D] are alive at any time.
     drows = rows.spread(dout) if copies.dout else dout.contiguous()
     weighted = rows.gemm(drows, w_down, gather=not copies.dout)  # [R, F] dA'

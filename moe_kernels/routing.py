@@ -18,6 +18,7 @@ from ._checks import check_dtype, check_same_device, check_same_dtype, check_sha
 from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .batch_invariance import invariant_product, token_by_token
+from .highest import choose_by_short_keys, choose_highest, key, ranked
 from .launching import launch_kernel
 from .reference import Routing
 
@@ -220,62 +221,6 @@ def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
     return topk_weights, topk_experts
 
 
-@triton.jit
-def _ordered(bits):
-    """Between the bits of a float32 and an int32 of the same order; its own inverse."""
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _ranked(logits):
-    """What logits are ranked by: NaN with the highest, and -0.0 and 0.0 as one value."""
-    return tl.where(logits == logits, logits, float("inf")) + 0.0
-
-
-@triton.jit
-def _key(logits):
-    """int32 of the same order. That of -inf is above -(2**31), the key of an expert that is taken or does not exist."""
-    return _ordered(_ranked(logits).to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def _choose(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
-    """The experts of the highest keys, [BLOCK_T, K_P2]; among equals the lower expert first."""
-    TAKEN: tl.constexpr = -(2**31)
-    expert = tl.arange(0, E_P2)[None, :]
-    k = tl.arange(0, K_P2)[None, :]
-    chosen = tl.zeros((keys.shape[0], K_P2), tl.int32)
-    for step in range(TOP_K):
-        best = tl.max(keys, 1)[:, None]
-        winner = tl.min(tl.where(keys == best, expert, E_P2), 1)[:, None]
-        keys = tl.where(expert == winner, TAKEN, keys)
-        chosen = tl.where(k == step, winner, chosen)
-    return chosen
-
-
-@triton.jit
-def _choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
-    """(the same in half the time, whether it is unsure of a token's [BLOCK_T]).
-
-    The last bits of a key make way for the expert, so that one maximum finds both, and no two keys are equal. Where two
-    that follow each other in the order differ in nothing else, the bits that are gone would decide.
-    """
-    TAKEN: tl.constexpr = -(2**31)
-    expert = tl.arange(0, E_P2)[None, :]
-    k = tl.arange(0, K_P2)[None, :]
-    short = tl.where(keys == TAKEN, TAKEN, (keys & -E_P2) | (E_P2 - 1 - expert))
-    chosen = tl.zeros((keys.shape[0], K_P2), tl.int32)
-    previous = tl.max(short, 1)
-    is_unsure = tl.zeros((keys.shape[0],), tl.int32)
-    for step in range(TOP_K + 1):  # one more than are chosen, to compare with
-        best = tl.max(short, 1)
-        is_unsure |= ((best & -E_P2) == (previous & -E_P2)).to(tl.int32) & (step > 0)
-        short = tl.where(short == best[:, None], TAKEN, short)
-        chosen = tl.where(k == step, (E_P2 - 1 - (best & (E_P2 - 1)))[:, None], chosen)
-        previous = best
-    return chosen, is_unsure
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _topk_kernel(
     logits_ptr,
@@ -296,15 +241,15 @@ def _topk_kernel(
     exists = (expert < E)[None, :]
     pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
     logits = tl.load(pointer, mask=(t < num_tokens)[:, None] & exists, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
-    keys = tl.where(exists, _key(logits), -(2**31))
-    chosen, is_unsure = _choose_by_short_keys(keys, E_P2, TOP_K, K_P2)
+    keys = tl.where(exists, key(logits), -(2**31))
+    chosen, is_unsure = choose_by_short_keys(keys, E_P2, TOP_K, K_P2)
     if tl.max(is_unsure, 0) != 0:
-        chosen = _choose(keys, E_P2, TOP_K, K_P2)
+        chosen = choose_highest(keys, E_P2, TOP_K, K_P2)
     k = tl.arange(0, K_P2)
     mask = (t < num_tokens)[:, None] & (k < TOP_K)[None, :]
     pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
     chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    chosen_logits = tl.where((k < TOP_K)[None, :], _ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
+    chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
     # The first chosen logit is the highest of all. A NaN stands there as infinity, and infinity less itself is NaN.
     highest = tl.max(chosen_logits, 1)
     weights = tl.exp(chosen_logits - highest[:, None])  # [BLOCK_T, K_P2]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ._triton import cdiv, next_power_of_2, tl, triton
+from .highest import ordered
 from .launching import launch_kernel
-from .routing import _ordered
 
 
 class Facts(NamedTuple):
@@ -151,7 +151,7 @@ def _keep_groups(
             others = inside & (expert[None, :] != first[:, None])
             best += tl.max(tl.where(others, keys, float("-inf")), 1)
             best = tl.where(best == best, best, float("inf"))
-        value = _ordered((best + 0.0).to(tl.int32, bitcast=True))
+        value = ordered((best + 0.0).to(tl.int32, bitcast=True))
         worth = tl.where((groups == group)[None, :], value[:, None], worth)
     kept = tl.zeros((BLOCK_T, E_P2), tl.int1)
     for _ in range(TOP_GROUPS):
@@ -209,7 +209,7 @@ def _scored_routing_kernel(
             keys = tl.where(kept, keys, float("-inf"))
     # The key of a float is above that of -inf, which is above the key of an expert that is taken or does not exist.
     taken: tl.constexpr = -(2**31)
-    keys = tl.where(exists, _ordered((keys + 0.0).to(tl.int32, bitcast=True)), taken)
+    keys = tl.where(exists, ordered((keys + 0.0).to(tl.int32, bitcast=True)), taken)
     k = tl.arange(0, K_P2)
     chosen = tl.zeros((BLOCK_T, K_P2), tl.int32)
     weights = tl.zeros((BLOCK_T, K_P2), tl.float32)

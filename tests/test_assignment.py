@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_kernels.experts import _Rows
+from moe_kernels.expert_rows import Rows
 from moe_layers import (
     BalanceLosses,
     CapacityFactor,
@@ -114,13 +114,13 @@ def test_every_pair_adds_its_term(device):
 @pytest.mark.parametrize("num_pairs", [0, 5])
 def test_rows_are_pairs(num_pairs, device, monkeypatch):
     rows = []
-    gemm = _Rows.gemm
+    gemm = Rows.gemm
 
     def count(self, *args, **options):
         rows.append(len(self.row_to_token))
         return gemm(self, *args, **options)
 
-    monkeypatch.setattr(_Rows, "gemm", count)
+    monkeypatch.setattr(Rows, "gemm", count)
 
     def route(logits):
         tokens = torch.arange(num_pairs, device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec, sort_by_expert
-from moe_kernels.experts import _Rows
+from moe_kernels.expert_rows import Rows
 from moe_layers import CapacityFactor, ForcedBalance, MoEFeedForward
 
 from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
@@ -66,9 +66,9 @@ def test_equals_the_dense_formula(by, weight_on_input, bias, device):
 
 def test_a_small_factor_computes_fewer_rows(device, monkeypatch):
     rows = []
-    gemm = _Rows.gemm
+    gemm = Rows.gemm
     monkeypatch.setattr(
-        _Rows, "gemm", lambda self, *args, **more: rows.append(len(self.row_to_token)) or gemm(self, *args, **more)
+        Rows, "gemm", lambda self, *args, **more: rows.append(len(self.row_to_token)) or gemm(self, *args, **more)
     )
     layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), implementation="triton")
     layer(make_x(device, (2, 12, 32), torch.float32)).sum().backward()

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_kernels.experts import _Rows
+from moe_kernels.expert_rows import Rows
 from moe_layers import (
     BalanceLosses,
     ExpertChoice,
@@ -166,13 +166,13 @@ def test_is_not_causal(name, device):
 
 def test_rows_are_what_experts_take(device, monkeypatch):
     rows = []
-    gemm = _Rows.gemm
+    gemm = Rows.gemm
 
     def count(self, *args, **options):
         rows.append(len(self.row_to_token))
         return gemm(self, *args, **options)
 
-    monkeypatch.setattr(_Rows, "gemm", count)
+    monkeypatch.setattr(Rows, "gemm", count)
     x = make_x(device, (21, 32), torch.float32)
     bounds = {ExpertChoice(): 6 * 7, TokenRounding(4): 42 + 6 * 2, TokenRounding(2, "down"): 42}
     for assignment, expected in bounds.items():

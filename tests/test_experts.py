@@ -92,7 +92,7 @@ def test_frozen_operands_are_skipped(frozen, device):
 
 
 def test_frozen_weights_launch_no_weight_gradient(device, monkeypatch):
-    monkeypatch.setattr("moe_kernels.experts._Rows.wgrad", None)  # calling it would fail
+    monkeypatch.setattr("moe_kernels.experts.Rows.wgrad", None)  # calling it would fail
     tokens, weights, chosen, w_up, w_down = draw(CASES["ordinary"], torch.float32, device)
     tokens.requires_grad_()
     run(tokens, weights, chosen, w_up, w_down).sum().backward()
