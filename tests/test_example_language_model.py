@@ -210,7 +210,15 @@ def test_interrupt_ends_the_step_and_saves(start, tmp_path, monkeypatch):
     assert_same_training(loaded, uninterrupted)
 
 
-def test_second_interrupt_is_not_held_back():
+@pytest.fixture
+def interruptible():
+    """As in a terminal: a shell's background jobs start out deaf to interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_second_interrupt_is_not_held_back(interruptible):
     with pytest.raises(KeyboardInterrupt), example.first_interrupt_as_event() as interrupted:
         signal.raise_signal(signal.SIGINT)
         assert interrupted.is_set()
