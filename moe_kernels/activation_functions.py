@@ -14,7 +14,7 @@ from ._triton import tl, triton
 
 
 @triton.jit
-def _exp_negative(x):
+def exp_negative(x):
     """exp(-x) of x >= 0 to its last places: exp2 of the hardware is, but x * log2(e) is rounded."""
     x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # beyond which the result is zero
     scaled = x * -1.4426950408889634
@@ -27,7 +27,7 @@ def _exp_negative(x):
 @triton.jit
 def _sigmoid(x):
     """(sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
-    small = _exp_negative(tl.abs(x))
+    small = exp_negative(tl.abs(x))
     high = 1.0 / (1.0 + small)
     high += high * tl.fma(-1.0 - small, high, 1.0)  # the division is off by two last places; a Newton step
     low = small * high

@@ -17,6 +17,7 @@ from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k
 from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
+from .activation_functions import exp_negative
 from .batch_invariance import invariant_product, token_by_token
 from .highest import choose_by_short_keys, choose_highest, key, ranked
 from .launching import launch_kernel
@@ -252,12 +253,12 @@ def _topk_kernel(
     chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
     # The first chosen logit is the highest of all. A NaN stands there as infinity, and infinity less itself is NaN.
     highest = tl.max(chosen_logits, 1)
-    weights = tl.exp(chosen_logits - highest[:, None])  # [BLOCK_T, K_P2]
+    weights = exp_negative(highest[:, None] - chosen_logits)  # [BLOCK_T, K_P2]
     if NORMALIZE:
         total = tl.sum(weights, 1)
     else:
-        total = tl.sum(tl.where(exists, tl.exp(logits - highest[:, None]), 0.0), 1)
-    weights = weights / total[:, None]
+        total = tl.sum(tl.where(exists, exp_negative(highest[:, None] - logits), 0.0), 1)
+    weights = tl.div_rn(weights, tl.broadcast_to(total[:, None], (BLOCK_T, K_P2)))
     out = t[:, None] * TOP_K + k[None, :]
     tl.store(experts_ptr + out, chosen, mask=mask)
     tl.store(weights_ptr + out, weights, mask=mask)
@@ -359,8 +360,9 @@ def _topk_backward_kernel(
         pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
         logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
         logits = tl.where(exists, logits, float("-inf"))
-        numerator = tl.exp(logits - tl.max(logits, 1)[:, None])
-        probabilities = numerator / tl.sum(numerator, 1)[:, None]
+        numerator = exp_negative(tl.max(logits, 1)[:, None] - logits)
+        total = tl.sum(numerator, 1)[:, None]
+        probabilities = tl.div_rn(numerator, tl.broadcast_to(total, (BLOCK_T, E_P2)))
         gradient -= probabilities * mean[:, None]
     if direct_ptr is not None:
         pointer = direct_ptr + t[:, None] * direct_strides[0] + expert[None, :] * direct_strides[1]

@@ -160,7 +160,12 @@ class TopKRouter(nn.Module):
             routed = Routing(topk_experts, weigh(routed.logits, topk_experts, self.spec), routed.logits)
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
-            routed = routed._replace(topk_weights=routed.topk_weights * scale)
+            weights = routed.topk_weights * scale
+            # `_replace` of what an op returned does not compile with PyTorch 2.11.
+            if self.assignment is None:
+                routed = Routing(routed.topk_experts, weights, routed.logits)
+            else:
+                routed = routed._replace(topk_weights=weights)
         return routed
 
     def _route(self, tokens: Tensor, weight: Tensor) -> Routing:

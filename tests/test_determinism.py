@@ -68,7 +68,8 @@ if not ON_GPU:  # the interpreter is slow, and has run these forms in batches of
     LAYERS = {name: options for name, options in LAYERS.items() if name not in FORMS or name in ("biases", "shared")}
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+# On a GPU the reference is PyTorch's own kernels, some of which add in any order.
+@pytest.mark.parametrize("implementation", ["triton"] if ON_GPU else ["triton", "reference"])
 @pytest.mark.parametrize("form", LAYERS)
 def test_every_form_of_the_layer_repeats_bitwise(form, implementation, device):
     """Output and every gradient, under routing that gives one expert most of the rows."""
