@@ -22,7 +22,8 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "moe_layers",
 ]
-TIMEOUT = timedelta(seconds=60)  # of a collective: whoever waits longer fails, and does not hang
+# Of a collective: whoever waits longer fails, and does not hang. On GPUs every process compiles kernels between two.
+TIMEOUT, GPU_TIMEOUT = timedelta(seconds=60), timedelta(seconds=300)
 
 
 def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[str, str]:
@@ -67,7 +68,7 @@ def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> N
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=num_processes,
-        timeout=TIMEOUT,
+        timeout=GPU_TIMEOUT if has_gpus else TIMEOUT,
         device_id=device if has_gpus else None,
     )
     for case in cases:
