@@ -18,8 +18,8 @@ With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y i
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
-A gather happens inside the GEMM that wants its
-rows, or as a copy before it, whichever `tuning.choose_copies` says is faster.
+A gather happens inside the GEMM that wants its rows, or as a copy before it, whichever `tuning.choose_copies` says is
+faster.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import torch
 
 from moe_layers import MoEFeedForward
 
+from .gpu import waiting_is_an_error
 from .test_layer_options import dense
 
 # Experts and top_k: not a power of two, K = 1, K = E, one expert.
@@ -46,3 +47,15 @@ def check_equals_dense(device, **options):
         for value, expected in zip(actual, exact, strict=True):
             assert expected.any() and (value - expected).abs().max() <= tolerance * expected.abs().max()
     return routing
+
+
+def check_never_waits(device, **options):
+    """Forward and backward of the layer, with a mask, on a GPU."""
+    layer = make_layer(device, dtype=torch.bfloat16, **options)
+    x = make_x(device, dtype=torch.bfloat16).requires_grad_()
+    mask = torch.ones(3, 7, dtype=torch.bool, device=device)
+    layer(x, token_mask=mask).sum().backward()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        layer(x, token_mask=mask).sum().backward()

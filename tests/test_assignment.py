@@ -22,8 +22,7 @@ from moe_layers import (
     slots_of_pairs,
 )
 
-from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
-from .gpu import waiting_is_an_error
+from .assignment_cases import SIZES, check_equals_dense, check_never_waits, make_layer, make_x
 from .test_layer_options import dense
 
 
@@ -195,14 +194,7 @@ def test_compiles_without_graph_break(name, device):
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_never_waits_for_the_gpu(name, device):
     noise = RouterNoise(input_jitter=0.1)
-    layer = make_layer(device, dtype=torch.bfloat16, assignment=ASSIGNMENTS[name], noise=noise)
-    x = make_x(device, dtype=torch.bfloat16).requires_grad_()
-    mask = torch.ones(3, 7, dtype=torch.bool, device=device)
-    layer(x, token_mask=mask).sum().backward()  # compiles
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.synchronize()
-    with waiting_is_an_error():
-        layer(x, token_mask=mask).sum().backward()
+    check_never_waits(device, assignment=ASSIGNMENTS[name], noise=noise)
 
 
 def test_noise_acts_in_training_only(device):

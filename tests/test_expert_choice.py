@@ -22,8 +22,7 @@ from moe_layers import (
     sequence_load_balancing_loss,
 )
 
-from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
-from .gpu import waiting_is_an_error
+from .assignment_cases import SIZES, check_equals_dense, check_never_waits, make_layer, make_x
 
 ROUTERS = {
     "normalized": RouterSpec(),
@@ -244,14 +243,7 @@ def test_compiles_without_graph_break(name, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_never_waits_for_the_gpu(name, device):
-    layer = make_layer(device, dtype=torch.bfloat16, assignment=ASSIGNMENTS[name])
-    x = make_x(device, dtype=torch.bfloat16).requires_grad_()
-    mask = torch.ones(3, 7, dtype=torch.bool, device=device)
-    layer(x, token_mask=mask).sum().backward()  # compiles
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.synchronize()
-    with waiting_is_an_error():
-        layer(x, token_mask=mask).sum().backward()
+    check_never_waits(device, assignment=ASSIGNMENTS[name])
 
 
 def test_expert_choice_keeps_no_more_rows_than_top_k(device):

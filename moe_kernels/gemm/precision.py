@@ -15,7 +15,7 @@ _FAST_FLOAT64 = frozenset({80, 90})
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Whether float64 products cost no more than float32 ones. On a CPU they do not."""
+    """Whether float64 products cost no more than float32 ones. In the interpreter they cost no more."""
     return device.type != "cuda" or device_cc(device) in _FAST_FLOAT64
 
 

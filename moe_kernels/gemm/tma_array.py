@@ -49,7 +49,7 @@ def _tma_array_kernel(
 ):
     """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
     HALF_N: tl.constexpr = BLOCK_N // 2
-    # As in `multiply_tile`: tensor cores sum float8 products in about 14 bits.
+    # As in `add_product`: tensor cores sum float8 products in about 14 bits.
     IMPRECISE: tl.constexpr = BLOCK_K if DTYPE.is_fp8() else None
     step = tl.num_programs(0)
     tile = tl.program_id(0)
