@@ -342,28 +342,28 @@ def _topk_backward_kernel(
     weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
     dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
     mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
+    # Of the chosen, less the mean before it is multiplied: where one expert has nearly all, they nearly cancel.
+    is_normalized: tl.constexpr = logits_ptr is None
     gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
+    if not is_normalized:
+        gradient -= mean[:, None]
     for step in range(TOP_K):
         step_slot = t * TOP_K + step
         chosen = tl.load(experts_ptr + step_slot, mask=token_mask, other=0)
-        weight = tl.load(weights_ptr + step_slot, mask=token_mask, other=0.0)
-        dweight = tl.load(dweights_ptr + step_slot, mask=token_mask, other=0.0)
+        value = tl.load(dweights_ptr + step_slot, mask=token_mask, other=0.0) - mean
         # Normalized weights are the probabilities of a softmax over the chosen; the others get no gradient.
-        if logits_ptr is None:
-            value = weight * (dweight - mean)
-        else:
-            value = weight * dweight
+        if is_normalized:
+            value *= tl.load(weights_ptr + step_slot, mask=token_mask, other=0.0)
         gradient = tl.where(expert[None, :] == chosen[:, None], value[:, None], gradient)
     exists = (expert < E)[None, :]
     mask = token_mask[:, None] & exists
-    if logits_ptr is not None:
+    if not is_normalized:
         pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
         logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
         logits = tl.where(exists, logits, float("-inf"))
         numerator = exp_negative(tl.max(logits, 1)[:, None] - logits)
         total = tl.sum(numerator, 1)[:, None]
-        probabilities = tl.div_rn(numerator, tl.broadcast_to(total, (BLOCK_T, E_P2)))
-        gradient -= probabilities * mean[:, None]
+        gradient *= tl.div_rn(numerator, tl.broadcast_to(total, (BLOCK_T, E_P2)))
     if direct_ptr is not None:
         pointer = direct_ptr + t[:, None] * direct_strides[0] + expert[None, :] * direct_strides[1]
         gradient += tl.load(pointer, mask=mask, other=0.0)

@@ -182,7 +182,8 @@ def check_accuracy(
     """Hold `op` to the error budget: its output and the gradient of each floating-point input, on drawn inputs.
 
     The budget compares largest errors, and the largest of a handful of numbers is luck. So inputs of small results are
-    drawn again, with further seeds, until every result that is not empty has 64 elements, and are judged together.
+    drawn again, with further seeds, until every result that is not zero has 64 elements that are not, and are judged
+    together.
 
     Args:
         draw: the inputs for a seed, floating-point ones and integers.
@@ -196,7 +197,8 @@ def check_accuracy(
         baseline = run_with_grads(reference_op, inputs, seed, frozen)
         exact = run_with_grads(reference_op, to_float64(inputs), seed, frozen)
         results.append(list(zip(actual, baseline, exact, strict=True)))
-        if (seed + 1) * min((tensor.numel() for tensor in actual if tensor.numel()), default=64) >= 64:
+        counts = [sum(e.count_nonzero().item() for _, _, e in draws) for draws in zip(*results, strict=True)]
+        if min((count for count in counts if count), default=64) >= 64:
             break
     assert len(names) == len(results[0]), f"names {names} for {len(results[0])} results"
     for name, *draws in zip(names, *results, strict=True):

@@ -135,9 +135,14 @@ class TokenRounding(_AcrossTokens):
         choice, available = routed.topk_experts, num_tokens
         if token_mask is not None:
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
-        is_chosen = spread_slots(choice, 1, num_experts).t().gather(1, order).bool()  # [E, T] in order
-        counts = is_chosen.sum(1, keepdim=True)  # [E, 1]
+        position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
+        token_to_position = torch.empty_like(order).scatter(1, order, position)
+        # Not gathered by `order`: Inductor of PyTorch 2.11 does not compile a sum over what it loads indirectly.
+        is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
+        is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
+        num_chosen = is_chosen.cumsum(1)  # [E, T] up to each, in order
+        counts = num_chosen[:, -1:]
         # The chosen come first, then the others, both by falling score.
-        rank = torch.where(is_chosen, is_chosen.cumsum(1), counts + (~is_chosen).cumsum(1)) - 1
+        rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)
         rounded = (counts + _ADDED[self.rounding](self.multiple)) // self.multiple * self.multiple
         return rank < rounded.clamp(max=available // self.multiple * self.multiple)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -314,7 +315,7 @@ class MoEFeedForward(nn.Module):
         attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
-        routing = self._layer_routing(slots, chosen, dispatched.offsets)._replace(**said)
+        routing = self._layer_routing(slots, chosen, dispatched.offsets, said)
         if attaches:
             accumulated = self.router.accumulated_counts
             loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
@@ -345,15 +346,14 @@ class MoEFeedForward(nn.Module):
         linear = partial(invariant_linear, implementation=self.experts.implementation)
         return call_with_autocast_rules(linear, tokens, weight)
 
-    def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor) -> LayerRouting:
+    def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor, said: dict[str, Any]) -> LayerRouting:
         if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere
             tokens_per_expert = self._count(slots.topk_experts)
         else:
             tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        routing = LayerRouting(*slots[:3], tokens_per_expert)
-        if self.capacity is None:
-            return routing
-        return routing._replace(chosen_experts=chosen, chosen_per_expert=self._count(chosen))
+        if self.capacity is not None:
+            said = said | {"chosen_experts": chosen, "chosen_per_expert": self._count(chosen)}
+        return LayerRouting(*slots[:3], tokens_per_expert, **said)
 
     def _count(self, experts: Tensor) -> Tensor:  # [E] int32
         num_choices, implementation = self.router.num_experts, self.experts.implementation
