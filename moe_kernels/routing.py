@@ -18,9 +18,10 @@ from ._checks import check_dtype, check_same_device, check_same_dtype, check_sha
 from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .activation_functions import exp_negative
-from .batch_invariance import invariant_product, token_by_token
+from .batch_invariance import token_by_token
 from .highest import choose_by_short_keys, choose_highest, key, ranked
 from .launching import launch_kernel
+from .linear_router import router_gradients, router_logits, router_logits_op
 from .reference import Routing
 
 _LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -90,45 +91,11 @@ def linear_routing(
         return Routing(topk_experts, topk_weights, logits)
 
 
-def _router_logits(tokens: Tensor, w_router: Tensor, batch_invariant: bool) -> Tensor:
-    """tokens @ w_router.T, accumulated and kept in float32."""
-    if batch_invariant:
-        return invariant_product(tokens, w_router.t(), torch.float32)
-    if tokens.is_cuda and tokens.dtype != torch.float32:
-        return torch.mm(tokens, w_router.t(), out_dtype=torch.float32)
-    return torch.mm(tokens.float(), w_router.float().t())
-
-
-def _router_gradients(
-    dlogits: Tensor,  # [T, E] float32, or [T, 2E] split
-    tokens: Tensor,  # [T, D]
-    w_router: Tensor,  # [E, D]
-    needs: tuple[bool, bool],
-    batch_invariant: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return invariant_product(a, b, a.dtype) if batch_invariant else a @ b
-
-    dtokens, dw_router = None, None
-    if dlogits.shape[1] == len(w_router):
-        if needs[0]:
-            dtokens = multiply(dlogits, w_router.float()).to(tokens.dtype)
-        if needs[1]:
-            dw_router = (dlogits.t() @ tokens.float()).to(w_router.dtype)
-        return dtokens, dw_router
-    if needs[0]:
-        dtokens = multiply(dlogits, torch.cat([w_router, w_router]))
-    if needs[1]:
-        high, low = torch.mm(dlogits.t(), tokens, out_dtype=torch.float32).chunk(2)
-        dw_router = (high + low).to(w_router.dtype)
-    return dtokens, dw_router
-
-
 @registered_op("linear_routing")
 def _linear_routing_op(
     tokens: Tensor, w_router: Tensor, top_k: int, normalize: bool, batch_invariant: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = _router_logits(tokens, w_router, batch_invariant)
+    logits = router_logits(tokens, w_router, None, batch_invariant)
     return *_launch_topk(logits, top_k, normalize), logits
 
 
@@ -154,12 +121,12 @@ def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
         if dweights is None:
             dlogits = dlogits_direct
         else:
-            logits = None if ctx.normalize else _router_logits(tokens, w_router, ctx.batch_invariant)
+            logits = None if ctx.normalize else router_logits_op(tokens, w_router, None, ctx.batch_invariant)
             split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
             dlogits = _topk_backward_op(
                 dweights, topk_weights, topk_experts, logits, dlogits_direct, len(w_router), split_dtype
             )
-        gradients = _router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
+        gradients = router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
         return *gradients, None, None, None
 
 

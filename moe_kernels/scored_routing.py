@@ -18,9 +18,10 @@ from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ._dispatch import choose, registered_op
 from .batch_invariance import invariant_product, token_by_token
+from .linear_router import router_gradients, router_logits, router_logits_op
 from .reference import Routing
 from .router_spec import RouterSpec
-from .routing import _router_gradients, _router_logits, linear_routing
+from .routing import linear_routing
 from .scored_routing_kernels import Facts, launch_backward, launch_forward
 
 _LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -260,7 +261,7 @@ def _scored_linear_routing_op(
     facts = Facts(
         by_logit, num_groups, top_groups, top2_sum, excluded_zero, score, normalize, norm_epsilon, norm_minimum, scale
     )
-    logits = _logits(tokens, w_router, logit_bias, batch_invariant)
+    logits = router_logits(tokens, w_router, logit_bias, batch_invariant)
     return *launch_forward(logits, selection_bias, top_k, facts), logits
 
 
@@ -287,23 +288,16 @@ def _linear_backward(ctx, dweights, _, dlogits_direct):
         dlogits = dlogits_direct
         if dweights is not None:
             split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
-            logits = _logits(tokens, w_router, logit_bias, ctx.batch_invariant)
+            logits = router_logits_op(tokens, w_router, logit_bias, ctx.batch_invariant)
             dlogits = _call_backward(dweights, topk_experts, logits, dlogits_direct, ctx.facts, split_dtype)
         dlogit_bias = None
         if ctx.needs_input_grad[2]:
             dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
-        gradients = _router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
+        gradients = router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
         return *gradients, dlogit_bias, *rest
 
 
 _scored_linear_routing_op.register_autograd(_linear_backward, setup_context=_linear_setup)
-
-
-def _logits(
-    tokens: Tensor, w_router: Tensor, logit_bias: Tensor | None, batch_invariant: bool
-) -> Tensor:  # [T, E] float32
-    logits = _router_logits(tokens, w_router, batch_invariant)
-    return logits if logit_bias is None else logits.add_(logit_bias)
 
 
 def _call_backward(
