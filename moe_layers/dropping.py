@@ -98,7 +98,7 @@ def drop_beyond_capacity(
     within = (_rank_among_equals(keys, priority) < capacity).view(slots.topk_experts.shape)
     num_sequences = slots.topk_experts.shape[0] // sequence_length
     max_rows = min(num_sequences * num_experts * capacity, num_slots if slots.max_rows is None else slots.max_rows)
-    return slots._replace(topk_experts=torch.where(within, slots.topk_experts, -1), max_rows=max_rows)
+    return Slots(torch.where(within, slots.topk_experts, -1), *slots[1:3], max_rows)
 
 
 def _rank_among_equals(

@@ -304,7 +304,7 @@ class MoEFeedForward(nn.Module):
         chosen = routed.topk_experts
         if token_mask is not None:
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
-        slots = Slots(*routed)._replace(topk_experts=chosen)
+        slots = Slots(chosen, *routed[1:])
         slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
         travelling = tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
         dispatched = self.dispatcher(travelling, slots, self.experts)

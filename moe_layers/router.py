@@ -160,12 +160,9 @@ class TopKRouter(nn.Module):
             routed = Routing(topk_experts, weigh(routed.logits, topk_experts, self.spec), routed.logits)
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
-            weights = routed.topk_weights * scale
-            # `_replace` of what an op returned does not compile with PyTorch 2.11.
-            if self.assignment is None:
-                routed = Routing(routed.topk_experts, weights, routed.logits)
-            else:
-                routed = routed._replace(topk_weights=weights)
+            kind = Routing if self.assignment is None else Slots
+            # Not by `_replace`, which PyTorch 2.11 does not compile.
+            routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])
         return routed
 
     def _route(self, tokens: Tensor, weight: Tensor) -> Routing:

@@ -43,6 +43,11 @@ class Case:
         return self.dtype == "float32"
 
 
+def sums_decide(limit: float | None, dtype: str) -> bool:
+    """Whether rounding decides what an activation with this limit clamps, unless the sums before it are exact."""
+    return limit is not None and dtype in ("float16", "bfloat16")
+
+
 def parse(text: str) -> Case:
     """The case of a line that `repr` printed.
 

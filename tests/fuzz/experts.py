@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels import Activation, Permutation, fused_experts, reference, sort_by_expert
 from moe_kernels.testing import make_logits
 
-from .case import Case, hold, with_upstream
+from .case import Case, hold, sums_decide, with_upstream
 from .tensors import Random, lay_out
 
 OPERANDS = ("tokens", "topk_weights", "w_up", "w_down", "b_up", "b_down")
@@ -43,7 +43,8 @@ class Experts(Case):
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         """tokens, topk_weights, topk_experts, w_up, w_down [, b_up, b_down]; NaN in tokens that reach no expert."""
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        multiples = sums_decide(self.limit, self.dtype)
+        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers, multiples=multiples)
         sizes = self.num_tokens, self.num_experts
         logits = make_logits(*sizes, self.routing, device, random.generator)
         _, weights, _ = reference.topk_routing(logits, self.top_k)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from moe_kernels import Activation, RouterSpec, reference
 from moe_layers import CapacityFactor, MoEFeedForward
 
-from .case import Case, hold, with_upstream
+from .case import Case, hold, sums_decide, with_upstream
 from .tensors import Random, lay_out
 
 ROUTERS = {
@@ -82,7 +82,8 @@ class Layer(Case):
 
     def draw(self, layer: MoEFeedForward, device: str, seed: int) -> tuple[Tensor, ...]:
         """x, the mask, the layer's own choice of experts, then its parameters."""
-        random = Random(self.dtype, device, 1000 * self.seed + seed)
+        multiples = sums_decide(self.limit, self.dtype)
+        random = Random(self.dtype, device, 1000 * self.seed + seed, multiples=multiples)
         x = random.values(*self.leading, self.d_model)
         x = lay_out(x, self.layouts[0]) if x.dim() > 1 else x
         mask = random.chance(*self.leading, of=1 - self.masked)

@@ -125,10 +125,10 @@ def frozen(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
     return st.one_of(st.just(()), subsets(names))
 
 
-def limits(activation: str) -> st.SearchStrategy[float | None]:
-    """The published one, or one that clamps some values of unit scale."""
+def limits(activation: str, exact_inputs: bool) -> st.SearchStrategy[float | None]:
+    """The published one, or, where what goes in is not rounded before, one that clamps some values of unit scale."""
     has = ACTIVATION_KINDS[activation].limit is not None
-    return st.sampled_from([None, 0.5]) if has else st.none()
+    return st.sampled_from([None, 0.5]) if has and exact_inputs else st.none()
 
 
 @st.composite
@@ -137,7 +137,7 @@ def experts(draw: Draw, space: Space) -> Experts:
     activation = draw(activations(space, dtype == "float32"))
     d_model, d_ff = draw(space.two_widths(dtype))
     num_tokens, (num_experts, top_k) = draw(space.tokens()), draw(space.experts_and_top_k())
-    bias = draw(st.booleans())
+    bias, weight_on_input = draw(st.booleans()), draw(st.booleans())
     return Experts(
         num_tokens=num_tokens,
         num_experts=num_experts,
@@ -149,9 +149,9 @@ def experts(draw: Draw, space: Space) -> Experts:
         dropped=draw(SHARES),
         max_rows=draw(st.one_of(st.none(), st.none(), st.integers(1, num_tokens * top_k + 1))),
         activation=activation,
-        limit=draw(limits(activation)),
+        limit=draw(limits(activation, dtype == "float64" or not weight_on_input)),
         bias=bias,
-        weight_on_input=draw(st.booleans()),
+        weight_on_input=weight_on_input,
         recompute=draw(st.sampled_from([None, "up"])),
         frozen=draw(frozen(OPERANDS if bias else OPERANDS[:4])),
         layouts=draw(space.many_layouts(5)),
@@ -284,6 +284,9 @@ def layers(draw: Draw, space: Space) -> Layer:
     num_experts, top_k = draw(space.experts_and_top_k())
     shared_d_ff = draw(st.sampled_from([None, d_ff]))
     num_zero_experts = draw(st.sampled_from([0, 0, 2]))
+    latent_dim = None if num_zero_experts else draw(st.sampled_from([None, None, d_ff]))
+    router = draw(st.sampled_from(space.routers))
+    exact_inputs = dtype == "float64" or (latent_dim is None and not LAYER_ROUTERS[router].weight_on_input)
     capacities = st.sampled_from([None, None, 2, 0.5, 1.5])
     axis = st.integers(0, 4)
     shapes = st.tuples(space.tokens()), st.tuples(axis, space.tokens()), st.tuples(axis, axis, axis)
@@ -294,14 +297,14 @@ def layers(draw: Draw, space: Space) -> Layer:
         num_experts=num_experts,
         top_k=top_k,
         dtype=dtype,
-        router=draw(st.sampled_from(space.routers)),
+        router=router,
         activation=activation,
-        limit=draw(limits(activation)),
+        limit=draw(limits(activation, exact_inputs)),
         bias=draw(st.booleans()),
         shared_d_ff=shared_d_ff,
         shared_gate=shared_d_ff is not None and draw(st.booleans()),
         num_zero_experts=num_zero_experts,
-        latent_dim=None if num_zero_experts else draw(st.sampled_from([None, None, d_ff])),
+        latent_dim=latent_dim,
         capacity=draw(capacities),
         masked=draw(SHARES),
         recompute=draw(st.sampled_from([None, "up"])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import log2, prod
 
 import torch
 from torch import Tensor
@@ -47,16 +47,19 @@ class Random:
 
     The error budget compares largest errors. Those of 16-bit results come from their last rounding. Those of float32
     ones come from a few large sums, whose order is nobody's fault: luck. So there the values are integers, small enough
-    that every sum is exact in any order, and the budget is one unit in the last place.
+    that every sum is exact in any order, and the budget is one unit in the last place. Where a result jumps, as the
+    gradient of a clamped activation does, the first sums must be exact for 16 bits, too: or luck decides on which side
+    one falls. There the values are multiples of a power of two.
 
     Args:
         integers: draw integers.
+        multiples: draw small multiples of the power of two next to the scale.
     """
 
-    def __init__(self, dtype: str, device: str, seed: int, *, integers: bool = False):
+    def __init__(self, dtype: str, device: str, seed: int, *, integers: bool = False, multiples: bool = False):
         self.dtype, self.device = getattr(torch, dtype), device
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.integers = integers
+        self.integers, self.multiples = integers, multiples
         # Of what is float32 whatever the dtype of the rows, as routing weights are.
         self.wide = torch.promote_types(self.dtype, torch.float32)
 
@@ -68,9 +71,10 @@ class Random:
         layout: str = "rows",
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Normal ones of this scale, or integers up to `most`."""
-        if self.integers:
+        """Normal ones of this scale, integers up to `most`, or as many multiples of one next to the scale."""
+        if self.integers or self.multiples:
             values = torch.randint(-most, most + 1, shape, device=self.device, generator=self.generator)
+            values = values * 2.0 ** round(log2(scale)) if self.multiples else values
         else:
             values = scale * torch.randn(*shape, device=self.device, generator=self.generator)
         values = values.to(dtype or self.dtype)
