@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._triton import cdiv, next_power_of_2, tl, triton
-from .highest import ordered
+from .highest import choose_by_short_keys, choose_highest, ordered
 from .launching import launch_kernel
 
 
@@ -27,10 +27,9 @@ class Facts(NamedTuple):
     scale: float
 
 
-def _blocks(num_experts: int) -> dict[str, int]:
-    """One warp owns whole rows, so that a reduction takes no shared memory; more than 512 experts take more warps."""
-    E_P2 = next_power_of_2(num_experts)
-    return {"E_P2": E_P2, "BLOCK_T": max(1, 512 // E_P2), "num_warps": max(1, E_P2 // 512)}
+def _blocks(num_places: int) -> dict[str, int]:
+    """One warp owns whole rows, so that a reduction takes no shared memory; more than 512 places take more warps."""
+    return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
 def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, facts: Facts) -> tuple[Tensor, Tensor]:
@@ -38,7 +37,11 @@ def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, fa
     topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens:
-        blocks = _blocks(num_experts)
+        places = {
+            "G_P2": next_power_of_2(facts.num_groups),
+            "S_P2": next_power_of_2(num_experts // facts.num_groups),
+        }
+        blocks = _blocks(places["G_P2"] * places["S_P2"])
         launch_kernel(
             _scored_routing_kernel,
             (cdiv(num_tokens, blocks["BLOCK_T"]),),
@@ -48,20 +51,20 @@ def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, fa
             topk_experts,
             topk_weights,
             num_tokens,
-            num_experts,
             facts.norm_epsilon,
             facts.norm_minimum,
             facts.scale,
+            E=num_experts,
             SCORE=facts.score,
             BY_LOGIT=facts.by_logit,
             NUM_GROUPS=facts.num_groups,
             TOP_GROUPS=facts.top_groups,
-            G_P2=next_power_of_2(facts.num_groups),
             TOP2_SUM=facts.top2_sum and num_experts > facts.num_groups,
             EXCLUDED_ZERO=facts.excluded_zero,
             NORMALIZE=facts.normalize,
             TOP_K=top_k,
             K_P2=next_power_of_2(top_k),
+            **places,
             **blocks,
         )
     return topk_weights, topk_experts
@@ -83,7 +86,8 @@ def launch_backward(
     num_columns = num_experts if split_dtype is None else 2 * num_experts
     dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
     if num_tokens:
-        blocks = _blocks(num_experts)
+        E_P2 = next_power_of_2(num_experts)
+        blocks = _blocks(E_P2)
         launch_kernel(
             _scored_routing_backward_kernel,
             (cdiv(num_tokens, blocks["BLOCK_T"]),),
@@ -103,18 +107,33 @@ def launch_backward(
             NORMALIZE=normalize,
             SPLIT=split_dtype is not None,
             TOP_K=topk_experts.shape[1],
+            E_P2=E_P2,
             **blocks,
         )
     return dlogits
 
 
+# The key of an expert that does not exist; that of -inf is above it.
+_TAKEN = tl.constexpr(-(2**31))
+
+
 @triton.jit
-def _scores(logits, exists, SCORE: tl.constexpr):
-    """[BLOCK_T, E_P2]; experts that do not exist score zero under a softmax."""
+def _score_facts(logits, exists, SCORE: tl.constexpr):
+    """What a softmax takes of all logits of a token: (highest, sum of exponentials), [BLOCK_T]; else nothing."""
     if SCORE == "softmax":
         logits = tl.where(exists, logits, float("-inf"))
-        numerator = tl.exp(logits - tl.max(logits, 1)[:, None])
-        return numerator / tl.sum(numerator, 1)[:, None]
+        highest = tl.max(logits, 1)
+        return highest, tl.sum(tl.exp(logits - highest[:, None]), 1)
+    else:
+        nothing = tl.zeros((logits.shape[0],), tl.float32)
+        return nothing, nothing
+
+
+@triton.jit
+def _scores(logits, highest, total, SCORE: tl.constexpr):
+    """[BLOCK_T, ...] of some of the logits, with the facts of all."""
+    if SCORE == "softmax":
+        return tl.exp(logits - highest[:, None]) / total[:, None]
     if SCORE == "sigmoid":
         return tl.sigmoid(logits)
     # softplus(x) = max(x, 0) + log(1 + small). The quotient gives log(1 + small) where 1 + small has rounded small.
@@ -126,40 +145,28 @@ def _scores(logits, exists, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _keep_groups(
-    keys,  # [BLOCK_T, E_P2] without NaN
-    expert,  # [E_P2]
-    E,
+def _in_best_groups(
+    keys,  # [BLOCK_T, G_P2, S_P2] int32, ordered
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TOP2_SUM: tl.constexpr,
     G_P2: tl.constexpr,
-    E_P2: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
-    """Which experts are in one of a token's best groups, [BLOCK_T, E_P2]."""
-    group_of_expert = expert // (E // NUM_GROUPS)
-    groups = tl.arange(0, G_P2)
-    taken: tl.constexpr = -(2**31)
-    worth = tl.full((BLOCK_T, G_P2), taken, tl.int32)
-    for group in range(NUM_GROUPS):
-        inside = (group_of_expert == group)[None, :]
-        best = tl.max(tl.where(inside, keys, float("-inf")), 1)  # [BLOCK_T]
-        if TOP2_SUM:
-            is_best = inside & (keys == best[:, None])
-            first = tl.min(tl.where(is_best, expert[None, :], E_P2), 1)
-            others = inside & (expert[None, :] != first[:, None])
-            best += tl.max(tl.where(others, keys, float("-inf")), 1)
-            best = tl.where(best == best, best, float("inf"))
-        value = ordered((best + 0.0).to(tl.int32, bitcast=True))
-        worth = tl.where((groups == group)[None, :], value[:, None], worth)
-    kept = tl.zeros((BLOCK_T, E_P2), tl.int1)
-    for _ in range(TOP_GROUPS):
-        is_best = worth == tl.max(worth, 1)[:, None]
-        winner = tl.min(tl.where(is_best, groups[None, :], G_P2), 1)
-        worth = tl.where(groups[None, :] == winner[:, None], taken, worth)
-        kept = kept | (group_of_expert[None, :] == winner[:, None])
-    return kept
+    """Whether a group is one of a token's best, [BLOCK_T, G_P2]; among equals the lower group."""
+    worth = tl.max(keys, 2)  # [BLOCK_T, G_P2]
+    if TOP2_SUM:
+        is_best = keys == worth[:, :, None]
+        below = tl.max(tl.where(is_best, _TAKEN, keys), 2)
+        second = tl.where(tl.sum(is_best.to(tl.int32), 2) > 1, worth, below)
+        both = ordered(worth).to(tl.float32, bitcast=True) + ordered(second).to(tl.float32, bitcast=True)
+        both = tl.where(both == both, both, float("inf"))
+        worth = ordered((both + 0.0).to(tl.int32, bitcast=True))
+    group = tl.arange(0, G_P2)
+    worth = tl.where((group < NUM_GROUPS)[None, :], worth, _TAKEN)
+    other = worth[:, None, :]
+    is_lower = (group[None, :] < group[:, None])[None, :, :]
+    is_better = (other > worth[:, :, None]) | ((other == worth[:, :, None]) & is_lower)  # [BLOCK_T, G_P2, G_P2]
+    return tl.sum(is_better.to(tl.int32), 2) < TOP_GROUPS
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -170,62 +177,61 @@ def _scored_routing_kernel(
     experts_ptr,  # [T, K] contiguous
     weights_ptr,  # [T, K] contiguous
     num_tokens,
-    E,
     norm_epsilon,
     norm_minimum,
     scale,
+    E: tl.constexpr,
     SCORE: tl.constexpr,
     BY_LOGIT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    G_P2: tl.constexpr,
     TOP2_SUM: tl.constexpr,
     EXCLUDED_ZERO: tl.constexpr,
     NORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     K_P2: tl.constexpr,
-    E_P2: tl.constexpr,
+    G_P2: tl.constexpr,
+    S_P2: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),)."""
+    """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),).
+
+    The places of a token's experts are G_P2 groups of S_P2, of which the last may be empty.
+    """
+    SIZE: tl.constexpr = E // NUM_GROUPS
+    E_P2: tl.constexpr = G_P2 * S_P2
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    expert = tl.arange(0, E_P2)
-    exists = (expert < E)[None, :]
+    place = tl.arange(0, E_P2)
+    expert = place // S_P2 * SIZE + place % S_P2
+    exists = ((place // S_P2 < NUM_GROUPS) & (place % S_P2 < SIZE))[None, :]
     pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
     logits = tl.load(pointer, mask=(t < num_tokens)[:, None] & exists, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
-    scores = _scores(logits, exists, SCORE)
-    if BY_LOGIT:
-        keys = logits
-    else:
-        keys = scores
+    highest, total = _score_facts(logits, exists, SCORE)
+    keys = logits if BY_LOGIT else _scores(logits, highest, total, SCORE)
     if bias_ptr is not None:
-        keys += tl.load(bias_ptr + expert, mask=expert < E, other=0.0).to(tl.float32)[None, :]
+        keys += tl.load(bias_ptr + expert[None, :], mask=exists, other=0.0).to(tl.float32)
     keys = tl.where(keys == keys, keys, float("inf"))
+    keys = tl.where(exists, ordered((keys + 0.0).to(tl.int32, bitcast=True)), _TAKEN)
     if NUM_GROUPS > 1:
-        kept = _keep_groups(keys, expert, E, NUM_GROUPS, TOP_GROUPS, TOP2_SUM, G_P2, E_P2, BLOCK_T)
-        if EXCLUDED_ZERO:
-            keys = tl.where(kept, keys, 0.0)
-        else:
-            keys = tl.where(kept, keys, float("-inf"))
-    # The key of a float is above that of -inf, which is above the key of an expert that is taken or does not exist.
-    taken: tl.constexpr = -(2**31)
-    keys = tl.where(exists, ordered((keys + 0.0).to(tl.int32, bitcast=True)), taken)
+        grouped = tl.reshape(keys, (BLOCK_T, G_P2, S_P2))
+        kept = _in_best_groups(grouped, NUM_GROUPS, TOP_GROUPS, TOP2_SUM, G_P2)
+        # The keys of zero and of minus infinity.
+        excluded: tl.constexpr = 0 if EXCLUDED_ZERO else -0x7F800001
+        keys = tl.reshape(tl.where(kept[:, :, None], grouped, excluded), (BLOCK_T, E_P2))
+        keys = tl.where(exists, keys, _TAKEN)
+    chosen, is_unsure = choose_by_short_keys(keys, E_P2, TOP_K, K_P2)
+    if tl.max(is_unsure, 0) != 0:
+        chosen = choose_highest(keys, E_P2, TOP_K, K_P2)
+    chosen = chosen // S_P2 * SIZE + chosen % S_P2
     k = tl.arange(0, K_P2)
-    chosen = tl.zeros((BLOCK_T, K_P2), tl.int32)
-    weights = tl.zeros((BLOCK_T, K_P2), tl.float32)
-    for step in range(TOP_K):
-        is_best = keys == tl.max(keys, 1)[:, None]
-        winner = tl.min(tl.where(is_best, expert[None, :], E_P2), 1)  # [BLOCK_T]
-        is_winner = expert[None, :] == winner[:, None]
-        score = tl.sum(tl.where(is_winner, scores, 0.0), 1)
-        keys = tl.where(is_winner, taken, keys)
-        chosen = tl.where((k == step)[None, :], winner[:, None], chosen)
-        weights = tl.where((k == step)[None, :], score[:, None], weights)
+    mask = (t < num_tokens)[:, None] & (k < TOP_K)[None, :]
+    pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
+    chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.where(mask, _scores(chosen_logits, highest, total, SCORE), 0.0)  # [BLOCK_T, K_P2]
     if NORMALIZE:
         norm = tl.sum(weights, 1) + norm_epsilon
         weights = weights / tl.where(norm < norm_minimum, norm_minimum, norm)[:, None]
     out = t[:, None] * TOP_K + k[None, :]
-    mask = (t < num_tokens)[:, None] & (k < TOP_K)[None, :]
     tl.store(experts_ptr + out, chosen, mask=mask)
     tl.store(weights_ptr + out, weights * scale, mask=mask)
 
@@ -259,7 +265,8 @@ def _scored_routing_backward_kernel(
     mask = token_mask[:, None] & exists
     pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
     logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
-    scores = _scores(logits, exists, SCORE)
+    highest, total = _score_facts(logits, exists, SCORE)
+    scores = tl.where(exists, _scores(logits, highest, total, SCORE), 0.0)
     dscores = tl.zeros((BLOCK_T, E_P2), tl.float32)
     chosen_scores = tl.zeros((BLOCK_T, E_P2), tl.float32)
     for step in range(TOP_K):

@@ -16,7 +16,7 @@ from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .launching import launch_kernel
 from .reference import Permutation, TileTable
-from .tiles import TABLE_BLOCK, empty_tile_table, make_tile_table, table_block, write_tile_table
+from .tiles import TABLE_BLOCK, empty_tile_table, entry_block, make_tile_table, write_tile_table
 
 MAX_EXPERTS = 1024
 _SORT_BLOCK = 128  # slots that one program counts and places
@@ -88,13 +88,12 @@ def _sort_op(
     E_P2 = next_power_of_2(num_experts)
     if num_blocks:
         launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, _SORT_BLOCK)
-    launch_kernel(
-        _scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_B=512, BLOCK_E=4
-    )
+    scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
+    launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
     capacity = len(table.tiles)
     launch_kernel(
         _place_kernel,
-        (num_blocks + cdiv(capacity, TABLE_BLOCK),),
+        (cdiv(capacity, TABLE_BLOCK) + num_blocks,),
         topk_experts,
         counts,
         totals,
@@ -106,15 +105,16 @@ def _sort_op(
         table.num_tiles,
         table.order,
         num_slots,
-        num_blocks,
         capacity,
         num_experts,
         top_k,
         E_P2=E_P2,
         BLOCK=_SORT_BLOCK,
+        COUNTED=8,
         BLOCK_ROWS=block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
-        **table_block(num_experts),
+        ENTRY_BLOCK=entry_block(num_experts),
+        num_warps=1,  # sums and scans over the experts take no shared memory, and no warp waits for another
     )
     return offsets, slot_to_row, row_to_token, *table[:4]
 
@@ -172,7 +172,7 @@ def _scan_kernel(
     tl.store(totals_ptr + expert, carry, mask=expert < E)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks", "capacity"])
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
 def _place_kernel(
     experts_ptr,  # [num_slots]
     earlier_ptr,  # [num_blocks, E]: slots of the expert in earlier blocks
@@ -185,30 +185,30 @@ def _place_kernel(
     num_tiles_ptr,
     order_ptr,
     num_slots,
-    num_blocks,
     capacity,
     E,
     TOP_K,
     E_P2: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
-    """The first num_blocks programs place a block of slots each, the others write table entries and the offsets.
+    """The first programs write the offsets and table entries, the others place a block of slots each.
 
-    Grid: (num_blocks + cdiv(capacity, PROGRAM_ENTRIES),).
+    Grid: (cdiv(capacity, PROGRAM_ENTRIES) + num_blocks,).
     """
     index = tl.arange(0, E_P2)
     totals = tl.load(totals_ptr + index, mask=index < E, other=0)
     ends = tl.cumsum(totals, 0)
     starts = ends - totals
-    block = tl.program_id(0)
-    if block >= num_blocks:
-        if block == num_blocks:
+    num_table_programs = tl.cdiv(capacity, PROGRAM_ENTRIES)
+    if tl.program_id(0) < num_table_programs:
+        if tl.program_id(0) == 0:
             tl.store(offsets_ptr + index, ends, mask=index < E)
         write_tile_table(
-            block - num_blocks,
+            tl.program_id(0),
             starts,
             ends,
             bounds_ptr,
@@ -224,22 +224,24 @@ def _place_kernel(
             PROGRAM_ENTRIES,
         )
     else:
+        block = tl.program_id(0) - num_table_programs
         earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=index < E, other=0)
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
         kept = (expert >= 0) & (expert < E)
-        # Ranks count the earlier slots of the block with the same expert; dropped slots are one more expert.
+        # Ranks count the earlier slots of the block with the same expert; dropped slots are one more expert. Those that
+        # are counted lie along the first axis, along which a thread adds by itself.
         first_key = tl.where(kept, expert, E) * BLOCK
         rank = tl.zeros((BLOCK,), tl.int32)
-        for first in tl.static_range(0, BLOCK, 32):
-            other_lane = first + tl.arange(0, 32)
+        for first in range(0, BLOCK, COUNTED):
+            other_lane = first + tl.arange(0, COUNTED)
             other_slot = block.to(tl.int64) * BLOCK + other_lane
             other = tl.load(experts_ptr + other_slot, mask=other_slot < num_slots, other=-1)
             other_key = tl.where((other >= 0) & (other < E), other, E) * BLOCK + other_lane
             # An unsigned distance is below the lane exactly for the same expert and an earlier lane.
-            distance = (other_key[None, :] - first_key[:, None]).to(tl.uint32, bitcast=True)  # [BLOCK, 32]
-            rank += tl.sum((distance < lane[:, None].to(tl.uint32)).to(tl.int32), 1)
+            distance = (other_key[:, None] - first_key[None, :]).to(tl.uint32, bitcast=True)  # [COUNTED, BLOCK]
+            rank += tl.sum((distance < lane[None, :].to(tl.uint32)).to(tl.int32), 0)
         base = tl.gather(starts + earlier, tl.where(kept, expert, 0), 0)
         dropped_earlier = block * BLOCK - tl.sum(earlier, 0)
         row = rank + tl.where(kept, base, tl.max(ends, 0) + dropped_earlier)

@@ -17,11 +17,9 @@ TABLE_BLOCK = 64  # table entries that one program writes
 MAX_GROUPS = 8192
 
 
-def table_block(num_groups: int) -> dict[str, int]:
-    """Options under which comparing a block of entries with all groups stays in registers."""
-    if num_groups <= 256:
-        return {"ENTRY_BLOCK": TABLE_BLOCK, "num_warps": 4}
-    return {"ENTRY_BLOCK": 8 if num_groups <= 1024 else 1, "num_warps": 4}
+def entry_block(num_groups: int) -> int:
+    """Entries that are compared with all groups at once: in few registers, so that an SM runs many programs."""
+    return min(max(1024 // next_power_of_2(num_groups), 1), TABLE_BLOCK)
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
@@ -91,7 +89,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         G_P2=next_power_of_2(num_groups),
         BLOCK_ROWS=block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
-        **table_block(num_groups),
+        ENTRY_BLOCK=entry_block(num_groups),
     )
 
 
@@ -124,7 +122,7 @@ def write_tile_table(
         tl.store(bounds_ptr + G + 1, num_rows)
         tl.store(num_tiles_ptr, total)
         tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
-    for first_entry in tl.static_range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
+    for first_entry in range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
         entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)
         before = tile_ends[None, :] <= entry[:, None]  # [ENTRY_BLOCK, G_P2]
         owner = tl.minimum(tl.sum(before.to(tl.int32), 1), G)

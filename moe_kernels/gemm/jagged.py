@@ -24,7 +24,7 @@ from ..tiles import (
     MAX_GROUPS,
     TABLE_BLOCK,
     empty_tile_table,
-    table_block,
+    entry_block,
     tile_table_bytes,
     tile_table_in,
     write_tile_table,
@@ -217,7 +217,7 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
         BLOCK_ROWS=table.block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
         BLOCK_N=1024,
-        **table_block(num_groups),
+        ENTRY_BLOCK=entry_block(num_groups),
     )
 
 
