@@ -1,8 +1,7 @@
 """A stable counting sort of the slots by expert.
 
 Three launches whatever T, K and E: count the experts of each block of slots, scan the counts over the blocks (every
-expert by itself), place the slots. Ranks inside a block come from comparisons, sums from scans: no atomics, so the
-result is the same every time and equals a stable sort.
+expert by itself), place the slots, sorted within their block. No atomics: the result is the same every time.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .launching import launch_kernel
 from .reference import Permutation, TileTable
-from .tiles import TABLE_BLOCK, empty_tile_table, entry_block, make_tile_table, write_tile_table
+from .tiles import TABLE_BLOCK, empty_tile_table, entry_block, larger, make_tile_table, write_tile_table
 
 MAX_EXPERTS = 1024
-_SORT_BLOCK = 128  # slots that one program counts and places
+_SORT_BLOCK = 256  # slots that one program counts and places
+_PLACE_WARPS = 1  # so that sorts and scans take no shared memory, and no warp waits for another
 
 
 def sort_by_expert(
@@ -55,24 +55,31 @@ def sort_by_expert(
         return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
-    offsets, slot_to_row, row_to_token, *table = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
+    results = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
     # Compiled code, which serves any number of tokens, does not ask whether there are more rows.
     if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
-        num_rows = min(max_rows, topk_experts.numel())
-        slot_to_row = torch.where(slot_to_row < num_rows, slot_to_row, -1)
-        offsets, row_to_token = offsets.clamp(max=num_rows), row_to_token[:num_rows].clone()
-        table = _table_op(offsets, num_rows, block_rows)
+        results = _bound_op(*results[:3], max_rows, block_rows)
+    offsets, slot_to_row, row_to_token, *table = results
     return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
 
 
-@registered_op("tile_table")
-def _table_op(offsets: Tensor, num_rows: int, block_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return make_tile_table(offsets, num_rows, block_rows)[:4]
+# As one op: of a slice, Inductor compiles another for few tokens.
+@registered_op("bound_rows")
+def _bound_op(
+    offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_rows = min(max_rows, len(row_to_token))
+    offsets = offsets.clamp(max=num_rows)
+    table = make_tile_table(offsets, num_rows, block_rows)
+    return offsets, torch.where(slot_to_row < num_rows, slot_to_row, -1), row_to_token[:num_rows].clone(), *table[:4]
 
 
-@_table_op.register_fake
-def _(offsets, num_rows, block_rows):
-    return empty_tile_table(num_rows, len(offsets), block_rows, offsets.device)[:4]
+@_bound_op.register_fake
+def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
+    num_rows = torch.sym_min(max_rows, row_to_token.shape[0])
+    table = empty_tile_table(num_rows, offsets.shape[0], block_rows, offsets.device)
+    rows = row_to_token.new_empty(num_rows)
+    return torch.empty_like(offsets), torch.empty_like(slot_to_row), rows, *table[:4]
 
 
 @registered_op("sort_by_expert")
@@ -110,11 +117,10 @@ def _sort_op(
         top_k,
         E_P2=E_P2,
         BLOCK=_SORT_BLOCK,
-        COUNTED=8,
         BLOCK_ROWS=block_rows,
         PROGRAM_ENTRIES=TABLE_BLOCK,
         ENTRY_BLOCK=entry_block(num_experts),
-        num_warps=1,  # sums and scans over the experts take no shared memory, and no warp waits for another
+        num_warps=_PLACE_WARPS,
     )
     return offsets, slot_to_row, row_to_token, *table[:4]
 
@@ -190,7 +196,6 @@ def _place_kernel(
     TOP_K,
     E_P2: tl.constexpr,
     BLOCK: tl.constexpr,
-    COUNTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
@@ -229,19 +234,13 @@ def _place_kernel(
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        kept = (expert >= 0) & (expert < E)
-        # Ranks count the earlier slots of the block with the same expert; dropped slots are one more expert. Those that
-        # are counted lie along the first axis, along which a thread adds by itself.
-        first_key = tl.where(kept, expert, E) * BLOCK
-        rank = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, BLOCK, COUNTED):
-            other_lane = first + tl.arange(0, COUNTED)
-            other_slot = block.to(tl.int64) * BLOCK + other_lane
-            other = tl.load(experts_ptr + other_slot, mask=other_slot < num_slots, other=-1)
-            other_key = tl.where((other >= 0) & (other < E), other, E) * BLOCK + other_lane
-            # An unsigned distance is below the lane exactly for the same expert and an earlier lane.
-            distance = (other_key[:, None] - first_key[None, :]).to(tl.uint32, bitcast=True)  # [COUNTED, BLOCK]
-            rank += tl.sum((distance < lane[None, :].to(tl.uint32)).to(tl.int32), 0)
+        # Dropped slots are one more expert. No two keys are equal, so any sort of them is a stable one of the slots.
+        keys = tl.sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
+        expert = keys // BLOCK
+        slot = block.to(tl.int64) * BLOCK + keys % BLOCK
+        kept = expert < E
+        is_first = (lane == 0) | (expert != tl.gather(expert, tl.maximum(lane - 1, 0), 0))
+        rank = lane - tl.associative_scan(tl.where(is_first, lane, 0), 0, larger)
         base = tl.gather(starts + earlier, tl.where(kept, expert, 0), 0)
         dropped_earlier = block * BLOCK - tl.sum(earlier, 0)
         row = rank + tl.where(kept, base, tl.max(ends, 0) + dropped_earlier)

@@ -137,7 +137,7 @@ def write_tile_table(
 
 
 @triton.jit
-def _larger(x, y):
+def larger(x, y):
     return tl.maximum(x, y)
 
 
@@ -161,8 +161,8 @@ def _tile_table_kernel(
     group = tl.arange(0, G_P2)
     raw_ends = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
     raw_starts = tl.load(offsets_ptr + (group - 1) * offsets_stride, mask=(group > 0) & (group <= G), other=0)
-    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, 0), num_rows), 0, _larger)
-    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, 0), num_rows), 0, _larger)
+    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, 0), num_rows), 0, larger)
+    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, 0), num_rows), 0, larger)
     starts = tl.where(group < G, starts, ends)
     write_tile_table(
         tl.program_id(0),

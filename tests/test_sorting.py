@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_kernels import reference, sort_by_expert
-from moe_kernels.sorting import _sort_op, _table_op
+from moe_kernels.sorting import _bound_op, _sort_op
 from moe_kernels.testing import CASES, make_inputs
 
 triton_sort = partial(sort_by_expert, implementation="triton")
@@ -96,7 +96,8 @@ def test_launches_do_not_depend_on_sizes(device, monkeypatch):
 def test_opcheck(device):
     experts = torch.tensor([[2, 0], [0, 2], [1, 0]], dtype=torch.int32, device=device)
     torch.library.opcheck(_sort_op.overload, (experts, 3, 16))
-    torch.library.opcheck(_table_op.overload, (torch.tensor([1, 3, 4], dtype=torch.int32, device=device), 5, 16))
+    for max_rows in (5, 9):
+        torch.library.opcheck(_bound_op.overload, (*_sort_op(experts, 3, 16)[:3], max_rows, 16))
 
 
 @pytest.mark.parametrize("max_rows", [1, 90, 300, 500])

@@ -25,6 +25,7 @@ from ..tiles import (
     TABLE_BLOCK,
     empty_tile_table,
     entry_block,
+    larger,
     tile_table_bytes,
     tile_table_in,
     write_tile_table,
@@ -221,11 +222,6 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
     )
 
 
-@triton.jit
-def _larger(x, y):
-    return tl.maximum(x, y)
-
-
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _jagged_table_kernel(
     offsets_ptr,  # [G + 1]
@@ -254,8 +250,8 @@ def _jagged_table_kernel(
     raw_starts = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
     raw_ends = tl.load(offsets_ptr + (group + 1) * offsets_stride, mask=group < G, other=0)
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr), 0), num_rows)
-    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, first), num_rows), 0, _larger)
-    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, first), num_rows), 0, _larger)
+    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, first), num_rows), 0, larger)
+    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, first), num_rows), 0, larger)
     last = tl.max(ends, 0)
     if PARTS is None:
         write_tile_table(
