@@ -15,7 +15,7 @@ from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .launching import launch_kernel
 from .reference import Permutation, TileTable
-from .tiles import TABLE_BLOCK, empty_tile_table, entry_block, larger, make_tile_table, write_tile_table
+from .tiles import empty_tile_table, larger, make_tile_table, table_blocks, write_tile_table
 
 MAX_EXPERTS = 1024
 _SORT_BLOCK = 256  # slots that one program counts and places
@@ -98,9 +98,10 @@ def _sort_op(
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
     launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
     capacity = len(table.tiles)
+    blocks = table_blocks(num_experts)
     launch_kernel(
         _place_kernel,
-        (cdiv(capacity, TABLE_BLOCK) + num_blocks,),
+        (cdiv(capacity, blocks["PROGRAM_ENTRIES"]) + num_blocks,),
         topk_experts,
         counts,
         totals,
@@ -118,8 +119,7 @@ def _sort_op(
         E_P2=E_P2,
         BLOCK=_SORT_BLOCK,
         BLOCK_ROWS=block_rows,
-        PROGRAM_ENTRIES=TABLE_BLOCK,
-        ENTRY_BLOCK=entry_block(num_experts),
+        **blocks,
         num_warps=_PLACE_WARPS,
     )
     return offsets, slot_to_row, row_to_token, *table[:4]

@@ -13,13 +13,14 @@ from ._triton import cdiv, next_power_of_2, tl, triton
 from .launching import launch_kernel
 from .reference import TileTable
 
-TABLE_BLOCK = 64  # table entries that one program writes
 MAX_GROUPS = 8192
 
 
-def entry_block(num_groups: int) -> int:
-    """Entries that are compared with all groups at once: in few registers, so that an SM runs many programs."""
-    return min(max(1024 // next_power_of_2(num_groups), 1), TABLE_BLOCK)
+def table_blocks(num_groups: int) -> dict[str, int]:
+    """ENTRY_BLOCK entries are compared with all groups at once: in few registers, so that an SM runs many programs.
+    PROGRAM_ENTRIES of a program make up for its scan of the groups, and are few, so that none takes long."""
+    entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
+    return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
@@ -74,9 +75,10 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
     num_groups, block_rows, capacity = len(offsets), table.block_rows, len(table.tiles)
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
+    blocks = table_blocks(num_groups)
     launch_kernel(
         _tile_table_kernel,
-        (cdiv(capacity, TABLE_BLOCK),),
+        (cdiv(capacity, blocks["PROGRAM_ENTRIES"]),),
         offsets,
         offsets.stride(0),
         table.bounds,
@@ -88,8 +90,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         num_groups,
         G_P2=next_power_of_2(num_groups),
         BLOCK_ROWS=block_rows,
-        PROGRAM_ENTRIES=TABLE_BLOCK,
-        ENTRY_BLOCK=entry_block(num_groups),
+        **blocks,
     )
 
 

@@ -22,10 +22,9 @@ from ..launching import launch_kernel
 from ..reference import TileTable
 from ..tiles import (
     MAX_GROUPS,
-    TABLE_BLOCK,
     empty_tile_table,
-    entry_block,
     larger,
+    table_blocks,
     tile_table_bytes,
     tile_table_in,
     write_tile_table,
@@ -196,7 +195,8 @@ def make_jagged_table(
 def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: int | None, out: Tensor | None) -> None:
     num_groups = len(group_offsets) - 1
     capacity = len(table.tiles)
-    programs = cdiv(capacity, TABLE_BLOCK)
+    blocks = table_blocks(num_groups)
+    programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
     launch_kernel(
         _jagged_table_kernel,
         (programs if out is None else max(programs, 2 * num_programs(out)),),
@@ -216,9 +216,8 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
         G_P2=next_power_of_2(num_groups),
         PARTS_P2=next_power_of_2(parts or 1),
         BLOCK_ROWS=table.block_rows,
-        PROGRAM_ENTRIES=TABLE_BLOCK,
         BLOCK_N=1024,
-        ENTRY_BLOCK=entry_block(num_groups),
+        **blocks,
     )
 
 
