@@ -18,8 +18,6 @@ from .reference import Permutation, TileTable
 from .tiles import empty_tile_table, larger, make_tile_table, table_blocks, write_tile_table
 
 MAX_EXPERTS = 1024
-_SORT_BLOCK = 256  # slots that one program counts and places
-_PLACE_WARPS = 1  # so that sorts and scans take no shared memory, and no warp waits for another
 
 
 def sort_by_expert(
@@ -82,6 +80,15 @@ def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
     return torch.empty_like(offsets), torch.empty_like(slot_to_row), rows, *table[:4]
 
 
+def _sort_block(num_experts: int) -> tuple[int, int]:
+    """(slots that one program counts and places, warps that place them).
+
+    One warp sorts and scans without shared memory and waits for no other. With many experts their counts, of which each
+    program has a row, weigh more.
+    """
+    return (256, 1) if num_experts <= 128 else (512, 4)
+
+
 @registered_op("sort_by_expert")
 def _sort_op(
     topk_experts: Tensor, num_experts: int, block_rows: int
@@ -89,12 +96,13 @@ def _sort_op(
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
     table = TileTable(*tensors, block_rows)
-    num_blocks = cdiv(num_slots, _SORT_BLOCK)
+    block_slots, num_place_warps = _sort_block(num_experts)
+    num_blocks = cdiv(num_slots, block_slots)
     counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
     totals = topk_experts.new_empty(num_experts)
     E_P2 = next_power_of_2(num_experts)
     if num_blocks:
-        launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, _SORT_BLOCK)
+        launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, block_slots)
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
     launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
     capacity = len(table.tiles)
@@ -117,10 +125,10 @@ def _sort_op(
         num_experts,
         top_k,
         E_P2=E_P2,
-        BLOCK=_SORT_BLOCK,
+        BLOCK=block_slots,
         BLOCK_ROWS=block_rows,
         **blocks,
-        num_warps=_PLACE_WARPS,
+        num_warps=num_place_warps,
     )
     return offsets, slot_to_row, row_to_token, *table[:4]
 
