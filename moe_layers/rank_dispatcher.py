@@ -60,6 +60,11 @@ class RankDispatcher(ABC):
         return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
 
 
+def row_bytes(tokens: Tensor) -> int:
+    """What every process must have alike, whatever its number of tokens: a collective would mix them up, or hang."""
+    return tokens.shape[1] * tokens.element_size()
+
+
 def _split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):  # as the experts would

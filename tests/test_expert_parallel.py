@@ -15,10 +15,12 @@ from moe_layers.dispatcher import LocalDispatcher
 from moe_layers.dropping import Slots
 
 from .expert_parallel_cases import (
+    D_MODEL,
     LENGTHS,
     NUM_EXPERTS,
     STYLES,
     TOP_K,
+    CollectiveCounter,
     assert_close,
     draw,
     expert_mesh,
@@ -247,13 +249,28 @@ def errors_come_before_the_tokens(device):
         layer.saved_bytes(5)
 
 
+def wrong_sizes_of_tokens(device):
+    """In one process they are wider, or of another dtype: an error in every process, before any move."""
+    if device.type == "cuda":
+        return
+    mesh, rank = expert_mesh(device), distributed.get_rank()
+    for kind in ({"d_model": D_MODEL * (1 + rank)}, {"dtype": (torch.float64, torch.float32)[rank]}):
+        for style in STYLES:
+            plan = ExpertParallel(**style)
+            layer = parallelize_module(make_layer(device, **kind), mesh["ep"], plan, src_data_rank=None)
+            x = torch.zeros(6, layer.d_model, dtype=layer.router.weight.dtype)
+            with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"processes must have .*many bytes"):
+                layer(x)
+            assert len(sent.names) == 1, style
+
+
 def wrong_numbers_of_tokens(device):
     """An error in every process, before any tokens move; on a GPU it would end the process."""
     if device.type == "cuda":
         return
     mesh, rank = expert_mesh(device), distributed.get_rank()
     x = draw(device, 5 + rank)
-    with pytest.raises(ValueError, match=r"as many tokens and slots, got \[T, K\] of \[\[5, 3\], \[6, 3\]\]; the all"):
+    with pytest.raises(ValueError, match=r"got \[T, K, bytes\] of \[\[5, 3, \d+\], \[6, 3, \d+\]\]; the all"):
         shard_experts(make_layer(device), mesh, "allgather")(x)
     with pytest.raises(ValueError, match=r"row_bound=2.0 every process must have as many tokens, and at most"):
         shard_experts(make_layer(device), mesh, "alltoall", row_bound=2.0)(x)
@@ -280,6 +297,7 @@ CASES = [
     copies_share_the_processes,
     errors_come_before_the_tokens,
     wrong_numbers_of_tokens,
+    wrong_sizes_of_tokens,
 ]
 
 

@@ -26,9 +26,10 @@ def mesh():
 
 
 def even_counts(tensor, num_chunks):
-    """In place of `Tensor.tolist`: the rows of each chunk, or those for and from each process."""
+    """In place of `Tensor.tolist`: rows of each chunk; or bytes of a token, and each chunk's rows for and from each
+    process."""
     rows = TOKENS * TOP_K // num_chunks
-    return [rows] * len(tensor) if tensor.dim() == 1 else [[rows // 2] * 2 for _ in tensor]
+    return [rows] * len(tensor) if tensor.dim() == 1 else [[4 * D_MODEL] * 2, *([[rows // 2] * 2] * (2 * num_chunks))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' ops take tensors without values in the interpreter")
