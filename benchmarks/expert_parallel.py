@@ -11,7 +11,7 @@ reserved for communication; `grouped_mm` with a plain all-to-all; the layer on o
 experts (`local_ms`); and the collectives of the tokens alone, of the same sizes (`comm_ms`; with backward twice). The
 model without overlap is the sum of the last two, and `share_of_model` its part of the measured time: above 1 is what
 overlap gains. Of each call the slowest process counts. Outputs and gradients of all implementations are compared before
-anything is timed.
+anything is timed; what differs is not, and the command fails at its end.
 
 All of a configuration share its parameters, and none keeps gradients. A configuration whose memory, by `--plan`, is
 more than there is, or for which no time is left, has one row that says why it is `skipped`. `best` names the simplest
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -119,8 +120,11 @@ def main(arguments: list[str] | None = None) -> None:
         print_rows([each.about() for each in planned], ("shape", "ep", "routing", "planned_gb"))
     else:
         device = start_processes()
-        run(options, device, [], started)
+        rows: list[dict] = []
+        run(options, device, rows, started)
         distributed.destroy_process_group()
+        if wrong := [row for row in rows if "implementation" in row and "skipped" in row]:
+            raise SystemExit(f"not timed, since results differ: {wrong}")
 
 
 def run(options: argparse.Namespace, device: torch.device, rows: list[dict], started: float) -> None:
@@ -131,7 +135,12 @@ def run(options: argparse.Namespace, device: torch.device, rows: list[dict], sta
     def report(measured: list[dict], columns: tuple[str, ...]) -> None:
         rows.extend({**row, **about} for row in measured)
         if is_first:
-            print_rows(measured, columns)
+            skipped = [row for row in measured if "skipped" in row]
+            if timed := [row for row in measured if "skipped" not in row]:
+                print_rows(timed, columns)
+            for row in skipped:
+                print(row)
+            sys.stdout.flush()
             if options.output:  # after every step, so that a stopped run keeps what it measured
                 write_whole(options.output, json.dumps(rows, indent=1) + "\n")
 
@@ -146,6 +155,8 @@ def run(options: argparse.Namespace, device: torch.device, rows: list[dict], sta
     fitting = list(dict.fromkeys((each.shape, meshes[each.ep]) for each in planned if 1e9 * each.planned_gb <= memory))
     if device.type == "cuda":
         compile_kernels(fitting, options.routing, options.implementations, dtype_for(device))
+        if is_first:
+            print(f"kernels are compiled after {time.monotonic() - started:.0f} s", flush=True)
     longest = 0.0
     for each in planned:
         begun = seconds_since(started, device)
@@ -155,7 +166,7 @@ def run(options: argparse.Namespace, device: torch.device, rows: list[dict], sta
         elif begun + longest > options.seconds:
             skipped = f"may end after the {options.seconds:.0f} seconds that there are"
         if skipped:
-            report([each.about() | {"skipped": skipped}], ("shape", "ep", "routing", "skipped"))
+            report([each.about() | {"skipped": skipped}], COLUMNS)
             continue
         measured = measure(each, meshes[each.ep], options, device)
         longest = max(longest, seconds_since(started, device) - begun)

@@ -24,7 +24,7 @@ def best_forms(rows: list[dict]) -> list[dict]:
         return row["shape"], row["ep"], row["pass"]
 
     chosen = []
-    timed = sorted((row for row in rows if "implementation" in row), key=key)
+    timed = sorted((row for row in rows if "ms" in row and "pass" in row), key=key)
     for about, group in itertools.groupby(timed, key):
         times: dict[str, float] = {}
         for row in group:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import expert_parallel, parallel_best, parallel_timing
+from benchmarks import expert_parallel, parallel_best, parallel_comparison, parallel_timing
 from benchmarks.layer import make_tokens
 from benchmarks.parallel_comparison import token_collectives
 from benchmarks.parallel_compilation import compile_kernels, stand_in
@@ -71,6 +71,26 @@ def what_is_skipped_says_why(device):
     with mock.patch.object(expert_parallel, "memory_bytes", return_value=1000):
         (row,) = run(device, "--ep", "2", "--megabytes")
     assert row["skipped"] == "takes 0.0 GB of memory, and there are 0.0" and row["planned_gb"] > 0
+
+
+class Wrong(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, tokens):
+        return 1.01 * self.layer(tokens)
+
+
+def what_differs_in_one_process_is_not_timed(device):
+    def make(name, *arguments):
+        made = make_implementation(name, *arguments)
+        return Wrong(made) if name == "alltoall" and distributed.get_rank() == 1 else made
+
+    with mock.patch.object(parallel_comparison, "make_implementation", make):
+        rows = run(device, "--ep", "2", "--megabytes", "--implementations", "allgather", "alltoall")
+    assert [row["implementation"] for row in rows] == ["allgather", "allgather", "alltoall"]
+    assert rows[2]["skipped"].startswith("differs from allgather, result by result, by [0.01, 0.01,")
 
 
 def parameters_are_shared(device):
@@ -156,6 +176,7 @@ CASES = [
     small_run,
     chosen_implementations,
     what_is_skipped_says_why,
+    what_differs_in_one_process_is_not_timed,
     parameters_are_shared,
     stand_ins_have_the_shapes_of_the_others,
     memory_is_within_the_plan,
