@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class RankDispatcher(ABC):
         tokens = _scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=_scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
         returning, offsets = self.dispatch(_split(tokens, slots, self.chunks), experts)
-        return Dispatched(partial(_arrive, returning, self.gradient_scale), reduce(torch.add, offsets))
+        return Dispatched(_Arrival(returning, self.gradient_scale), reduce(torch.add, offsets))
 
     @abstractmethod
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
@@ -72,10 +72,17 @@ def _split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
     return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]
 
 
-@torch.compiler.disable
-def _arrive(returning: list[Callable[[], Tensor]], gradient_scale: float) -> Tensor:  # [T, D]
-    parts = [part() for part in returning]
-    return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), gradient_scale)
+class _Arrival:
+    """Waits for the outputs of all chunks, and is nothing that a compiler looks into."""
+
+    def __init__(self, returning: list[Callable[[], Tensor]], gradient_scale: float):
+        self.returning = returning
+        self.gradient_scale = gradient_scale
+
+    @torch.compiler.disable
+    def __call__(self) -> Tensor:  # [T, D]
+        parts = [part() for part in self.returning]
+        return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
 
 
 def _scale_gradient(tensor: Tensor, scale: float) -> Tensor:
