@@ -1,7 +1,9 @@
 """Expert parallelism: bandwidth of the collectives, and the layer at several numbers of processes.
 
-    torchrun --nproc-per-node 8 -m benchmarks.expert_parallel --commit $(git rev-parse --short HEAD) \
+    torchrun --nproc-per-node 8 -m benchmarks.expert_parallel --commit $(git rev-parse --short HEAD) \\
         --output benchmarks/results/expert_parallel.json
+    python -m benchmarks.expert_parallel --best benchmarks/results/expert_parallel.json
+    python -m benchmarks.expert_parallel --plan
 
 Every process has as many tokens, whatever the number of processes. For each shape, number of processes that share the
 experts (EP) and routing, in the same run and taking turns: both dispatchers, whole, in two chunks, and so with SMs
@@ -9,32 +11,37 @@ reserved for communication; `grouped_mm` with a plain all-to-all; the layer on o
 experts (`local_ms`); and the collectives of the tokens alone, of the same sizes (`comm_ms`; with backward twice). The
 model without overlap is the sum of the last two, and `share_of_model` its part of the measured time: above 1 is what
 overlap gains. Of each call the slowest process counts. Outputs and gradients of all implementations are compared before
-anything is timed.
+anything is timed; what differs is not, and the command fails at its end.
+
+All of a configuration share its parameters, and none keeps gradients. A configuration whose memory, by `--plan`, is
+more than there is, or for which no time is left, has one row that says why it is `skipped`. `best` names the simplest
+form within 2 % of the fastest; `--best` prints it for each shape and EP, over the routings.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
-from collections.abc import Callable
-from dataclasses import replace
+import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 
-from moe_layers import ExpertParallel, MoEFeedForward
-from moe_layers.collectives import Ranks, wait
+from moe_layers.collectives import Ranks
 
-from .grouped_mm_parallel import TorchAllToAll
-from .layer import environment, make_tokens, passes, print_rows
-from .parallel_timing import bench_bandwidth, time_together
+from . import parallel_best
+from .layer import environment, print_rows
+from .parallel_comparison import bench_layer
+from .parallel_compilation import compile_kernels
+from .parallel_layers import IMPLEMENTATIONS, dtype_for
+from .parallel_memory import peak_bytes
+from .parallel_timing import bench_bandwidth, largest
 from .shapes import TINY, Shape
 
 # Tokens of each process.
@@ -47,151 +54,32 @@ SHAPES = {
         TINY,
     )
 }
-STYLES = {
-    f"{dispatcher}{form}": ExpertParallel(dispatcher, mean_grads=False, **options)
-    for dispatcher in ("alltoall", "allgather")
-    for form, options in {
-        "": {},
-        "/2 chunks": {"chunks": 2},
-        "/2 chunks, 16 SMs reserved": {"chunks": 2, "reserved_sms": 16},
-    }.items()
-}
+DEFAULT_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if "32 SMs" not in name and "4 chunks" not in name]
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
-COLUMNS += ("share_of_model", "times_baseline", "tokens_per_s")
-BASELINE = "torch_grouped_mm"
+COLUMNS += ("share_of_model", "times_baseline", "best", "peak_gb", "planned_gb")
 
 
-def implementation_for(device_type: str) -> str:
-    return "triton" if device_type == "cuda" else "reference"
+class Configuration(NamedTuple):
+    shape: Shape
+    ep: int  # processes that share the experts
+    routing: str
+
+    @property
+    def planned_gb(self) -> float:
+        return peak_bytes(self.shape, self.ep, self.routing) / 1e9
+
+    def about(self) -> dict:
+        sizes = {"shape": self.shape.name, "ep": self.ep, "routing": self.routing}
+        return sizes | {"tokens_per_process": self.shape.num_tokens, "planned_gb": self.planned_gb}
 
 
-def make_layer(shape: Shape, mesh: DeviceMesh, style: ExpertParallel, dtype: torch.dtype) -> MoEFeedForward:
-    """With the same router everywhere, and experts that were never whole."""
-    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-    layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation_for(mesh.device_type))
-    parallelize_module(layer, mesh, style, src_data_rank=None)
-    layer.to_empty(device=mesh.device_type)
-    torch.manual_seed(0)
-    for parameter in layer.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        nn.init.normal_(local.data, std=0.02)
-    return layer
-
-
-def with_dispatcher(layer: MoEFeedForward, style: ExpertParallel, mesh: DeviceMesh) -> MoEFeedForward:
-    """Another layer of the same parameters."""
-    other = MoEFeedForward(layer.d_model, 1, layer.num_experts, layer.router.top_k, device="meta")
-    parallelize_module(other, mesh, style, src_data_rank=None)
-    experts = other.experts
-    other.router, other.experts = layer.router, copy.copy(layer.experts)
-    other.experts.reserved_sms = experts.reserved_sms
-    return other
-
-
-def local_layer(shape: Shape, num_ranks: int, device: torch.device, dtype: torch.dtype) -> tuple[MoEFeedForward, int]:
-    """(a layer of one process with as many rows and experts as each has, its tokens)."""
-    num_experts = shape.num_experts // num_ranks
-    top_k = min(shape.top_k, num_experts)
-    torch.manual_seed(0)
-    factory = {"device": device, "dtype": dtype, "implementation": implementation_for(device.type)}
-    layer = MoEFeedForward(shape.d_model, shape.d_ff, num_experts, top_k, **factory)
-    return layer, shape.num_rows // top_k
-
-
-def check(modules: dict[str, nn.Module], tokens: Tensor) -> None:
-    """Raises AssertionError unless outputs and gradients, of a few experts, agree by the norm of their differences."""
-    dout = torch.randn_like(tokens)
-    results = {}
-    for name, module in modules.items():
-        module.zero_grad()
-        leaf = tokens.detach().requires_grad_()
-        out = module(leaf)
-        out.backward(dout)
-        layer = module.layer if isinstance(module, TorchAllToAll) else module
-        gradients = [_local(parameter.grad)[:4].clone() for parameter in layer.parameters()]
-        results[name] = [out.detach(), leaf.grad, *gradients]
-        module.zero_grad()
-    expected = results.pop("alltoall")
-    for name, actual in results.items():
-        tolerance = 1e-4
-        if tokens.dtype == torch.bfloat16:
-            tolerance = 0.15 if name == BASELINE else 0.02  # the baseline's logits are rounded, too
-        for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
-            error = (a.float() - b.float()).norm() / b.float().norm()
-            assert error < tolerance, f"{name}: result {number} differs from that of alltoall by {error:.2g}"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def token_collectives(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> dict[str, Callable[[], object]]:
-    """By dispatcher, the collectives that move tokens in a forward, of the sizes that this routing makes."""
-    with torch.no_grad():
-        choices = layer.router(tokens).topk_experts
-    sent = torch.bincount(choices.flatten().long(), minlength=layer.num_experts).view(ranks.size, -1).sum(1)
-    ones = [1] * ranks.size
-    received = wait(ranks.all_to_all(sent, ones, ones)).tolist()
-    sent = sent.tolist()
-    leaving, arriving = (tokens.new_zeros(sum(rows), tokens.shape[1]) for rows in (sent, received))
-    everyones = tokens.new_zeros(ranks.size * len(tokens), tokens.shape[1])
-
-    def alltoall() -> None:
-        wait(ranks.all_to_all(leaving, received, sent))
-        wait(ranks.all_to_all(arriving, sent, received))
-
-    def allgather() -> None:
-        wait(ranks.all_gather(tokens))
-        wait(ranks.reduce_scatter(everyones))
-
-    return {"alltoall": alltoall, "allgather": allgather}
-
-
-def bench_layer(
-    shape: Shape, mesh: DeviceMesh, routing: str, device: torch.device, rounds: int, round_ms: float
-) -> list[dict]:
-    """Rows of results for one shape, number of processes and routing."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ranks = Ranks.of(mesh.get_group())
-    layer = make_layer(shape, mesh, STYLES["alltoall"], dtype)
-    tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
-    modules: dict[str, nn.Module] = {
-        name: with_dispatcher(layer, style, mesh) if name != "alltoall" else layer for name, style in STYLES.items()
-    }
-    modules[BASELINE] = TorchAllToAll(layer, ranks)
-    check(modules, tokens)
-    local, num_local = local_layer(shape, ranks.size, device, dtype)
-    functions = {f"{name}/{which}": run for name, m in modules.items() for which, run in passes(m, tokens).items()}
-    local_tokens = make_tokens(
-        local, replace(shape, num_tokens=num_local, num_experts=local.num_experts), "even", dtype
-    )
-    functions |= {f"local/{which}": run for which, run in passes(local, local_tokens).items()}
-    functions |= {f"comm/{name}": run for name, run in token_collectives(layer, tokens, ranks).items()}
-    timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
-    rows = []
-    for which, trips in (("forward", 1), ("forward+backward", 2)):
-        for name in modules:
-            timing = timings[f"{name}/{which}"]
-            comm_ms = trips * timings[f"comm/{'allgather' if name.startswith('allgather') else 'alltoall'}"].ms
-            local_ms = timings[f"local/{which}"].ms
-            rows.append(
-                {
-                    "shape": shape.name,
-                    "ep": ranks.size,
-                    "tokens_per_process": shape.num_tokens,
-                    "routing": routing,
-                    "pass": which,
-                    "implementation": name,
-                    **timing._asdict(),
-                    "comm_ms": comm_ms,
-                    "local_ms": local_ms,
-                    "model_ms": comm_ms + local_ms,
-                    "share_of_model": (comm_ms + local_ms) / timing.ms,
-                    "times_baseline": timings[f"{BASELINE}/{which}"].ms / timing.ms,
-                    "tokens_per_s": 1e3 * shape.num_tokens * distributed.get_world_size() / timing.ms,
-                }
-            )
-    return rows
+def configurations(options: argparse.Namespace, sizes: list[int]) -> list[Configuration]:
+    return [
+        Configuration(SHAPES[name], ep, routing)
+        for name in options.shapes
+        for ep in sizes
+        for routing in options.routing
+    ]
 
 
 def start_processes() -> torch.device:
@@ -205,48 +93,121 @@ def start_processes() -> torch.device:
     return device
 
 
-def main(arguments: list[str] | None = None) -> None:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[name for name in SHAPES if name != TINY.name])
     parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
     parser.add_argument("--ep", nargs="+", type=int, help="processes that share experts; default: 1, 2, 4, ... all")
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=DEFAULT_IMPLEMENTATIONS)
     parser.add_argument("--megabytes", nargs="*", type=int, default=[16, 64, 256, 1024], help="sizes of collectives")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing that may end later")
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args(arguments)
-    device = start_processes()
-    run(options, device, [])
-    distributed.destroy_process_group()
+    parser.add_argument("--output", type=Path, help="JSON file to write, whole after every configuration")
+    parser.add_argument("--best", type=Path, help="only read such a file and print the best form per shape and EP")
+    parser.add_argument("--plan", action="store_true", help="only print the memory that each configuration takes")
+    return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, device: torch.device, rows: list[dict]) -> None:
-    """Add what is measured to `rows`."""
+def main(arguments: list[str] | None = None) -> None:
+    started, options = time.monotonic(), parse(arguments)
+    if options.best:
+        rows = json.loads(options.best.read_text())
+        print_rows(parallel_best.best_forms(rows), parallel_best.COLUMNS)
+    elif options.plan:
+        planned = configurations(options, options.ep or [1, 2, 4, 8])
+        print_rows([each.about() for each in planned], ("shape", "ep", "routing", "planned_gb"))
+    else:
+        device = start_processes()
+        rows: list[dict] = []
+        run(options, device, rows, started)
+        distributed.destroy_process_group()
+        if wrong := [row for row in rows if "implementation" in row and "skipped" in row]:
+            raise SystemExit(f"not timed, since results differ: {wrong}")
+
+
+def run(options: argparse.Namespace, device: torch.device, rows: list[dict], started: float) -> None:
+    """Add what is measured to `rows`. `started` is when the seconds began."""
     num_processes, is_first = distributed.get_world_size(), distributed.get_rank() == 0
     about = environment(device.type, options.commit) | {"processes": num_processes}
 
-    def report(measured: list[dict], columns: list[str]) -> None:
+    def report(measured: list[dict], columns: tuple[str, ...]) -> None:
         rows.extend({**row, **about} for row in measured)
         if is_first:
-            print_rows(measured, columns)
+            skipped = [row for row in measured if "skipped" in row]
+            if timed := [row for row in measured if "skipped" not in row]:
+                print_rows(timed, columns)
+            for row in skipped:
+                print(row)
+            sys.stdout.flush()
             if options.output:  # after every step, so that a stopped run keeps what it measured
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+                write_whole(options.output, json.dumps(rows, indent=1) + "\n")
 
-    sizes = options.ep or [2**power for power in range(num_processes.bit_length()) if num_processes % 2**power == 0]
     everyone = Ranks.of(distributed.group.WORLD)
     for megabytes in options.megabytes if num_processes > 1 else ():
         measured = bench_bandwidth(everyone, megabytes, device, options.rounds, options.round_ms)
-        report(measured, ["collective", "processes", "mb", "ms", "gb_per_s"])
-    for ep in sizes:
-        mesh = init_device_mesh(device.type, (num_processes // ep, ep), mesh_dim_names=("efsdp", "ep"))["ep"]
-        for name in options.shapes:
-            for routing in options.routing:
-                measured = bench_layer(SHAPES[name], mesh, routing, device, options.rounds, options.round_ms)
-                report(measured, list(COLUMNS))
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+        report(measured, ("collective", "processes", "mb", "ms", "gb_per_s"))
+    sizes = options.ep or [2**power for power in range(num_processes.bit_length()) if num_processes % 2**power == 0]
+    meshes = {ep: expert_mesh(device, ep) for ep in sizes}
+    memory = memory_bytes(device)
+    planned = configurations(options, sizes)
+    fitting = list(dict.fromkeys((each.shape, meshes[each.ep]) for each in planned if 1e9 * each.planned_gb <= memory))
+    if device.type == "cuda":
+        compile_kernels(fitting, options.routing, options.implementations, dtype_for(device))
+        if is_first:
+            print(f"kernels are compiled after {time.monotonic() - started:.0f} s", flush=True)
+    longest = 0.0
+    for each in planned:
+        begun = seconds_since(started, device)
+        skipped = None
+        if 1e9 * each.planned_gb > memory:
+            skipped = f"takes {each.planned_gb:.1f} GB of memory, and there are {memory / 1e9:.1f}"
+        elif begun + longest > options.seconds:
+            skipped = f"may end after the {options.seconds:.0f} seconds that there are"
+        if skipped:
+            report([each.about() | {"skipped": skipped}], COLUMNS)
+            continue
+        measured = measure(each, meshes[each.ep], options, device)
+        longest = max(longest, seconds_since(started, device) - begun)
+        report([each.about() | row for row in measured], COLUMNS)
+
+
+def measure(
+    configuration: Configuration, mesh: DeviceMesh, options: argparse.Namespace, device: torch.device
+) -> list[dict]:
+    shape, _, routing = configuration
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    names, rounds, round_ms = options.implementations, options.rounds, options.round_ms
+    rows = bench_layer(shape, mesh, routing, names, device, rounds=rounds, round_ms=round_ms)
+    if device.type == "cuda":
+        peak_gb = largest([torch.cuda.max_memory_allocated() / 1e9], device).item()
+        rows = [row | {"peak_gb": peak_gb} for row in rows]
+    return rows
+
+
+def memory_bytes(device: torch.device) -> float:
+    return torch.cuda.mem_get_info()[1] if device.type == "cuda" else float("inf")
+
+
+def expert_mesh(device: torch.device, ep: int) -> DeviceMesh:
+    sizes = distributed.get_world_size() // ep, ep
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("efsdp", "ep"))["ep"]
+
+
+def seconds_since(started: float, device: torch.device) -> float:
+    """The same in every process."""
+    return largest([time.monotonic() - started], device).item()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """So that whoever reads it, whenever this is stopped, finds all of what was written last."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.part")
+    written.write_text(text)
+    written.replace(path)
 
 
 if __name__ == "__main__":

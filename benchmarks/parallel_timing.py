@@ -18,22 +18,22 @@ def time_together(
     """As `time_interleaved`, with equally many calls in all processes; of each call the slowest process counts."""
     calls = {}
     for name, function in functions.items():
-        for _ in range(3):  # compile and warm up
-            function()
-        median = _slowest(_time_calls(function, device.type, 3), device).median().item()
-        calls[name] = max(3, int(round_ms / max(median, 1e-3)) + 1)
+        function()  # compile and warm up
+        fastest = largest(_time_calls(function, device.type, 2), device).min().item()
+        calls[name] = max(3, int(round_ms / max(fastest, 1e-3)) + 1)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
             distributed.barrier()
-            samples[name] += _slowest(_time_calls(function, device.type, calls[name]), device).tolist()
+            samples[name] += largest(_time_calls(function, device.type, calls[name]), device).tolist()
     return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
 
 
-def _slowest(times: list[float], device: torch.device) -> Tensor:
-    slowest = torch.tensor(times, device=device)
-    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-    return slowest
+def largest(values: list[float], device: torch.device) -> Tensor:
+    """The largest of all processes, one by one."""
+    found = torch.tensor(values, device=device)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return found
 
 
 def zipf_splits(num_rows: int, num_ranks: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,12 @@ class Shape:
     @property
     def num_rows(self) -> int:
         return self.num_tokens * self.top_k
+
+    def of_one_process(self, num_ranks: int) -> Shape:
+        """The layer with the share of the experts that one of so many processes has, and as many rows."""
+        num_experts = self.num_experts // num_ranks
+        top_k = min(self.top_k, num_experts)
+        return replace(self, num_tokens=self.num_rows // top_k, num_experts=num_experts, top_k=top_k)
 
 
 SHAPES = {

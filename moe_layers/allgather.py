@@ -12,7 +12,7 @@ from moe_kernels import sort_by_expert
 
 from .collectives import check_on_device, wait
 from .experts import GroupedExperts
-from .rank_dispatcher import Chunk, RankDispatcher
+from .rank_dispatcher import Chunk, RankDispatcher, row_bytes
 
 
 class AllGatherDispatcher(RankDispatcher):
@@ -47,17 +47,20 @@ class AllGatherDispatcher(RankDispatcher):
         return returning, offsets
 
     def _count_rows(self, chunks: list[Chunk], offsets: list[Tensor]) -> Tensor:  # [P, chunks]
-        """The slots for the experts of each process. Raises ValueError unless all processes have as many tokens."""
+        """The slots for the experts of each process. Raises ValueError unless all have tensors of one size."""
         num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
         counts = torch.diff(torch.stack(offsets), prepend=offsets[0].new_zeros(len(offsets), 1))  # [chunks, E]
-        facts = [counts.new_full((1,), num_tokens), counts.new_full((1,), top_k), counts.flatten()]
-        facts = wait(self.ranks.all_gather(torch.cat(facts))).view(self.ranks.size, -1)
-        sizes = facts[:, :2]
-        message = "ExpertParallel: with the allgather dispatcher all processes must have as many tokens and slots"
+        own = [counts.new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
+        facts = wait(self.ranks.all_gather(torch.cat([*own, counts.flatten()]))).view(self.ranks.size, -1)
+        sizes = facts[:, : len(own)]
+        message = (
+            "ExpertParallel: with the allgather dispatcher all processes must have as many tokens and slots, and as "
+        )
+        message += "many bytes in a token"
         if sizes.device.type == "cpu":
-            message += f", got [T, K] of {sizes.tolist()}; the alltoall dispatcher takes any"
+            message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
-        return facts[:, 2:].view(self.ranks.size, len(offsets), self.ranks.size, -1).sum((0, 3)).t()
+        return facts[:, len(own) :].view(self.ranks.size, len(offsets), self.ranks.size, -1).sum((0, 3)).t()
 
     def _bounds(self, num_rows: Tensor, chunks: list[Chunk]) -> list[int]:
         """Rows computed for each chunk at most. Raises ValueError if some process has more."""

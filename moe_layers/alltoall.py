@@ -15,7 +15,7 @@ from moe_kernels import Permutation, combine, permute, sort_by_expert
 from .collectives import Trip, check_on_device, wait
 from .dropping import Slots
 from .experts import GroupedExperts
-from .rank_dispatcher import Chunk, RankDispatcher
+from .rank_dispatcher import Chunk, RankDispatcher, row_bytes
 
 
 class _Route(NamedTuple):
@@ -51,7 +51,7 @@ class AllToAllDispatcher(RankDispatcher):
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
         implementation, num_local = experts.implementation, experts.num_experts // self.ranks.size
         leaving = [self._sort(*chunk, experts) for chunk in chunks]
-        routes = self._routes(leaving, self._exchange_counts(leaving))
+        routes = self._routes(leaving, *self._exchange_counts(leaving))
         trips = [self._send(part, route, implementation) for part, route in zip(leaving, routes, strict=True)]
         returning = []
         for route, (weights, rows) in zip(routes, trips, strict=True):
@@ -71,16 +71,20 @@ class AllToAllDispatcher(RankDispatcher):
             capacity = math.ceil(self.row_bound * self.num_slots(slots) / self.ranks.size)
         return _Leaving(tokens, slots, order, counts, capacity)
 
-    def _exchange_counts(self, chunks: list[_Leaving]) -> list[Tensor]:  # [P, E / P] each
-        """What comes from each process for each expert here. Raises ValueError if that fits into no capacity."""
-        facts = []
+    def _exchange_counts(self, chunks: list[_Leaving]) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [P]
+        """What comes from each process for each expert here, and how many bytes its tokens have.
+
+        Raises ValueError if the counts fit into no capacity.
+        """
+        facts = [chunks[0].counts.new_full((self.ranks.size, 1), row_bytes(chunks[0].tokens))]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
             if chunk.capacity is not None:  # all processes learn of an error in one
                 limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
             facts += [chunk.counts, limit]
         ones = [1] * self.ranks.size
-        facts = wait(self.ranks.all_to_all(torch.cat(facts, dim=1), ones, ones)).chunk(len(chunks), dim=1)
+        facts = wait(self.ranks.all_to_all(torch.cat(facts, dim=1), ones, ones))
+        num_bytes, facts = facts[:, 0], facts[:, 1:].chunk(len(chunks), dim=1)
         for chunk, fact in zip(chunks, facts, strict=True):
             if chunk.capacity is not None:
                 check_on_device(
@@ -88,13 +92,19 @@ class AllToAllDispatcher(RankDispatcher):
                     f"ExpertParallel: with row_bound={self.row_bound} every process must have as many tokens, and at "
                     f"most {chunk.capacity} slots for experts of one process, got more or others",
                 )
-        return [fact[:, :-1] for fact in facts]
+        return [fact[:, :-1] for fact in facts], num_bytes
 
-    def _routes(self, chunks: list[_Leaving], arriving: list[Tensor]) -> list[_Route]:
+    def _routes(self, chunks: list[_Leaving], arriving: list[Tensor], num_bytes: Tensor) -> list[_Route]:
+        """Raises ValueError unless the tokens of all processes have as many bytes."""
+        own_bytes = row_bytes(chunks[0].tokens)
+        message = "ExpertParallel: the tokens of all processes must have as many bytes"
         if self.row_bound is not None:
+            check_on_device((num_bytes == own_bytes).all(), f"{message}, got others than {own_bytes}")
             return [_bounded_route(*pair) for pair in zip(chunks, arriving, strict=True)]
         sums = [tensor.sum(1) for chunk, come in zip(chunks, arriving, strict=True) for tensor in (chunk.counts, come)]
-        splits = torch.stack(sums).tolist()  # waits for the GPU
+        num_bytes, *splits = torch.stack([num_bytes.long(), *sums]).tolist()  # waits for the GPU
+        if set(num_bytes) != {own_bytes}:
+            raise ValueError(f"{message}, got {num_bytes}")
         return [_exact_route(*facts) for facts in zip(chunks, arriving, splits[::2], splits[1::2], strict=True)]
 
     def _send(self, chunk: _Leaving, route: _Route, implementation: str | None) -> tuple[Trip, Trip]:

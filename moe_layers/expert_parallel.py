@@ -51,7 +51,8 @@ class ExpertParallel(ParallelStyle):
             while the tokens are under way. "auto" is the latter while P is at most top_k, where it moves no more.
         mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
         row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
-            is an error. Nothing waits for the GPU then, and CUDA graphs capture the layer. None for no bound.
+            is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture the layer. None
+            for no bound.
         chunks: parts of the tokens, of which one travels while another is computed. The gradient of the experts is
             then a sum over the parts; with more parts their weights are read more often.
         reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.

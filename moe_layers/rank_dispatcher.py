@@ -44,12 +44,7 @@ class RankDispatcher(ABC):
         tokens = _scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=_scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
         returning, offsets = self.dispatch(_split(tokens, slots, self.chunks), experts)
-
-        def arrive() -> Tensor:  # [T, D]
-            parts = [part() for part in returning]
-            return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
-
-        return Dispatched(arrive, reduce(torch.add, offsets))
+        return Dispatched(_Arrival(returning, self.gradient_scale), reduce(torch.add, offsets))
 
     @abstractmethod
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
@@ -58,6 +53,11 @@ class RankDispatcher(ABC):
     def num_slots(self, slots: Slots) -> int:
         """That reach an expert at most."""
         return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+
+
+def row_bytes(tokens: Tensor) -> int:
+    """What every process must have alike, whatever its number of tokens: a collective would mix them up, or hang."""
+    return tokens.shape[1] * tokens.element_size()
 
 
 def _split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
@@ -70,6 +70,19 @@ def _split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
     parts = zip(*(tensor.tensor_split(num_chunks) for tensor in (tokens, *slots[:3])), strict=True)
     num_tokens = max(len(tokens), 1)
     return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]
+
+
+class _Arrival:
+    """Waits for the outputs of all chunks, and is nothing that a compiler looks into."""
+
+    def __init__(self, returning: list[Callable[[], Tensor]], gradient_scale: float):
+        self.returning = returning
+        self.gradient_scale = gradient_scale
+
+    @torch.compiler.disable
+    def __call__(self) -> Tensor:  # [T, D]
+        parts = [part() for part in self.returning]
+        return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
 
 
 def _scale_gradient(tensor: Tensor, scale: float) -> Tensor:

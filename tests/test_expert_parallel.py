@@ -1,6 +1,7 @@
 """Experts that two processes share compute what they compute in one: outputs, gradients, errors."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,15 +11,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_kernels import RouterSpec
-from moe_layers import ExpertParallel
+from moe_layers import ExpertParallel, experts
 from moe_layers.dispatcher import LocalDispatcher
 from moe_layers.dropping import Slots
 
 from .expert_parallel_cases import (
+    D_MODEL,
     LENGTHS,
     NUM_EXPERTS,
     STYLES,
     TOP_K,
+    CollectiveCounter,
     assert_close,
     draw,
     expert_mesh,
@@ -69,6 +72,8 @@ def compare_dispatchers(device, style, lengths, routing, bitwise, **options):
     slots = draw_slots(device, num_tokens, routing)
     one = make_layer(device, bias=True, **options)
     many = shard_experts(make_layer(device, bias=True, **options), expert_mesh(device), mean_grads=False, **style)
+    dtype = one.experts.w_up.dtype
+    tokens, upstream, slots = tokens.to(dtype), upstream.to(dtype), (slots[0], slots[1].to(dtype))
     expected = run_dispatcher(one, tokens, *slots, upstream)
     actual = run_dispatcher(many, *(own(tensor, lengths) for tensor in (tokens, *slots, upstream)))
     by_token, offsets, parameters = expected[:3], expected[3], expected[4:]
@@ -122,13 +127,27 @@ def kernels_compute_the_same(device):
     one = make_layer(device, implementation="triton").float()
     x = draw(device, 10).float()
     one(x).sum().backward()
-    for style in STYLES[1:3]:
+    for style in STYLES[:4]:
         many = shard_experts(make_layer(device, implementation="triton").float(), expert_mesh(device), **style)
         y = many(x)
         assert_close(y, one(x))
         y.sum().backward()
         for a, b in zip(many.parameters(), one.parameters(), strict=True):
             assert_close(full(a.grad), b.grad)
+
+
+def kernels_write_all_that_is_read(device):
+    """With slots that reach no expert, or experts elsewhere: memory that was not written holds NaN in tests."""
+    for style, routing in zip(STYLES[:4], ("some_dropped", "one_process", "one_process", "some_dropped"), strict=True):
+        options = {"implementation": "triton", "dtype": torch.float32}
+        compare_dispatchers(device, style, "even", routing, bitwise=False, **options)
+
+
+def reserved_sms_reach_the_kernels(device):
+    layer = shard_experts(make_layer(device), expert_mesh(device), reserved_sms=16)
+    with mock.patch.object(experts, "fused_experts", side_effect=experts.fused_experts) as fused:
+        layer(draw(device, 4))
+    assert fused.call_args.kwargs["reserved_sms"] == 16
 
 
 def empty_experts_have_zero_gradients(device):
@@ -226,8 +245,16 @@ def copies_share_the_processes(device):
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
-def errors_come_before_the_tokens(device):
+def errors_come_before_the_first_collective(device):
+    with CollectiveCounter() as sent:
+        errors_of_applying(device)
+    assert sent.names == []
+
+
+def errors_of_applying(device):
     mesh = expert_mesh(device)
+    with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
+        parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
     with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 processes, got 7"):
         shard_experts(make_layer(device, num_experts=7), mesh)
     with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
@@ -247,13 +274,28 @@ def errors_come_before_the_tokens(device):
         layer.saved_bytes(5)
 
 
+def wrong_sizes_of_tokens(device):
+    """In one process they are wider, or of another dtype: an error in every process, before any move."""
+    if device.type == "cuda":
+        return
+    mesh, rank = expert_mesh(device), distributed.get_rank()
+    for kind in ({"d_model": D_MODEL * (1 + rank)}, {"dtype": (torch.float64, torch.float32)[rank]}):
+        for style in STYLES:
+            plan = ExpertParallel(**style)
+            layer = parallelize_module(make_layer(device, **kind), mesh["ep"], plan, src_data_rank=None)
+            x = torch.zeros(6, layer.d_model, dtype=layer.router.weight.dtype)
+            with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"processes must have .*many bytes"):
+                layer(x)
+            assert len(sent.names) == 1, style
+
+
 def wrong_numbers_of_tokens(device):
     """An error in every process, before any tokens move; on a GPU it would end the process."""
     if device.type == "cuda":
         return
     mesh, rank = expert_mesh(device), distributed.get_rank()
     x = draw(device, 5 + rank)
-    with pytest.raises(ValueError, match=r"as many tokens and slots, got \[T, K\] of \[\[5, 3\], \[6, 3\]\]; the all"):
+    with pytest.raises(ValueError, match=r"got \[T, K, bytes\] of \[\[5, 3, \d+\], \[6, 3, \d+\]\]; the all"):
         shard_experts(make_layer(device), mesh, "allgather")(x)
     with pytest.raises(ValueError, match=r"row_bound=2.0 every process must have as many tokens, and at most"):
         shard_experts(make_layer(device), mesh, "alltoall", row_bound=2.0)(x)
@@ -272,14 +314,17 @@ CASES = [
     bounded_rows,
     chunks_equal_the_whole,
     kernels_compute_the_same,
+    kernels_write_all_that_is_read,
+    reserved_sms_reach_the_kernels,
     empty_experts_have_zero_gradients,
     layers_equal_one_process,
     each_process_keeps_its_experts_only,
     frozen_experts_stay_frozen,
     auto_chooses_by_traffic,
     copies_share_the_processes,
-    errors_come_before_the_tokens,
+    errors_come_before_the_first_collective,
     wrong_numbers_of_tokens,
+    wrong_sizes_of_tokens,
 ]
 
 

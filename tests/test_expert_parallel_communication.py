@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import distributed
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -205,16 +206,28 @@ def checkpointed_regions(device):
 
 
 def compiled_around_the_dispatcher(device):
-    layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device)) for _ in "ab")
-    compile_layer = torch.compile(compiled, backend="aot_eager")
-    for num_tokens in (5, 7):
-        x = draw(device, num_tokens)
-        y = layer(x)
-        assert_close(compile_layer(x), y)
-        y.sin().sum().backward()
-        compile_layer(x).sin().sum().backward()
-    for a, b in zip(compiled.parameters(), layer.parameters(), strict=True):
-        assert_close(full(a.grad), full(b.grad))
+    """What is before and after it: the router, and the shared expert with the sum. No more graphs for other tokens."""
+    for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
+        layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style) for _ in "ab")
+        graphs = {}  # by their code: PyTorch may compile one twice when it starts again
+
+        def backend(graph, inputs, graphs=graphs):
+            graphs[graph.print_readable(print_output=False)] = graph
+            return aot_eager(graph, inputs)
+
+        torch._dynamo.reset()
+        compile_layer = torch.compile(compiled, backend=backend, dynamic=True)
+        for num_tokens in (5, 7):
+            x = draw(device, num_tokens)
+            y = layer(x)
+            assert_close(compile_layer(x), y)
+            y.sin().sum().backward()
+            compile_layer(x).sin().sum().backward()
+        parts = ["router" if "router" in graph else "shared" if "shared" in graph else "rest" for graph in graphs]
+        assert parts == ["router", "shared", "rest"], graphs
+        assert not any("c10d" in graph or "item()" in graph for graph in graphs)
+        for a, b in zip(compiled.parameters(), layer.parameters(), strict=True):
+            assert_close(full(a.grad), full(b.grad))
 
 
 CASES = [

@@ -163,8 +163,17 @@ def clipping_by_other_norms(device):
         clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
 
 
+def whole_moments(optimizer_state):
+    """Of each parameter by name, what the optimizer keeps of it."""
+    return {
+        name: {moment: full(value).clone() for moment, value in moments.items()}
+        for name, moments in optimizer_state["state"].items()
+    }
+
+
 def distributed_checkpoints(device):
-    """Saved with experts over all processes, loaded over fewer and by one: the next step is that of the first run."""
+    """Saved with experts over all processes, loaded over fewer and by one: weights and what the optimizer keeps are the
+    same bit by bit, and the next step is that of the first run."""
     num_processes = distributed.get_world_size()
     folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
     distributed.broadcast_object_list(folder)
@@ -174,6 +183,8 @@ def distributed_checkpoints(device):
     states = dict(zip(("model", "optimizer"), get_state_dict(first, optimizer), strict=True))
     distributed_checkpoint.save(states, checkpoint_id=folder[0])
     saved = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
+    saved_moments = whole_moments(states["optimizer"])
+    assert all(moments["step"] == 1 and moments["exp_avg"].any() for moments in saved_moments.values())
     train_own_part(first, optimizer, device, 1)
     expected = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
     runs = {"fewer": sharded(device, num_processes // 2), "one": Model(device)}
@@ -186,6 +197,11 @@ def distributed_checkpoints(device):
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
         for parameter_name, parameter in model.named_parameters():
             assert torch.equal(full(parameter), saved[parameter_name]), (name, parameter_name)
+        loaded_moments = whole_moments(get_state_dict(model, optimizer)[1])
+        assert loaded_moments.keys() == saved_moments.keys() == saved.keys()
+        for parameter_name, moments in loaded_moments.items():
+            for moment, value in moments.items():
+                assert torch.equal(value, saved_moments[parameter_name][moment]), (name, parameter_name, moment)
         if name == "one":
             train_step(model, optimizer, *data(device, 1), torch.nn.utils.clip_grad_norm_)
         else:

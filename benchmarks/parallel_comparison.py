@@ -1,0 +1,122 @@
+"""One configuration of `benchmarks.expert_parallel`: its implementations are compared, then timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import DeviceMesh
+
+from moe_layers import MoEFeedForward
+from moe_layers.collectives import Ranks, wait
+
+from .layer import PASSES, make_tokens
+from .parallel_best import best_form
+from .parallel_layers import BASELINE, dtype_for, held, local_layer, make_implementation, make_layer, passes, results
+from .parallel_timing import largest, time_together
+from .shapes import Shape
+from .timing import Timing
+
+
+def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> dict[str, str]:
+    """The implementations whose outputs or gradients, of a few experts, are not those of the first, and by how much.
+
+    By the norm of the differences, in whichever process it is the largest.
+    """
+    expected: list[Tensor] = []
+    found, first = {}, next(iter(modules))
+    for name, module in modules.items():
+        out, dtokens, *gradients = results(module, tokens, dout)
+        actual = [out, dtokens, *(held(gradient)[:4].clone() for gradient in gradients)]
+        del out, dtokens, gradients
+        expected = expected or actual
+        tolerance = 1e-4
+        if tokens.dtype == torch.bfloat16:
+            tolerance = 0.15 if name == BASELINE else 0.02  # the baseline's logits are rounded, too
+        errors = [_relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+        errors = largest(errors, tokens.device).tolist()
+        if max(errors) > tolerance:
+            found[name] = f"differs from {first}, result by result, by {[float(f'{error:.2g}') for error in errors]}"
+    return found
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Infinite where either is not finite."""
+    size = expected.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return ((actual.float() - expected.float()).norm() / size).nan_to_num(nan=torch.inf).item()
+
+
+def token_collectives(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> dict[str, Callable[[], object]]:
+    """By dispatcher, the collectives that move tokens in a forward, of the sizes that this routing makes."""
+    with torch.no_grad():
+        choices = layer.router(tokens).topk_experts
+    sent = torch.bincount(choices.flatten().long(), minlength=layer.num_experts).view(ranks.size, -1).sum(1)
+    ones = [1] * ranks.size
+    received = wait(ranks.all_to_all(sent, ones, ones)).tolist()
+    sent = sent.tolist()
+    leaving, arriving = (tokens.new_zeros(sum(rows), tokens.shape[1]) for rows in (sent, received))
+    everyones = tokens.new_zeros(ranks.size * len(tokens), tokens.shape[1])
+
+    def alltoall() -> None:
+        wait(ranks.all_to_all(leaving, received, sent))
+        wait(ranks.all_to_all(arriving, sent, received))
+
+    def allgather() -> None:
+        wait(ranks.all_gather(tokens))
+        wait(ranks.reduce_scatter(everyones))
+
+    return {"alltoall": alltoall, "allgather": allgather}
+
+
+def bench_layer(
+    shape: Shape,
+    mesh: DeviceMesh,
+    routing: str,
+    names: list[str],
+    device: torch.device,
+    *,
+    rounds: int,
+    round_ms: float,
+) -> list[dict]:
+    """Rows of results for one shape, number of processes and routing. What computes something else is not timed."""
+    dtype, ranks = dtype_for(device), Ranks.of(mesh.get_group())
+    layer = make_layer(shape, mesh, dtype)
+    tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
+    dout = torch.randn_like(tokens)
+    modules = {name: make_implementation(name, layer, mesh) for name in names}
+    wrong = differing(modules, tokens, dout)
+    modules = {name: module for name, module in modules.items() if name not in wrong}
+    functions = {
+        f"{name}/{which}": run for name, m in modules.items() for which, run in passes(m, tokens, dout).items()
+    }
+    local = local_layer(layer)
+    local_tokens = make_tokens(local, shape.of_one_process(ranks.size), "even", dtype)
+    runs = passes(local, local_tokens, torch.randn_like(local_tokens))
+    functions |= {f"local/{which}": run for which, run in runs.items()}
+    functions |= {f"comm/{name}": run for name, run in token_collectives(layer, tokens, ranks).items()}
+    timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
+    rows = [row for which in PASSES for row in _rows_of(which, list(modules), timings)]
+    return rows + [{"implementation": name, "skipped": reason} for name, reason in wrong.items()]
+
+
+def _rows_of(which: str, names: list[str], timings: dict[str, Timing]) -> list[dict]:
+    rows, baseline = [], timings.get(f"{BASELINE}/{which}")
+    for name in names:
+        timing = timings[f"{name}/{which}"]
+        trip = timings[f"comm/{'allgather' if name.startswith('allgather') else 'alltoall'}"].ms
+        comm_ms, local_ms = trip if which == "forward" else 2 * trip, timings[f"local/{which}"].ms
+        rows.append(
+            {
+                "pass": which,
+                "implementation": name,
+                **timing._asdict(),
+                "comm_ms": comm_ms,
+                "local_ms": local_ms,
+                "model_ms": comm_ms + local_ms,
+                "share_of_model": (comm_ms + local_ms) / timing.ms,
+                "times_baseline": baseline and baseline.ms / timing.ms,
+            }
+        )
+    best = best_form({row["implementation"]: row["ms"] for row in rows})
+    return [row | {"best": best} for row in rows]

@@ -1,0 +1,57 @@
+"""Compiling the kernels of several configurations at the same time, each in one of the processes of a host.
+
+A kernel that is compiled lies in Triton's cache on disk, where the other processes find it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import DeviceMesh
+
+from moe_layers import MoEFeedForward
+from moe_layers.collectives import Ranks
+
+from .layer import make_tokens
+from .parallel_layers import BASELINE, local_layer, make_implementation, make_layer, results
+from .shapes import Shape
+
+
+class StandIn(Ranks):
+    """Processes of which only this one is there. The others would have sent the same: all shapes are right."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor] * self.size)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor[: len(tensor) // self.size].clone()
+
+    def all_to_all(self, tensor: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        return tensor.clone()
+
+
+def stand_in(module: MoEFeedForward) -> MoEFeedForward:
+    """The layer, which no longer communicates."""
+    ranks = module.dispatcher.ranks
+    module.dispatcher.ranks = StandIn(ranks.name, ranks.size, ranks.rank)
+    return module
+
+
+def compile_kernels(
+    configurations: list[tuple[Shape, DeviceMesh]], routings: list[str], names: list[str], dtype: torch.dtype
+) -> None:
+    """Run every implementation of every configuration once, in some process; then wait for the others."""
+    for shape, mesh in configurations[distributed.get_rank() :: distributed.get_world_size()]:
+        layer = make_layer(shape, mesh, dtype)
+        for routing in routings:
+            tokens = make_tokens(layer, shape, routing, dtype)
+            for name in names:
+                if name != BASELINE:
+                    results(stand_in(make_implementation(name, layer, mesh)), tokens, torch.randn_like(tokens))
+        local = local_layer(layer)
+        tokens = make_tokens(local, shape.of_one_process(mesh.size()), "even", dtype)
+        results(local, tokens, torch.randn_like(tokens))
+        del layer, local
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    distributed.barrier()

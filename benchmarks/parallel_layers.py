@@ -1,0 +1,100 @@
+"""The layers that `benchmarks.expert_parallel` compares: of one configuration, all on the same parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_layers import ExpertParallel, MoEFeedForward
+from moe_layers.collectives import Ranks
+
+from .grouped_mm_parallel import TorchAllToAll
+from .shapes import Shape
+
+# The simplest first: of forms that are about as fast, the first is called the best.
+FORMS = {
+    "": {},
+    "/2 chunks": {"chunks": 2},
+    "/2 chunks, 16 SMs reserved": {"chunks": 2, "reserved_sms": 16},
+    "/2 chunks, 32 SMs reserved": {"chunks": 2, "reserved_sms": 32},
+    "/4 chunks, 16 SMs reserved": {"chunks": 4, "reserved_sms": 16},
+}
+STYLES = {
+    f"{dispatcher}{form}": ExpertParallel(dispatcher, mean_grads=False, **options)
+    for form, options in FORMS.items()
+    for dispatcher in ("allgather", "alltoall")
+}
+BASELINE = "torch_grouped_mm"
+IMPLEMENTATIONS = (*STYLES, BASELINE)
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def implementation_for(device_type: str) -> str:
+    return "triton" if device_type == "cuda" else "reference"
+
+
+def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedForward:
+    """With the same router everywhere, and experts that were never whole."""
+    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation_for(mesh.device_type))
+    parallelize_module(layer, mesh, ExpertParallel(), src_data_rank=None)
+    layer.to_empty(device=mesh.device_type)
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        nn.init.normal_(held(parameter).data, std=0.02)
+    return layer
+
+
+def with_style(layer: MoEFeedForward, style: ExpertParallel, mesh: DeviceMesh) -> MoEFeedForward:
+    """Another layer of the same parameters."""
+    other = MoEFeedForward(layer.d_model, 1, layer.num_experts, layer.router.top_k, device="meta")
+    parallelize_module(other, mesh, style, src_data_rank=None)
+    experts = copy.copy(layer.experts)
+    experts.reserved_sms = other.experts.reserved_sms
+    other.router, other.experts = layer.router, experts
+    return other
+
+
+def make_implementation(name: str, layer: MoEFeedForward, mesh: DeviceMesh) -> nn.Module:
+    if name == BASELINE:
+        return TorchAllToAll(layer, Ranks.of(mesh.get_group()))
+    return with_style(layer, STYLES[name], mesh)
+
+
+def local_layer(layer: MoEFeedForward) -> MoEFeedForward:
+    """A layer of one process, of just the experts that are here: also of the same parameters."""
+    experts = {name: held(parameter.detach()) for name, parameter in layer.experts.named_parameters()}
+    num_local, d_model, d_ff = experts["w_down"].shape
+    top_k, implementation = min(layer.router.top_k, num_local), layer.experts.implementation
+    local = MoEFeedForward(d_model, d_ff, num_local, top_k, device="meta", implementation=implementation)
+    local.router.weight = nn.Parameter(layer.router.weight.detach()[:num_local])
+    for name, weight in experts.items():
+        setattr(local.experts, name, nn.Parameter(weight))
+    return local
+
+
+def results(module: nn.Module, tokens: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """The output, and the gradients of tokens and parameters: new tensors, of which no parameter keeps any."""
+    leaf = tokens.detach().requires_grad_()
+    out = module(leaf)
+    return out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)
+
+
+def passes(module: nn.Module, tokens: Tensor, dout: Tensor) -> dict[str, Callable[[], object]]:
+    """One call of each pass. A forward keeps for backward what it would in training."""
+    leaf = tokens.detach().requires_grad_()
+    return {"forward": lambda: module(leaf), "forward+backward": lambda: results(module, tokens, dout)}
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this process has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,160 @@
+"""What others got wrong: the order of collectives, reads of what is under way, processes without tokens or gone."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import get_context
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from moe_layers import clip_grad_norm_, save_routing
+
+from .expert_parallel_cases import (
+    LENGTHS,
+    STYLES,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    full,
+    lengths_of,
+    make_layer,
+    own,
+    shard_experts,
+    summed,
+)
+from .processes import run_cases
+
+
+def lengths_for(style):
+    """The numbers of tokens that a style takes."""
+    return LENGTHS if style["dispatcher"] == "alltoall" and "row_bound" not in style else ("even", "none")
+
+
+def collectives_start_in_one_order(device):
+    """The same in every process, though they have other tokens, or none; also of two layers, one of them recomputed."""
+    for style in STYLES:
+        first, second = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style) for _ in "ab")
+        for name in lengths_for(style):
+            x = own(draw(device, sum(lengths_of(name))), lengths_of(name)).requires_grad_()
+            started = CollectiveCounter()
+            with started:
+                y = first(x) + checkpoint(second, x, use_reentrant=False, context_fn=save_routing)
+                y.square().sum().backward()
+            everyones = [None] * distributed.get_world_size()
+            distributed.all_gather_object(everyones, list(zip(started.names, map(str, started.dtypes), strict=True)))
+            assert len(everyones[0]) > 10
+            assert all(names == everyones[0] for names in everyones), (style, name)
+
+
+class UnderWay(TorchDispatchMode):
+    """An error where anything but `wait_tensor` reads the result of a collective that was not waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.num_waits = {}, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        keys = [tensor.untyped_storage()._cdata for tensor in given]
+        if op.name() == "_c10d_functional::wait_tensor":
+            self.num_waits += self.storages.pop(keys[0], None) is not None
+        elif not op.is_view:
+            assert not set(keys) & set(self.storages), f"{op} reads what is under way"
+        result = op(*args, **(kwargs or {}))
+        if op.namespace == "_c10d_functional" and "wait" not in op.name():
+            self.storages[result.untyped_storage()._cdata] = result  # kept, so that no other gets its place
+        return result
+
+
+def nothing_reads_what_is_under_way(device):
+    """And everything that was sent is waited for."""
+    for style in STYLES:
+        layer = shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style)
+        x = draw(device, 7).requires_grad_()
+        with UnderWay() as seen:
+            layer(x).square().sum().backward()
+        assert not seen.storages and seen.num_waits > 6, style
+    tensor = torch.ops._c10d_functional.all_gather_into_tensor
+    with UnderWay(), pytest.raises(AssertionError, match="reads what is under way"):
+        tensor(x.detach(), distributed.get_world_size(), distributed.group.WORLD.group_name).add(1)
+
+
+def processes_without_tokens(device):
+    """Take part in forward, backward, FSDP2 and clipping, and have gradients of zero where they have any."""
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for style in STYLES:
+        for name in lengths_for(style):
+            lengths = lengths_of(name)
+            x, one, mesh = draw(device, sum(lengths)), make_layer(device), expert_mesh(device)
+            many, replicated = (shard_experts(make_layer(device), mesh, mean_grads=False, **style) for _ in "ab")
+            one(x).square().sum().backward()
+            y = many(own(x, lengths))
+            assert y.requires_grad
+            y.square().sum().backward()
+            for a, b in zip(many.parameters(), one.parameters(), strict=True):
+                assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+            if not lengths[distributed.get_rank()]:
+                assert not many.router.weight.grad.any()
+            fully_shard(replicated.experts, mesh=mesh["efsdp"])
+            fully_shard(replicated, mesh=everywhere)
+            replicated(own(x, lengths)).square().sum().backward()
+            assert clip_grad_norm_(replicated.parameters(), 1.0).isfinite()
+
+
+CASES = [collectives_start_in_one_order, nothing_reads_what_is_under_way, processes_without_tokens]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes(case, failures):
+    assert not failures[case.__name__], failures[case.__name__]
+
+
+def run_until_one_dies(rank, folder, dispatcher, when):
+    torch.set_num_threads(1)
+    store, device = f"file://{folder}/store", torch.device("cpu")
+    timeout = timedelta(seconds=20)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+    layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
+    x = draw(device, 5)
+    layer(x).sum().backward()
+    if when == "forward" and rank == 1:
+        os._exit(7)
+    try:
+        y = layer(x)
+        if rank == 1:
+            os._exit(7)
+        y.sum().backward()
+    except RuntimeError:
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL's watchdog ends the process, and says so in its log")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_process_that_dies_is_an_error_for_the_other(dispatcher, when, tmp_path):
+    """At once, and not when its time is over."""
+    context = get_context("forkserver")
+    arguments = [(rank, tmp_path, dispatcher, when) for rank in range(2)]
+    processes = [context.Process(target=run_until_one_dies, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=18)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [3, 7]
