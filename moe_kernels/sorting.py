@@ -12,10 +12,10 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_shapes
 from ._dispatch import choose, registered_op
-from ._triton import cdiv, next_power_of_2, tl, triton
+from ._triton import cdiv, next_power_of_2, sort, tl, triton
 from .launching import launch_kernel
 from .reference import Permutation, TileTable
-from .tiles import empty_tile_table, larger, make_tile_table, table_blocks, write_tile_table
+from .tiles import empty_tile_table, make_tile_table, table_blocks, write_tile_table
 
 MAX_EXPERTS = 1024
 
@@ -238,19 +238,22 @@ def _place_kernel(
         )
     else:
         block = tl.program_id(0) - num_table_programs
-        earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=index < E, other=0)
+        is_last = tl.program_id(0) == tl.num_programs(0) - 1
+        exists = index < E
+        earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=exists, other=0)
+        up_to_here = tl.load(earlier_ptr + (block + 1).to(tl.int64) * E + index, mask=exists & (not is_last), other=0)
+        counts = tl.where(is_last, totals, up_to_here) - earlier
+        first_lane = tl.cumsum(counts, 0) - counts  # of each expert, once the slots of the block are sorted
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
         # Dropped slots are one more expert. No two keys are equal, so any sort of them is a stable one of the slots.
-        keys = tl.sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
+        keys = sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
         expert = keys // BLOCK
         slot = block.to(tl.int64) * BLOCK + keys % BLOCK
         kept = expert < E
-        is_first = (lane == 0) | (expert != tl.gather(expert, tl.maximum(lane - 1, 0), 0))
-        rank = lane - tl.associative_scan(tl.where(is_first, lane, 0), 0, larger)
-        base = tl.gather(starts + earlier, tl.where(kept, expert, 0), 0)
-        dropped_earlier = block * BLOCK - tl.sum(earlier, 0)
-        row = rank + tl.where(kept, base, tl.max(ends, 0) + dropped_earlier)
+        base = tl.gather(starts + earlier - first_lane, tl.where(kept, expert, 0), 0)
+        dropped_base = tl.max(ends, 0) + block * BLOCK - tl.sum(earlier, 0) - tl.sum(counts, 0)
+        row = lane + tl.where(kept, base, dropped_base)
         tl.store(slot_to_row_ptr + slot, tl.where(kept, row, -1), mask=slot < num_slots)
         tl.store(row_to_token_ptr + row, (slot // TOP_K).to(tl.int32), mask=slot < num_slots)
