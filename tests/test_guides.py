@@ -48,7 +48,7 @@ def source_of(words):
         path = ROOT / words[1]
         return [path, path.parent / "_language_model.py"]
     if words[2] == "pytest":
-        return [ROOT / "tests" / "conftest.py"]
+        return [ROOT / "tests" / "conftest.py", Path(importlib.util.find_spec("xdist.plugin").origin)]
     spec = importlib.util.find_spec(words[2])
     assert spec is not None, f"there is no module {words[2]}"
     is_package = spec.submodule_search_locations is not None
