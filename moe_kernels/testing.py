@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,6 +133,10 @@ class Errors(NamedTuple):
     def __str__(self) -> str:
         return f"error {self.actual:.3e} exceeds 2 x {self.baseline:.3e} (plain PyTorch) + {self.ulp:.3e} (one ulp)"
 
+    def hold(self, name: str, *, budgets: float = 1.0) -> None:
+        """Raises AssertionError where the error is more than so many budgets."""
+        _require(self.actual <= budgets * self.budget, f"{name}: {self}")
+
 
 def assert_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, name: str = "", *, budgets: float = 1.0) -> None:
     """Hold `actual` to the error budget: twice what plain PyTorch achieves in this dtype, plus one unit in the last
@@ -146,8 +150,7 @@ def assert_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, name: str =
     Raises:
         AssertionError: states the errors. NaN never passes, unless `exact` is NaN at the same places.
     """
-    errors = _errors(actual, baseline, exact, name)
-    _require(errors.actual <= budgets * errors.budget, f"{name}: {errors}")
+    _errors(actual, baseline, exact, name).hold(name, budgets=budgets)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -181,27 +184,48 @@ def check_accuracy(
 ) -> None:
     """Hold `op` to the error budget: its output and the gradient of each floating-point input, on drawn inputs.
 
-    The budget compares largest errors, and the largest of a handful of numbers is luck. So inputs of small results are
-    drawn again, with further seeds, until every result that is not zero has 64 elements that are not, and are judged
-    together.
-
     Args:
         draw: the inputs for a seed, floating-point ones and integers.
         names: of the output, then of each floating-point input's gradient.
         frozen: positions of floating-point inputs that require no gradient.
     """
+    for name, errors in measure_errors(op, reference_op, draw, names, frozen).items():
+        errors.hold(name)
+
+
+def measure_errors(
+    op: Callable[..., Tensor],
+    reference_op: Callable[..., Tensor],
+    draw: Callable[[int], tuple[Tensor, ...]],
+    names: tuple[str, ...],
+    frozen: Collection[int] = (),
+    *,
+    seeds: Iterable[int] = range(32),
+    num_elements: int = 64,
+) -> dict[str, Errors]:
+    """The errors of what `check_accuracy` checks, by name.
+
+    The budget compares largest errors, and the largest of a handful of numbers is luck. So inputs of small results are
+    drawn again, with further seeds, until every result that is not zero has `num_elements` elements that are not, and
+    are judged together.
+
+    Raises:
+        AssertionError: a shape or dtype is wrong, or NaN stands at other places than in float64.
+    """
     results: list[list[tuple[Tensor, ...]]] = []
-    for seed in range(32):
+    for seed in seeds:
         inputs = draw(seed)
         actual = run_with_grads(op, inputs, seed, frozen)
         baseline = run_with_grads(reference_op, inputs, seed, frozen)
         exact = run_with_grads(reference_op, to_float64(inputs), seed, frozen)
         results.append(list(zip(actual, baseline, exact, strict=True)))
         counts = [sum(e.count_nonzero().item() for _, _, e in draws) for draws in zip(*results, strict=True)]
-        if min((count for count in counts if count), default=64) >= 64:
+        if min((count for count in counts if count), default=num_elements) >= num_elements:
             break
-    assert len(names) == len(results[0]), f"names {names} for {len(results[0])} results"
+    assert len(set(names)) == len(results[0]), f"names {names} for {len(results[0])} results"
+    errors = {}
     for name, *draws in zip(names, *results, strict=True):
         for a, _, e in draws:
             assert a.shape == e.shape, f"{name}: shape {list(a.shape)}, expected {list(e.shape)}"
-        assert_accurate(*(torch.cat([tensor.flatten() for tensor in kind]) for kind in zip(*draws, strict=True)), name)
+        errors[name] = _errors(*(torch.cat([t.flatten() for t in kind]) for kind in zip(*draws, strict=True)), name)
+    return errors

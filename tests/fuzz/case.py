@@ -1,7 +1,7 @@
 """A fuzzing case: plain values that print as one line, and a check that they are held to.
 
-The kernels are held to the reference by the error budget of `check_accuracy`. In float64, where no kernel computes, the
-reference is held to a formula that is written without sorting, to the precision of float64.
+The kernels are held to the reference by the error budget of `assert_accurate`. In float64, where no kernel computes,
+the reference is held to a formula that is written without sorting, to the precision of float64.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moe_kernels.testing import check_accuracy, run_with_grads
+from moe_kernels.testing import Errors, measure_errors, run_with_grads
 
 FLOAT64_PRECISION = 1e-12  # of the largest value
 
@@ -119,16 +120,30 @@ def hold(
             error, largest = (t.abs().max().item() if t.numel() else 0.0 for t in (a - e, e))
             assert error <= FLOAT64_PRECISION * max(largest, 1.0), f"{name}: error {error:.3e}, largest {largest:.3e}"
     else:
-        check_accuracy(judged, reference_op, watched, results, still)
+        hold_to_budget(partial(measure_errors, judged, reference_op, watched, results, still))
     unchanged.check()
+
+
+def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
+    """Each error within its budget; or, where it is within two, within one on four times as many other elements.
+
+    Of ten thousand cases a few overrun the budget by luck: where errors are sums of a few products, now and then the
+    largest of one sample is more than twice that of another, though they are drawn alike. What is wrong is wrong again.
+    """
+    errors = measure()
+    for name, error in errors.items():
+        error.hold(name, budgets=2)
+    if any(error.actual > error.budget for error in errors.values()):
+        for name, error in measure(seeds=range(32, 160), num_elements=256).items():
+            error.hold(name)
 
 
 def with_upstream(out: Tensor, change: Callable[[Tensor], Tensor], *, integers: bool) -> Tensor:
     """`out`, whose gradient is changed on its way in: to other strides, or to hold NaN where nobody may read it.
 
     Args:
-        integers: it is rounded first.
+        integers: it is rounded first, and so small that sums of its products with large ones fit float16.
     """
     if out.requires_grad:
-        out.register_hook(lambda dout: change(dout.round() if integers else dout))
+        out.register_hook(lambda dout: change(dout.round() / 32 if integers else dout))
     return out

@@ -37,7 +37,7 @@ ON_A_GPU = {
     "routing": (800, 80),
     "layer": (1000, 130),
 }
-CASES_OF_A_PART = {"kernels": 125 if torch.cuda.is_available() else 10, "reference": 100}
+CASES_OF_A_PART = {"kernels": 60 if torch.cuda.is_available() else 10, "reference": 100}
 
 
 def parts(mix: dict[str, tuple[int, int]], num_cases: int) -> list[tuple[str, str, int, int]]:

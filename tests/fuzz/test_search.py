@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from moe_kernels import GroupedGemmListArguments, permutation, tuning
 from moe_kernels._triton import HAS_TRITON
+from moe_kernels.testing import Errors
 
 from . import __main__
-from .case import CASES, Unchanged, parse
+from .case import CASES, Unchanged, hold_to_budget, parse
 from .experts import Experts
 from .grouped import GroupedGemm, GroupedWgrad
 from .layer import Layer
@@ -94,6 +95,34 @@ def test_a_write_beside_an_input_is_seen():
     tensor._base[1, 1] = 0.0
     with pytest.raises(AssertionError, match="input 0 was written to"):
         unchanged.check()
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "message"),
+    [
+        (1.0, None, None),
+        (1.5, 0.9, None),  # luck
+        (1.5, 1.1, "c: error"),
+        (2.5, 0.9, "b: error"),  # too far for luck
+        (float("nan"), 0.9, "b: error"),
+    ],
+)
+def test_an_error_beyond_its_budget_must_not_come_again(first, again, message):
+    inside = Errors(0.0, 0.5, 0.0)
+    errors = [{"a": inside, "b": Errors(first, 0.5, 0.0)}, {"a": inside, "c": Errors(again or 0.0, 0.5, 0.0)}]
+    seen = []
+
+    def measure(**options):
+        seen.append(options)
+        return errors[len(seen) - 1]
+
+    if message is None:
+        hold_to_budget(measure)
+    else:
+        with pytest.raises(AssertionError, match=message):
+            hold_to_budget(measure)
+    assert len(seen) == (2 if again is not None and first < 2 else 1)
+    assert all(not set(range(32)) & set(options["seeds"]) for options in seen[1:]), "the same inputs again"
 
 
 def plant(monkeypatch, change, *, everywhere=False):
