@@ -1,8 +1,8 @@
 """One kernel launch as a value: run it, compile it, or run it with what was compiled before.
 
 Before each launch Triton's JIT inspects every argument, to find the compiled kernel that fits, which takes longer than
-the launch. So what it found is kept here by the `static_properties` of the launch, and a `CompiledArtifact` holds it
-for a caller who vouches for them.
+the launch. So what it found is kept here by the `static_properties` of the launch, and these by its numbers as they
+are, which are read faster; and a `CompiledArtifact` holds it for a caller who vouches for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from ._triton import INTERPRET, triton
 DESCRIPTOR_BYTES = 128  # of device memory that a TMA descriptor made on the device takes, per program
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch, ready to run or to compile."""
 
     function: Any  # a Triton JIT function
@@ -128,10 +127,26 @@ def _launch_with_scratch(launch: Launch, compiled: Any, device: torch.device, sc
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # Triton's compiled kernels by the static properties of their launches
 
+# The same by the signatures of launches, each with what its signature names by id, so that the ids stay theirs. There are
+# more of these, as any other stride makes one; when they are too many, all are forgotten.
+_by_signature: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+_MOST_SIGNATURES = 4096
+
 
 def _find_compiled(launch: Launch) -> Any:
     """What an earlier launch of the same static properties was compiled to, or None."""
-    return None if INTERPRET else _compiled.get(static_properties(launch))
+    if INTERPRET:
+        return None
+    key = signature(launch)
+    if found := _by_signature.get(key):
+        return found[0]
+    compiled = _compiled.get(static_properties(launch))
+    if compiled is not None:
+        if len(_by_signature) >= _MOST_SIGNATURES:
+            _by_signature.clear()
+        layouts = [value.layout for value in launch.arguments if hasattr(value, "block_shape")]
+        _by_signature[key] = compiled, [launch.function, *layouts]
+    return compiled
 
 
 def _launch(launch: Launch, compiled: Any) -> None:
@@ -142,14 +157,36 @@ def _launch(launch: Launch, compiled: Any) -> None:
             _compiled[static_properties(launch)] = compiled
     else:
         # Triton 3.6 to 3.9 take all parameters here, constexpr ones too, which they skip.
-        grid = (*launch.grid, 1, 1)[:3]
-        compiled[grid](*launch.arguments, *_constants(launch))
+        function, grid, arguments, options = launch
+        constants = [options[name] for name in function.arg_names[len(arguments) :]]
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
-def _constants(launch: Launch) -> tuple[Any, ...]:
-    """Values of the parameters that are passed by name, in the function's order."""
-    names = launch.function.arg_names[len(launch.arguments) :]
-    return tuple([launch.options[name] for name in names])
+def signature(launch: Launch) -> tuple[Any, ...]:
+    """What decides the static properties: launches that differ in those differ here.
+
+    Sizes and strides stand for themselves, so that several signatures share their properties, but it takes a fraction
+    of the time. Launches are on the GPU of their first tensor.
+    """
+    properties: list[Any] = [id(launch.function), *launch.options, *launch.options.values()]
+    has_device = False
+    for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
+        type_ = type(value)
+        if kind == _PLAIN and type_ is int:
+            properties.append(-(2**31) <= value < 2**31)
+        elif kind == _CONSTANT or type_ is int or type_ is tuple or value is None:
+            properties.append(value)
+        elif isinstance(value, Tensor):
+            if not has_device:
+                properties.append(value.get_device())
+                has_device = True
+            properties += (value.dtype, value.data_ptr() % 16 == 0)
+        elif type_ is bool or type_ is float:
+            properties.append(type_)
+        else:
+            base = value.base
+            properties += (base.dtype, base.get_device(), *value.block_shape, id(value.layout))
+    return tuple(properties)
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
