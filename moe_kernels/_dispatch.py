@@ -99,8 +99,10 @@ class Op:
         self._backward, self._setup_context = backward, setup_context
 
     def _autograd(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
-            return self._function.apply(*inputs)
+        if torch.is_grad_enabled():
+            for value in inputs:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    return self._function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
 

@@ -7,6 +7,7 @@ with shapes, dtypes and devices that no kernel could compute. What one kernel as
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,10 +24,13 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """dtype, which axes are contiguous, and whether the tensor satisfies the copy engine's 16-byte alignment."""
-    size = tensor.element_size()
-    contiguous = tuple(stride == 1 for stride in tensor.stride())
-    aligned = tensor.data_ptr() % 16 == 0 and all(s == 1 or s * size % 16 == 0 for s in tensor.stride())
-    return tensor.dtype, contiguous, aligned
+    return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tuple[Any, ...]:
+    contiguous = tuple(stride == 1 for stride in strides)
+    return dtype, contiguous, aligned and all(s == 1 or s * dtype.itemsize % 16 == 0 for s in strides)
 
 
 def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
@@ -49,8 +53,9 @@ class Arguments(abc.ABC):
     operand_names: ClassVar[tuple[str, ...]]  # those of them that KernelMetadata.operands describes
 
     def __post_init__(self) -> None:
+        fields = self.__dict__
         for name in self.tensors:
-            value = getattr(self, name)
+            value = fields[name]
             if value is not None and not isinstance(value, Tensor):
                 object.__setattr__(self, name, torch.from_dlpack(value))
 
@@ -80,7 +85,7 @@ class Arguments(abc.ABC):
         """The key of a table of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
     def _layouts(self) -> tuple[Any, ...]:
-        return self.A.device, *(layout_of(tensor) for tensor in self.operands.values())
+        return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
 
     def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
         """What is wrong with an optional tensor's shape and dtype."""
@@ -136,16 +141,17 @@ class GroupedGemmArguments(Arguments):
     @property
     def num_rows(self) -> int:
         """What the choice of a kernel goes by."""
-        return len(self.out) if self.assumed_rows is None else self.assumed_rows * len(self.B)
+        return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
 
     @property
     def product(self) -> Tensor:  # [R, N]
         return self.out if self.epilogue is None else self.preactivation
 
     def selection_key(self) -> tuple[Any, ...]:
-        given = tuple(getattr(self, name) is not None for name in self.optional_operands)
-        form = (self.row_to_token is not None, self.epilogue, given, self.assumed_rows, len(self.out) == 0)
-        return *self.B.shape, rows_bucket(self.num_rows, len(self.B)), form, self._layouts()
+        given = [getattr(self, name) is not None for name in self.optional_operands]
+        num_rows, sizes = self.num_rows, self.B.shape
+        form = self.row_to_token is not None, self.epilogue, *given, self.assumed_rows, self.out.shape[0] == 0
+        return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 
     def table_key(self) -> str:
         num_groups, size_k, size_n = self.B.shape
@@ -158,7 +164,7 @@ class GroupedGemmArguments(Arguments):
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns) = self.A.shape, self.B.shape
-        num_rows = len(self.out)
+        num_rows = self.out.shape[0]
         if self.epilogue is not None and num_columns % 2:
             return f"Operand `B`: expected an even number of columns with an epilogue, got shape {list(self.B.shape)}"
         return (
@@ -196,12 +202,14 @@ class WgradArguments(Arguments):
 
     @property
     def num_rows(self) -> int:
-        return len(self.A if self.a_row_to_token is None else self.a_row_to_token)
+        return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
 
     def selection_key(self) -> tuple[Any, ...]:
         gathers = (self.a_row_to_token is not None, self.dout_row_to_token is not None)
-        form = (*gathers, self.epilogue, self.num_rows == 0)
-        return *self.out.shape, rows_bucket(self.num_rows, len(self.out)), form, self._layouts()
+        num_rows = self.num_rows
+        form = *gathers, self.epilogue, num_rows == 0
+        sizes = self.out.shape
+        return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))
@@ -240,7 +248,7 @@ class GemmArguments(Arguments):
 
     @property
     def num_batches(self) -> int:
-        return len(self.out) if self.out.dim() == 3 else 1
+        return self.out.shape[0] if self.out.dim() == 3 else 1
 
     @property
     def rows_per_matrix(self) -> int:

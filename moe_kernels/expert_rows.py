@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
     def gemm(self, a: Tensor, b: Tensor, *, gather: bool = False) -> Tensor:  # [R, N]
         """One product per row, its own expert's; `gather` reads the rows of `a` by token."""
-        out = a.new_empty(len(self.row_to_token), b.shape[2])
+        out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
         args = GroupedGemmArguments(
             a,
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
     def _fused_gemm(self, a: Tensor, b: Tensor, activation: Activation, gather: bool) -> tuple[Tensor, Tensor] | None:
         """Product and activation from one kernel, or None if there is none for these arguments."""
-        num_rows, num_columns = len(self.row_to_token), b.shape[2]
+        num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
         args = GroupedGemmArguments(
             a,
             b,
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
 
     def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]."""
-        out = a.new_empty(len(self.table.bounds) - 2, a.shape[1], dout.shape[1])
+        out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
         args = WgradArguments(
             a,
             dout,
@@ -88,11 +88,11 @@ class Rows(NamedTuple):
         return out
 
     def choose_copies(self, tokens: Tensor, w_up: Tensor) -> tuning.Copies:
-        return tuning.choose_copies(tokens, w_up, len(self.row_to_token), self.assumed_rows)
+        return tuning.choose_copies(tokens, w_up, self.row_to_token.shape[0], self.assumed_rows)
 
     def spread(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
         """Each token, times the slot's weight, copied to its rows."""
-        rows = tokens.new_empty(len(self.row_to_token), tokens.shape[1])
+        rows = tokens.new_empty(self.row_to_token.shape[0], tokens.shape[1])
         launch_spread(tokens, topk_weights, self.slot_to_row, rows)
         return rows
 

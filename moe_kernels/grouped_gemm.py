@@ -73,7 +73,7 @@ def grouped_gemm(
     """
     sizes = check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm", a=a, b=b)
-    _check_offsets("grouped_gemm", offsets, len(a), a=a, b=b)
+    _check_offsets("grouped_gemm", offsets, a.shape[0], a=a, b=b)
     out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
     _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
     if activation is not None:
@@ -126,7 +126,7 @@ def grouped_gemm_wgrad(
     check_same_dtype("grouped_gemm_wgrad", a=a, dout=dout)
     if a.dtype == FLOAT8:
         raise ValueError(f"grouped_gemm_wgrad: operands must have 16 bits or more, got {a.dtype}")
-    _check_offsets("grouped_gemm_wgrad", offsets, len(a), a=a, dout=dout)
+    _check_offsets("grouped_gemm_wgrad", offsets, a.shape[0], a=a, dout=dout)
     out_dtype = result_dtype("grouped_gemm_wgrad", a, out, out_dtype)
     if out is not None:
         check_shapes("grouped_gemm_wgrad", sizes, out=(out, "G K N"))
@@ -143,7 +143,7 @@ def grouped_gemm_wgrad(
 def _check_offsets(op: str, offsets: Tensor, num_rows: int, **operands: Tensor) -> None:
     check_dtype(op, "offsets", offsets, torch.int32)
     check_same_device(op, offsets=offsets, **operands)
-    if len(offsets) == 0:
+    if offsets.shape[0] == 0:
         raise ValueError(f"{op}: offsets must have at least one group, got none")
     # While a graph is traced there are no values to check; the kernels clamp them.
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -368,7 +368,7 @@ def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None
 def _wgrad_op(
     a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    out = empty_wgrad(a, len(offsets), a.shape[1], dout.shape[1], transposed, out_dtype)
+    out = empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
     args = WgradArguments(a, dout, out, offsets=offsets)
     tuning.run(args)
     return out

@@ -93,13 +93,18 @@ def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **optio
         _launch(launch, _find_compiled(launch))
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[int] = set()  # with a context
+
+
+_thread = _Thread()
 
 
 def _need_context(device: torch.device) -> None:
     """Let this thread have the device's context. Encoding a descriptor wants one, launches or not, and a thread that
     has launched nothing yet, as autograd's at first, has none."""
-    if device.type == "cuda" and device.index not in _thread.__dict__.setdefault("devices", set()):
+    if device.type == "cuda" and device.index not in _thread.devices:
         torch.empty(1, device=device).zero_()
         _thread.devices.add(device.index)
 
@@ -166,26 +171,26 @@ def signature(launch: Launch) -> tuple[Any, ...]:
     """What decides the static properties: launches that differ in those differ here.
 
     Sizes and strides stand for themselves, so that several signatures share their properties, but it takes a fraction
-    of the time. Launches are on the GPU of their first tensor.
+    of the time. All tensors of a launch are on one device.
     """
-    properties: list[Any] = [id(launch.function), *launch.options, *launch.options.values()]
-    has_device = False
-    for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
+    function, _, arguments, options = launch
+    properties: list[Any] = [id(function), *options, *options.values()]
+    on_device: Any = None
+    for value, kind in zip(arguments, _parameter_kinds(function), strict=False):
         type_ = type(value)
-        if kind == _PLAIN and type_ is int:
-            properties.append(-(2**31) <= value < 2**31)
-        elif kind == _CONSTANT or type_ is int or type_ is tuple or value is None:
-            properties.append(value)
-        elif isinstance(value, Tensor):
-            if not has_device:
-                properties.append(value.get_device())
-                has_device = True
+        if isinstance(value, Tensor):
+            on_device = value
             properties += (value.dtype, value.data_ptr() % 16 == 0)
+        elif type_ is int and kind == _PLAIN:
+            properties.append(-(2**31) <= value < 2**31)
+        elif type_ is int or type_ is tuple or value is None or kind == _CONSTANT:
+            properties.append(value)
         elif type_ is bool or type_ is float:
             properties.append(type_)
         else:
-            base = value.base
-            properties += (base.dtype, base.get_device(), *value.block_shape, id(value.layout))
+            properties += (value.base.dtype, *value.block_shape, id(value.layout))
+            on_device = value.base
+    properties.append(on_device.get_device())
     return tuple(properties)
 
 

@@ -75,7 +75,7 @@ def _bound_op(
 @_bound_op.register_fake
 def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
     num_rows = torch.sym_min(max_rows, row_to_token.shape[0])
-    table = empty_tile_table(num_rows, offsets.shape[0], block_rows, offsets.device)
+    table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     rows = row_to_token.new_empty(num_rows)
     return torch.empty_like(offsets), torch.empty_like(slot_to_row), rows, *table[:4]
 
@@ -105,7 +105,7 @@ def _sort_op(
         launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, block_slots)
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
     launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
-    capacity = len(table.tiles)
+    capacity = table.tiles.shape[0]
     blocks = table_blocks(num_experts)
     launch_kernel(
         _place_kernel,
@@ -136,7 +136,7 @@ def _sort_op(
 @_sort_op.register_fake
 def _empty_sort(topk_experts, num_experts, block_rows):
     num_slots = topk_experts.numel()
-    table = empty_tile_table(num_slots, num_experts, block_rows, topk_experts.device)
+    table = empty_tile_table(topk_experts, num_slots, num_experts, block_rows)
     return (
         topk_experts.new_empty(num_experts),
         torch.empty_like(topk_experts),

@@ -28,13 +28,13 @@ def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
     return -(-num_rows // block_rows) + num_groups + 1
 
 
-def empty_tile_table(num_rows: int, num_groups: int, block_rows: int, device: torch.device) -> TileTable:
-    """A table whose tensors are yet to be written."""
+def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
+    """A table whose tensors are yet to be written, on the device of `like`."""
     return TileTable(
-        torch.empty(num_groups + 2, dtype=torch.int32, device=device),
-        torch.empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32, device=device),
-        torch.empty(2, dtype=torch.int32, device=device),
-        torch.empty(num_groups, dtype=torch.int32, device=device),
+        like.new_empty(num_groups + 2, dtype=torch.int32),
+        like.new_empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32),
+        like.new_empty(2, dtype=torch.int32),
+        like.new_empty(num_groups, dtype=torch.int32),
         block_rows,
     )
 
@@ -65,14 +65,14 @@ def make_tile_table(
     block_rows: int,
 ) -> TileTable:
     """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no wait."""
-    table = empty_tile_table(num_rows, len(offsets), block_rows, offsets.device)
+    table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     write_table(table, offsets, num_rows)
     return table
 
 
 def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
     """Write a table of these offsets."""
-    num_groups, block_rows, capacity = len(offsets), table.block_rows, len(table.tiles)
+    num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
     blocks = table_blocks(num_groups)

@@ -52,7 +52,7 @@ class GroupedGemmKernel(Kernel):
         if self._has_table(args):
             return args.tile_table
         offsets = args.offsets if args.tile_table is None else args.tile_table.bounds[1:-1]
-        return _table(offsets, len(args.out), self.metadata.design.tile_shape[0], memory, write)
+        return _table(offsets, args.out.shape[0], self.metadata.design.tile_shape[0], memory, write)
 
     def _has_table(self, args: GroupedGemmArguments) -> bool:
         return args.tile_table is not None and args.tile_table.block_rows == self.metadata.design.tile_shape[0]
@@ -102,7 +102,7 @@ def padded(rows: int, columns: int, design: Design) -> int:
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:
     if memory is None:
-        table = empty_tile_table(num_rows, len(offsets), height, offsets.device)
+        table = empty_tile_table(offsets, num_rows, offsets.shape[0], height)
     else:
         table = tile_table_in(memory, num_rows, len(offsets), height)
     if write:

@@ -184,7 +184,7 @@ def make_jagged_table(
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
     if memory is None:
-        table = empty_tile_table(num_rows, parts or num_groups, block_rows, group_offsets.device)
+        table = empty_tile_table(group_offsets, num_rows, parts or num_groups, block_rows)
     else:
         table = tile_table_in(memory, num_rows, parts or num_groups, block_rows)
     if write:

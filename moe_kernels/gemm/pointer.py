@@ -157,7 +157,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         block_m, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
         num_groups, depth, _ = args.B.shape
-        capacity = len(table.tiles)
+        capacity = table.tiles.shape[0]
         return Launch(
             _grouped_gemm_kernel,
             (capacity * cdiv(num_columns, block_n),),

@@ -159,7 +159,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
             (
                 args.A,
                 args.A.stride(0),
-                len(args.A),
+                args.A.shape[0],
                 args.row_to_token,
                 args.B,
                 stride_g,

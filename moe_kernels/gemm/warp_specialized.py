@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,12 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, shape, strides, block, _layout(len(shape)))
+    """As `TensorDescriptor` makes it, but without its checks, which take most of its time: of what `supports` asks."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        base=tensor, shape=shape, strides=strides, block_shape=block, layout=_layout(len(shape)), padding="zero"
+    )
+    return descriptor
 
 
 def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
@@ -79,11 +85,9 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
         if self.metadata.epilogue is not None:
-            forward = EPILOGUES[self.metadata.epilogue].forward
             out_desc = _ragged_descriptor(args.preactivation, half, split=2)
             activated_desc = _ragged_descriptor(args.out, half)
         else:
-            forward = None
             out_desc = activated_desc = _ragged_descriptor(args.out, half)
         if design.gather:
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
@@ -104,18 +108,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 cdiv(num_columns, block_n),
                 max(cdiv(depth, block_k), _LEAST_STEPS),
             ),
-            {
-                "ZERO_TAIL": int(args.zero_tail),
-                "B_COLUMN": self.metadata.operands.B.layout == "column",
-                "FORWARD": forward,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "NUM_BUFFERS": design.num_stages,
-                "GROUP_TILES": design.group_tiles,
-                **_registers(design.gather, self.metadata.epilogue),
-                "num_warps": 4,
-            },
+            _options(self, args.zero_tail),
         )
 
     def _b_descriptor(self, b: Tensor) -> TensorDescriptor:
@@ -129,6 +122,24 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         if self.metadata.operands.B.layout == "column":
             return _descriptor(b, [num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
         return _descriptor(b, [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+
+
+@functools.cache
+def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool) -> dict[str, Any]:
+    design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
+    block_m, block_n, block_k = design.tile_shape
+    return {
+        "ZERO_TAIL": int(zero_tail),
+        "B_COLUMN": kernel.metadata.operands.B.layout == "column",
+        "FORWARD": None if epilogue is None else EPILOGUES[epilogue].forward,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **_registers(design.gather, epilogue),
+        "num_warps": 4,
+    }
 
 
 class WarpSpecializedWgrad(WgradKernel):

@@ -44,7 +44,8 @@ def select(args: Arguments) -> Kernel:
     Raises:
         NotImplementedError: no kernel supports them; the message holds each one's reason.
     """
-    if kernel := find(args):
+    kernel = find(args)
+    if kernel is not None:
         return kernel
     reasons = sorted({str(kernel.supports(args).error) for kernel in get_kernels()})
     shapes = {name: (list(tensor.shape), tensor.dtype) for name, tensor in args.operands.items()}
@@ -54,9 +55,10 @@ def select(args: Arguments) -> Kernel:
 def find(args: Arguments) -> Kernel | None:
     """As `select`, but None where no kernel supports the arguments."""
     key = _key(args)
-    if key not in _selected:
-        _selected[key] = _by_epilogue(args) or next(iter(get_kernels(args)), None)
-    return _selected[key]
+    kernel = _selected.get(key)
+    if kernel is None and key not in _selected:
+        kernel = _selected[key] = _by_epilogue(args) or next(iter(get_kernels(args)), None)
+    return kernel
 
 
 def _launch(kernel: Kernel, args: Arguments) -> None:
@@ -118,15 +120,16 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int, assumed_rows: int
     num_experts, num_columns, d_model = w_up.shape
     num_rows = num_rows if assumed_rows is None else assumed_rows * num_experts
     key = (*_copies_key(tokens, w_up, num_rows), assumed_rows)
-    if key not in _copies:
+    copies = _copies.get(key)
+    if copies is None:
         # These stand for rows, without the memory.
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
         b = w_up.transpose(1, 2)
         kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
-        _copies[key] = decide_copies(kernel, num_columns // 2, entry)
-    return _copies[key]
+        copies = _copies[key] = decide_copies(kernel, num_columns // 2, entry)
+    return copies
 
 
 def decide_copies(up: Kernel | None, d_ff: int, entry: list[bool] | None) -> Copies:
@@ -141,7 +144,7 @@ def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> N
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
-    return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, len(w_up))
+    return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, w_up.shape[0])
 
 
 @functools.cache
