@@ -45,7 +45,8 @@ def _sizes_fit(tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> boo
 
 def check_same_device(op: str, **tensors: Tensor) -> None:
     """Raises ValueError unless all tensors are on one device."""
-    if len({tensor.device for tensor in tensors.values()}) > 1:
+    device = next(iter(tensors.values())).device
+    if any([tensor.device != device for tensor in tensors.values()]):
         devices = {name: str(tensor.device) for name, tensor in tensors.items()}
         raise ValueError(f"{op}: all tensors must be on one device, got {devices}")
 

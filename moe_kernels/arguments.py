@@ -84,6 +84,26 @@ class Arguments(abc.ABC):
     def table_key(self) -> str:
         """The key of a table of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
+    def launch_key(self) -> tuple[Any, ...] | None:
+        """Decides both the selection key and what the chosen kernel is compiled for; None where nobody has said what
+        does. Numbers of rows as in the selection key."""
+        return None
+
+    def _tensor_facts(self) -> list[Any]:
+        """What kernels are compiled for of every tensor, those of a tile table too, and of how it is multiplied."""
+        fields = self.__dict__
+        facts: list[Any] = [self.A.get_device(), torch.get_float32_matmul_precision()]
+        for name in self.tensors:
+            tensor = fields[name]
+            if tensor is None:
+                facts.append(None)
+            else:
+                facts += (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+        table = fields["tile_table"]
+        if table is not None:
+            facts += (*[tensor.data_ptr() % 16 == 0 for tensor in table[:4]], table.block_rows)
+        return facts
+
     def _layouts(self) -> tuple[Any, ...]:
         return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
 
@@ -153,6 +173,12 @@ class GroupedGemmArguments(Arguments):
         form = self.row_to_token is not None, self.epilogue, *given, self.assumed_rows, self.out.shape[0] == 0
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 
+    def launch_key(self) -> tuple[Any, ...]:
+        sizes, num_rows = self.B.shape, self.out.shape[0]
+        rows = rows_bucket(self.num_rows, sizes[0]), num_rows == 0, num_rows < 2**31, self.A.shape[0] < 2**31
+        asked = self.accumulator_type, self.epilogue, self.zero_tail, self.assumed_rows
+        return GroupedGemmArguments, sizes, *rows, *asked, *self._tensor_facts()
+
     def table_key(self) -> str:
         num_groups, size_k, size_n = self.B.shape
         layout = "row" if self.B.stride(2) == 1 else "column"
@@ -210,6 +236,11 @@ class WgradArguments(Arguments):
         form = *gathers, self.epilogue, num_rows == 0
         sizes = self.out.shape
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
+
+    def launch_key(self) -> tuple[Any, ...]:
+        sizes, num_rows = self.out.shape, self.num_rows
+        rows = rows_bucket(num_rows, sizes[0]), num_rows == 0
+        return WgradArguments, sizes, *rows, self.accumulator_type, self.epilogue, *self._tensor_facts()
 
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))

@@ -67,10 +67,7 @@ class Rows(NamedTuple):
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
         )
-        if kernel := tuning.find(args):
-            tuning.launch(kernel, args)
-            return args.preactivation, args.out
-        return None
+        return (args.preactivation, args.out) if tuning.run_if_supported(args) else None
 
     def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]."""

@@ -132,8 +132,8 @@ def _launch_with_scratch(launch: Launch, compiled: Any, device: torch.device, sc
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # Triton's compiled kernels by the static properties of their launches
 
-# The same by the signatures of launches, each with what its signature names by id, so that the ids stay theirs. There are
-# more of these, as any other stride makes one; when they are too many, all are forgotten.
+# The same by the signatures of launches, each with what its signature names by id, so that the ids stay theirs. There
+# are more of these, as any other stride makes one; when they are too many, all are forgotten.
 _by_signature: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 _MOST_SIGNATURES = 4096
 

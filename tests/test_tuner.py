@@ -26,6 +26,7 @@ EVERY_SECOND = 10.0
 def fresh_selection(monkeypatch):
     """What is tuned here is selected here alone."""
     monkeypatch.setattr(tuning, "_selected", {})
+    monkeypatch.setattr(tuning, "_plans", {})
     monkeypatch.setattr(tuning, "_copies", {})
 
 

@@ -190,6 +190,7 @@ def test_the_interval():
 @pytest.mark.skipif(tuning.VERIFY is not None, reason="MOE_VERIFY is set")
 def test_off_costs_nothing():
     assert tuning.run is tuning._run and tuning.launch is tuning._launch
+    assert tuning.run_if_supported is tuning._run_if_supported
 
 
 PLANTED = """

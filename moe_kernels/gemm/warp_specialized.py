@@ -69,8 +69,9 @@ def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: lis
 def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
     """Over [R, C]; with `split` 2 over [R, 2, C / 2], so that neither half reaches into the other."""
     shape, strides = ragged_shape_and_strides(tensor.stride(0), tensor.shape[1], split)
-    middle = [1] if split > 1 else []
-    return _descriptor(tensor, shape, strides, [1, 1, block[0], *middle, block[1]])
+    block_rows, block_columns = block
+    blocks = [1, 1, block_rows, block_columns] if split == 1 else [1, 1, block_rows, 1, block_columns]
+    return _descriptor(tensor, shape, strides, blocks)
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):

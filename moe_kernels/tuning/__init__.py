@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._triton import TRITON_VERSION
+from .._triton import INTERPRET, TRITON_VERSION
 from ..arguments import layout_of, rows_bucket
 from ..catalog import (
     Arguments,
+    CompiledArtifact,
     Design,
     GroupedGemmArguments,
     Kernel,
@@ -61,29 +62,66 @@ def find(args: Arguments) -> Kernel | None:
     return kernel
 
 
+class _Plan(NamedTuple):
+    """What a launch takes that is like an earlier one."""
+
+    kernel: Kernel
+    artifact: CompiledArtifact
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}  # by the launch keys of arguments
+_MOST_PLANS = 4096  # a stride that changes from call to call makes a key each time; then all are forgotten
+
+
 def _launch(kernel: Kernel, args: Arguments) -> None:
     kernel.run(args, assume_supported_args=True)
 
 
 def _run(args: Arguments) -> None:
-    select(args).run(args, assume_supported_args=True)
+    if not _run_if_supported(args):
+        select(args)  # which raises
+
+
+def _run_if_supported(args: Arguments) -> bool:
+    key = args.launch_key()
+    plan = _plans.get(key) if key is not None else None
+    if plan is not None:
+        plan.kernel.run(args, plan.artifact, assume_supported_args=True)
+        return True
+    kernel = find(args)
+    if kernel is None:
+        return False
+    kernel.run(args, assume_supported_args=True)
+    # Without a GPU one compiles for some target, which is not part of the key.
+    if key is not None and args.out.numel() and (INTERPRET or torch.cuda.is_available()):
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = _Plan(kernel, kernel.compile(args, assume_supported_args=True))
+    return True
 
 
 # Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
 # when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off.
+# `run_if_supported` is false where `find` finds none.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is None:
-    launch, run = _launch, _run
+    launch, run, run_if_supported = _launch, _run, _run_if_supported
 else:
     launch = verified(_launch, VERIFY)
 
     def run(args: Arguments) -> None:
         launch(select(args), args)
 
+    def run_if_supported(args: Arguments) -> bool:
+        if kernel := find(args):
+            launch(kernel, args)
+        return kernel is not None
+
 
 def pin(args: Arguments, kernel: Kernel) -> None:
     """Let `select` take this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
+    _plans.clear()
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:

@@ -137,6 +137,13 @@ def plant(monkeypatch, change, *, everywhere=False):
     monkeypatch.setattr(tuning, "launch", wrong)
     monkeypatch.setattr(tuning, "run", lambda args: wrong(tuning.select(args), args))
 
+    def wrong_if_supported(args):
+        if kernel := tuning.find(args):
+            wrong(kernel, args)
+        return kernel is not None
+
+    monkeypatch.setattr(tuning, "run_if_supported", wrong_if_supported)
+
 
 # One case of each kind, of which everything runs.
 SIZES = {"num_tokens": 12, "num_experts": 3, "top_k": 2, "d_model": 16}
