@@ -85,7 +85,11 @@ class Op:
         _LIBRARY.impl(name, self._autograd, "Autograd")
 
     def __call__(self, *args: Any) -> Any:
-        return self.overload(*args)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.overload(*args)
+        # `_autograd` would do the same, after one more turn through the dispatcher.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args)
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Shapes, dtypes and devices of the results; as a decorator."""
