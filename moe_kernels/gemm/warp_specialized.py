@@ -69,9 +69,8 @@ def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: lis
 def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
     """Over [R, C]; with `split` 2 over [R, 2, C / 2], so that neither half reaches into the other."""
     shape, strides = ragged_shape_and_strides(tensor.stride(0), tensor.shape[1], split)
-    block_rows, block_columns = block
-    blocks = [1, 1, block_rows, block_columns] if split == 1 else [1, 1, block_rows, 1, block_columns]
-    return _descriptor(tensor, shape, strides, blocks)
+    middle = [1] if split > 1 else []
+    return _descriptor(tensor, shape, strides, [1, 1, block[0], *middle, block[1]])
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
@@ -184,16 +183,23 @@ class WarpSpecializedWgrad(WgradKernel):
                 cdiv(size_k, block_k),
                 cdiv(size_n, block_n),
             ),
-            {
-                "BLOCK_K": block_k,
-                "BLOCK_N": block_n,
-                "BLOCK_R": block_r,
-                "NUM_BUFFERS": design.num_stages,
-                "GROUP_TILES": design.group_tiles,
-                **_registers(design.gather, None),
-                "num_warps": 4,
-            },
+            _wgrad_options(self),
         )
+
+
+@functools.cache
+def _wgrad_options(kernel: WarpSpecializedWgrad) -> dict[str, Any]:
+    design = kernel.metadata.design
+    block_k, block_n, block_r = design.tile_shape
+    return {
+        "BLOCK_K": block_k,
+        "BLOCK_N": block_n,
+        "BLOCK_R": block_r,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **_registers(design.gather, None),
+        "num_warps": 4,
+    }
 
 
 def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, epilogue: str | None):
