@@ -181,8 +181,9 @@ def wgrad_variants():
 
 @pytest.mark.parametrize("variants", [grouped_variants, wgrad_variants])
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_launch_keys_tell_apart_what_kernels_are_compiled_for(variants):
-    plain, others = variants()
+def test_launch_keys_tell_apart_what_kernels_are_compiled_for(variants, device):
+    with torch.device(device):
+        plain, others = variants()
     every = {"plain": plain, **others}
     for args in every.values():
         assert not args.error()
