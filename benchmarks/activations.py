@@ -33,14 +33,14 @@ VARIANTS = {
 COLUMNS = ("shape", "pass", "variant", "ms", "dense_bound_ms", "share_of_dense_bound", "points")
 
 
-def bench_shape(shape: Shape, device: str, rounds: int, round_ms: float) -> list[dict]:
-    """Rows of results for one shape, even routing, bfloat16."""
+def bench_shape(shape: Shape, variants: list[str], device: str, rounds: int, round_ms: float) -> list[dict]:
+    """Rows of results for one shape, even routing, bfloat16. The variants must have "swiglu" among them."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     functions, gated = {}, {}
-    for variant, options in VARIANTS.items():
+    for variant in variants:
         torch.manual_seed(0)
         sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-        layer = MoEFeedForward(*sizes, device=device, dtype=dtype, **options)
+        layer = MoEFeedForward(*sizes, device=device, dtype=dtype, **VARIANTS[variant])
         gated[variant] = layer.experts.activation.gated
         run = passes(layer, make_tokens(layer, shape, "even", dtype))
         assert run["forward"]().isfinite().all(), variant
@@ -54,7 +54,7 @@ def bench_shape(shape: Shape, device: str, rounds: int, round_ms: float) -> list
         ms = {gemm: timings[f"dense/{gemm}"].ms for gemm in gemms}
         bounds = {True: sum(ms.values()), False: sum(t / 2 if "up" in gemm else t for gemm, t in ms.items())}
         base = bounds[True] / timings[f"swiglu/{name}"].ms
-        for variant in VARIANTS:
+        for variant in variants:
             timing, bound = timings[f"{variant}/{name}"], bounds[gated[variant]]
             rows.append(
                 {
@@ -74,16 +74,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     choices = [*SHAPES, TINY.name]
     parser.add_argument("--shapes", nargs="+", choices=choices, default=["qwen3-30b-a3b", "gpt-oss-20b"])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="beside swiglu")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=100.0, help="least milliseconds per timing and round")
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    rows = []
+    rows, variants = [], list(dict.fromkeys(["swiglu", *options.variants]))
     for name in options.shapes:
         shape = TINY if name == TINY.name else SHAPES[name]
-        rows += bench_shape(shape, options.device, options.rounds, options.round_ms)
+        rows += bench_shape(shape, variants, options.device, options.rounds, options.round_ms)
     print_rows(rows, COLUMNS)
     if options.output:
         said = environment(options.device, options.commit)

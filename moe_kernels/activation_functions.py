@@ -263,5 +263,11 @@ EPILOGUES = {
 }
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
-# Those of one value, which kernels that load through pointers apply in float32.
+# Those of one value. Grouped kernels apply them to the product as they store it, and where
+# rows are gathered not at all, since all would spill registers; other kernels in float32.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
+
+
+def listed_epilogue(name: str) -> str:
+    """The one that the catalog and the tables list for all gated, or all plain, epilogues."""
+    return "relu" if name in PLAIN_EPILOGUES else "swiglu"

@@ -81,6 +81,11 @@ class Activation:
         return f"{self.name}({', '.join(numbers)})" if numbers and not self.published else self.name
 
 
+def is_gated(name: str | None) -> bool:
+    """Whether it is the name of a gated activation."""
+    return name is not None and ACTIVATION_KINDS[name].gated
+
+
 def as_activation(op: str, activation: str | Activation) -> Activation:
     """The activation of a name; one that is given comes back as it is.
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .activation_spec import is_gated
 from .reference import TileTable
 
 
@@ -134,7 +135,7 @@ class Arguments(abc.ABC):
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
-    With an epilogue, `preactivation` holds this product, N is 2F, and `out` is its activation.
+    With an epilogue, `preactivation` holds this product and `out` is its activation. N is 2F if that is gated, else F.
     """
 
     tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")
@@ -149,7 +150,7 @@ class GroupedGemmArguments(Arguments):
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
     epilogue: str | None = None  # an activation
-    preactivation: Tensor | None = None  # [R, 2F], with an epilogue
+    preactivation: Tensor | None = None  # [R, N], with an epilogue
     zero_tail: bool = True  # write zeros to the rows past the last offset; otherwise they are left alone
     bias: Tensor | None = None  # [G, N]
     row_scale: Tensor | None = None  # [R] float32
@@ -169,8 +170,9 @@ class GroupedGemmArguments(Arguments):
 
     def selection_key(self) -> tuple[Any, ...]:
         given = [getattr(self, name) is not None for name in self.optional_operands]
+        bias = None if self.bias is None else (self.bias.dtype, self.bias.stride(-1) == 1)
         num_rows, sizes = self.num_rows, self.B.shape
-        form = self.row_to_token is not None, self.epilogue, *given, self.assumed_rows, self.out.shape[0] == 0
+        form = self.row_to_token is not None, self.epilogue, *given, bias, self.assumed_rows, self.out.shape[0] == 0
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 
     def launch_key(self) -> tuple[Any, ...]:
@@ -191,12 +193,13 @@ class GroupedGemmArguments(Arguments):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns) = self.A.shape, self.B.shape
         num_rows = self.out.shape[0]
-        if self.epilogue is not None and num_columns % 2:
-            return f"Operand `B`: expected an even number of columns with an epilogue, got shape {list(self.B.shape)}"
+        gated = is_gated(self.epilogue)
+        if gated and num_columns % 2:
+            return f"Operand `B`: expected an even number of columns with {self.epilogue}, got {list(self.B.shape)}"
         return (
             self._expect("B", num_groups, depth, num_columns)
             or (num_a_rows != num_rows and self.row_to_token is None and self._expect("A", num_rows, depth))
-            or self._expect("out", num_rows, num_columns if self.epilogue is None else num_columns // 2)
+            or self._expect("out", num_rows, num_columns // 2 if gated else num_columns)
             or self._expect("offsets", num_groups, dtype=torch.int32)
             or self._expect("row_to_token", num_rows, dtype=torch.int32)
             or self._expect("preactivation", num_rows, num_columns, dtype=self.out.dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import reference, tuning
 from ._dispatch import choose
 from ._triton import HAS_TRITON, INTERPRET, triton
-from .activation_functions import EPILOGUES
+from .activation_functions import EPILOGUES, listed_epilogue
 from .catalog import Arguments, Kernel, WarpSpecializedDesign, device_cc, get_kernels
 from .experts import fused_experts
 from .layer_forms import LayerForms, parse_layer
@@ -74,12 +74,15 @@ def select_for(args: Arguments, target: Target) -> Kernel | None:
     kernel = next(iter(tuning.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
     if kernel is None or args.epilogue == listed.epilogue:
         return kernel
-    return kernel.with_epilogue(args.epilogue) if args.epilogue in kernel.epilogues else None
+    if args.epilogue not in kernel.epilogues:
+        return None
+    kernel = kernel.with_epilogue(args.epilogue)
+    return kernel if kernel.takes(args) else None
 
 
 def _listed(args: Arguments) -> Arguments:
-    """The catalog and the tables list "swiglu" for all epilogues."""
-    return args if args.epilogue is None else dataclasses.replace(args, epilogue="swiglu")
+    """The arguments with the epilogue that the catalog and the tables list for this one."""
+    return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
 def why_not_faster(args: Arguments, kernel: Kernel | None, target: Target) -> str | None:
@@ -120,7 +123,7 @@ def _is_in_table(args: Arguments, kernel: Kernel | None, target: Target) -> bool
     named = target.table.kernels.get(_listed(args).table_key())
     if kernel is None or named is None:
         return False
-    return named == kernel.metadata.kernel_name.replace(args.epilogue or "", "swiglu" if args.epilogue else "")
+    return named == kernel.metadata.kernel_name.replace(args.epilogue or "", _listed(args).epilogue or "")
 
 
 def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:

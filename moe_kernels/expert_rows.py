@@ -7,10 +7,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import tuning
-from .activation import RowBias, launch_activation
-from .activation_functions import EPILOGUES
+from .activation import launch_activation
+from .activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from .activation_spec import Activation
 from .catalog import GroupedGemmArguments, WgradArguments
+from .gemm.epilogue import launch_product
 from .permutation import launch_combine, launch_spread
 from .reference import TileTable
 from .segments import launch_segment_sum, row_to_expert, slot_to_expert
@@ -25,8 +26,15 @@ class Rows(NamedTuple):
     reserved_sms: int
     assumed_rows: int | None  # of each expert, for the choice of kernels
 
-    def gemm(self, a: Tensor, b: Tensor, *, gather: bool = False) -> Tensor:  # [R, N]
-        """One product per row, its own expert's; `gather` reads the rows of `a` by token."""
+    def gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *,
+        bias: Tensor | None = None,  # [E, N]
+        gather: bool = False,
+    ) -> Tensor:  # [R, N]
+        """One product per row, its own expert's, plus its bias; `gather` reads the rows of `a` by token."""
         out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
         args = GroupedGemmArguments(
@@ -36,34 +44,38 @@ class Rows(NamedTuple):
             row_to_token=index,
             tile_table=self.table,
             zero_tail=False,
+            bias=bias,
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
         )
-        tuning.run(args)
+        launch_product(args)
         return out
 
     def activated_gemm(
-        self, a: Tensor, b: Tensor, activation: Activation, bias: RowBias | None, *, gather: bool
+        self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, *, gather: bool
     ) -> tuple[Tensor, Tensor]:
-        """(product [R, 2F or F], the activation [R, F] of product and bias)."""
-        fusible = bias is None and activation.published and activation.name in EPILOGUES
-        if fusible and (fused := self._fused_gemm(a, b, activation, gather)):
+        """(product plus bias [R, 2F or F], its activation [R, F])."""
+        fusible = activation.published and activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
+        if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather)):
             return fused
-        preactivation = self.gemm(a, b, gather=gather)
-        return preactivation, launch_activation(preactivation, activation, bias)
+        preactivation = self.gemm(a, b, bias=bias, gather=gather)
+        return preactivation, launch_activation(preactivation, activation)
 
-    def _fused_gemm(self, a: Tensor, b: Tensor, activation: Activation, gather: bool) -> tuple[Tensor, Tensor] | None:
+    def _fused_gemm(
+        self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, gather: bool
+    ) -> tuple[Tensor, Tensor] | None:
         """Product and activation from one kernel, or None if there is none for these arguments."""
         num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
         args = GroupedGemmArguments(
             a,
             b,
-            a.new_empty(num_rows, num_columns // 2),
+            a.new_empty(num_rows, num_columns // (1 + activation.gated)),
             row_to_token=self.row_to_token if gather else None,
             tile_table=self.table,
             epilogue=activation.name,
             preactivation=a.new_empty(num_rows, num_columns),
             zero_tail=False,
+            bias=bias,
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
         )
@@ -93,19 +105,12 @@ class Rows(NamedTuple):
         launch_spread(tokens, topk_weights, self.slot_to_row, rows)
         return rows
 
-    def collect(
-        self, rows: Tensor, topk_weights: Tensor | None, bias: Tensor | None = None, experts: Tensor | None = None
-    ) -> Tensor:  # [T, D]
-        """Each token's rows, with the biases of the slots' `experts`, weighted and summed."""
-        bias = None if bias is None else bias.contiguous()
-        return launch_combine(rows, topk_weights, self.slot_to_row, bias, experts)
+    def collect(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
+        """Each token's rows, weighted and summed."""
+        return launch_combine(rows, topk_weights, self.slot_to_row)
 
-    def experts(self, *biases: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(expert of each row [R], of each slot [T, K]); (None, None) where there is no bias."""
-        if all(bias is None for bias in biases):
-            return None, None
-        of_row = row_to_expert(self.table.bounds, len(self.row_to_token))
-        return of_row, slot_to_expert(of_row, self.slot_to_row)
+    def slot_experts(self) -> Tensor:  # [T, K] int32
+        return slot_to_expert(row_to_expert(self.table.bounds, len(self.row_to_token)), self.slot_to_row)
 
     def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
         """The sum over each expert's rows of weight * token."""
@@ -119,7 +124,7 @@ class Up(NamedTuple):
 
     tokens: Tensor  # [T, D]
     weight: Tensor  # w_up
-    bias: RowBias | None
+    bias: Tensor | None  # [E, 2F or F]
     activation: Activation
     input_weights: Tensor | None  # [T, K]
     copy: bool  # the tokens to their rows before the GEMM

@@ -9,8 +9,7 @@ Backward, with w the routing weight of a row:
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). With biases H stays without b_up, which is
-added wherever H is read, and Y without b_down, which `combine` adds:
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). Biases are added before H and Y are rounded:
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
@@ -30,7 +29,7 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ._dispatch import choose, registered_op
-from .activation import RowBias, launch_weighted_activation_backward
+from .activation import launch_weighted_activation_backward
 from .activation_spec import Activation, as_activation
 from .batch_invariance import ASSUMED_ROWS, settled, token_by_token
 from .expert_rows import Rows, Up
@@ -162,8 +161,8 @@ def _check_operands(
     )
 
 
-def _row_bias(bias: Tensor | None, experts: Tensor | None) -> RowBias | None:
-    return None if bias is None else RowBias(bias.contiguous(), experts)
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _prepare(
@@ -205,16 +204,15 @@ def _fused_experts_op(
 ) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F], empty to recompute it
     table = TileTable(bounds, tiles, num_tiles, order, block_rows)
     rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
-    experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     copy = weight_on_input or rows.choose_copies(tokens, w_up).tokens_forward
-    kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
-    preactivation, activated = Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
+    kind = Activation(activation, limit, alpha)
+    preactivation, activated = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)
     if recompute:
         preactivation = tokens.new_empty(0)
-    expert_out = rows.gemm(activated, w_down.transpose(1, 2))  # [R, D]
+    expert_out = rows.gemm(activated, w_down.transpose(1, 2), bias=_contiguous(b_down))  # [R, D]
     del activated
-    return rows.collect(expert_out, output_weights, b_down, experts_of_slots), preactivation
+    return rows.collect(expert_out, output_weights), preactivation
 
 
 @_fused_experts_op.register_fake
@@ -270,15 +268,14 @@ def _experts_backward_op(
     table = TileTable(bounds, tiles, num_tiles, order, block_rows)
     rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
     dout = settled(dout) if batch_invariant else dout
-    experts_of_rows, experts_of_slots = rows.experts(b_up, b_down)
     copies = rows.choose_copies(tokens, w_up)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
     dtokens, dw_up, dw_down, db_up, db_down = (dout.new_empty(0) for _ in range(5))
-    kind, bias = Activation(activation, limit, alpha), _row_bias(b_up, experts_of_rows)
+    kind = Activation(activation, limit, alpha)
     if recompute:
         copy = weight_on_input or copies.tokens_forward
-        preactivation, _ = Up(tokens, w_up, bias, kind, input_weights, copy)(rows)
+        preactivation, _ = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)
     # At most H, dH, A_w and one [R, D] are alive at any time.
     drows = rows.spread(dout) if copies.dout else dout.contiguous()
     weighted = rows.gemm(drows, w_down, gather=not copies.dout)  # [R, F] dA'
@@ -288,13 +285,12 @@ def _experts_backward_op(
         torch.ones_like(topk_weights) if weight_on_input else topk_weights,
         slot_to_row,
         kind,
-        bias,
     )  # and dA' has become A_w
     if needs_down:
         dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]
     del drows, weighted
     if b_down is not None and needs_weights and not weight_on_input:
-        dweights += launch_slot_products(dout, b_down, experts_of_slots)
+        dweights += launch_slot_products(dout, b_down, rows.slot_experts())
     if needs_b_down:
         db_down = rows.bias_gradient(dout, output_weights).to(b_down.dtype)  # [E, D]
     if needs_b_up:

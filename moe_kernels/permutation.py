@@ -121,10 +121,8 @@ def launch_combine(
     rows: Tensor,  # [R, D]
     topk_weights: Tensor | None,  # [T, K]
     slot_to_row: Tensor,  # [T, K]
-    bias: Tensor | None = None,  # [E, D] contiguous
-    slot_to_expert: Tensor | None = None,  # [T, K] contiguous, with a bias
 ) -> Tensor:  # [T, D]
-    """The sum of each token's rows, their experts' biases added; arguments are already checked."""
+    """The weighted sum of each token's rows; arguments are already checked."""
     num_tokens, top_k = slot_to_row.shape
     d_model = rows.shape[1]
     out = rows.new_empty(num_tokens, d_model)
@@ -137,8 +135,6 @@ def launch_combine(
             rows.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
-            bias,
-            slot_to_expert,
             out,
             d_model,
             TOP_K=top_k,
@@ -211,8 +207,6 @@ def _combine_kernel(
     rows_strides,  # [R, D]
     weights_ptr,  # [T, K] contiguous, or None
     slot_to_row_ptr,  # [T, K] contiguous
-    bias_ptr,  # [E, D] contiguous, or None
-    slot_to_expert_ptr,  # [T, K] contiguous, with a bias
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
@@ -227,9 +221,6 @@ def _combine_kernel(
         pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
         kept = tl.where(row >= 0, D, 0)
         value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            expert = tl.load(slot_to_expert_ptr + t * TOP_K + k).to(tl.int64)
-            value += tl.load(bias_ptr + expert * D + d, mask=d < kept, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             value = tl.where(d < kept, value * tl.load(weights_ptr + t * TOP_K + k), 0.0)
         total += value

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import reference
 from ._triton import cdiv
+from .activation_spec import is_gated
 from .catalog import Arguments, GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
@@ -147,7 +148,8 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
         }
         yield _compare(reference.grouped_gemm, product, a, args.B[g], _one_group(a), **options)
         if args.epilogue is not None:
-            activate = partial(reference.gated_activation, activation=args.epilogue)
+            kind = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
+            activate = partial(kind, activation=args.epilogue)
             yield Comparison(args.out[rows], activate(product), activate(product.double()))
     if args.zero_tail:
         yield _zeros(args.out[bounds[-2] :])

@@ -27,7 +27,8 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels import segments
-from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation_spec import is_gated
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm import precision
 from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
@@ -121,13 +122,15 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
-    every optional operand and a float32 result.
+    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
+    # Epilogues in several parts ask for as many steps of the reduction.
+    size_k = size_k if epilogue is None else size_k + 512
     index = torch.zeros(num_rows, dtype=torch.int32)
     a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
     offsets = torch.zeros(num_groups, dtype=torch.int32)
@@ -142,8 +145,11 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
         shapes = {"bias": (num_groups, size_n), "row_scale": (num_rows,), "scale_a": (num_rows,)}
         shapes["scale_b"] = shapes["bias"]
-        optional = kernel.metadata.optional_operands if form == "full" else ()
-        out = product if epilogue is None else torch.empty(num_rows, size_n // 2, dtype=operands.out.dtype)
+        optional = kernel.metadata.optional_operands if form == "full" else ("bias",) if "bias" in form else ()
+        dtype = operands.A.dtype if form == "bias" else torch.float32
+        out = product
+        if epilogue is not None:
+            out = torch.empty(num_rows, size_n // (1 + is_gated(epilogue)), dtype=operands.out.dtype)
         return GroupedGemmArguments(
             a,
             b,
@@ -152,7 +158,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             tile_table=table,
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
-            **{name: torch.empty(shapes[name]) for name in optional},
+            **{name: torch.empty(shapes[name], dtype=dtype) for name in optional},
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
@@ -165,7 +171,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 
 def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
     (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
-    kernel = kernel if epilogue is None else kernel.with_epilogue(epilogue)
+    kernel = kernel if epilogue in (None, kernel.metadata.epilogue) else kernel.with_epilogue(epilogue)
     driver.set_active(TargetDriver(cc))
     args = gemm_arguments(kernel, form)
     with kernels_take_cpu_tensors(cc):
@@ -230,22 +236,18 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))
         launch_bias_and_scale(rows, bias, row_scale, permutation.tile_table)
         launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)
-    of_row = torch.zeros(len(rows), dtype=torch.int32)
-    bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), of_row)
-    mk.permutation.launch_combine(rows, routed[0], slot_to_row, tokens[:num_experts], slot_to_row)
     segments.launch_segment_sum(tokens, permutation.tile_table.bounds, permutation.row_to_token, routed[0].flatten())
     swiglu = mk.Activation("swiglu")
-    activated = run_activation(swiglu, None, len(rows), d_ff, routed[0], slot_to_row, dtype)
+    activated = run_activation(swiglu, len(rows), d_ff, routed[0], slot_to_row, dtype)
     mk.activation._activation_backward_op(
         torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
     )
-    run_activation(swiglu, bias, len(rows), d_ff, routed[0], slot_to_row, dtype)
 
 
-def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
+def run_activation(activation, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
     preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
-    activated = launch_activation(preactivation, activation, bias)
-    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias)
+    activated = launch_activation(preactivation, activation)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation)
     return activated
 
 
@@ -253,7 +255,7 @@ def run_activations() -> None:
     """Each activation once, forward and in the middle of the expert op's backward."""
     weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
     for name in mk.ACTIVATIONS:
-        run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
+        run_activation(mk.Activation(name), 512, 1024, weights, slot_to_row, torch.bfloat16)
 
 
 SMALL_OP_SIZES = {
@@ -304,21 +306,28 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
             for name in kernel.epilogues:
                 if name != metadata.epilogue:
                     yield compile_gemm, (metadata.kernel_name, "plain", 90, name)
+                if is_tight and "bias" in metadata.optional_operands:
+                    yield compile_gemm, (metadata.kernel_name, "bias", 90, name)
+                    if not is_gated(name):
+                        yield compile_gemm, (metadata.kernel_name, "float32_bias", 90, name)
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
     """The forms of `gemm_arguments` that compile to different code; bfloat16 stands for the other dtypes in some."""
     design, operands = kernel.metadata.design, kernel.metadata.operands
-    is_bfloat16 = operands.A.dtype == torch.bfloat16
+    is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
     if kernel.arguments_class is GroupedGemmListArguments:
         # Those open to any alignment compile the other layouts and uneven sizes; TMA has its own way with both.
         if operands.A.alignment_bytes == 1:
             return ("other",)
         return ("plain", "other") if is_bfloat16 and design.tma and design.tile_shape[1] == 256 else ("plain",)
     if design.tma:
-        return (
-            ("plain", "eights") if design.gather and kernel.metadata.operands.A.dtype == torch.bfloat16 else ("plain",)
-        )
+        takes_bias = is_bfloat16 and "bias" in kernel.metadata.optional_operands
+        if isinstance(design, mk.WarpSpecializedDesign):
+            bias = ("bias", "float32_bias") if takes_bias and no_epilogue else ()
+        else:
+            bias = ("bias",) if takes_bias else ()
+        return ("plain", "eights", *bias) if design.gather and is_bfloat16 else ("plain", *bias)
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.

@@ -11,6 +11,7 @@ from moe_kernels import (
     WgradArguments,
     get_kernels,
 )
+from moe_kernels.activation_spec import is_gated
 from moe_kernels.catalog import device_cc
 
 
@@ -53,7 +54,8 @@ def _grouped(kernel, draw, unwritten, device):
     if kernel.metadata.design.gather:
         options["row_to_token"] = _index(device)
     if kernel.metadata.epilogue is not None:
-        return GroupedGemmArguments(a, b, unwritten(rows, n // 2), preactivation=unwritten(rows, n), **options)
+        columns = n // (1 + is_gated(kernel.metadata.epilogue))
+        return GroupedGemmArguments(a, b, unwritten(rows, columns), preactivation=unwritten(rows, n), **options)
     return GroupedGemmArguments(a, b, unwritten(rows, n), **options)
 
 

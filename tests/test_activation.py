@@ -6,7 +6,7 @@ import torch
 
 from moe_kernels import ACTIVATIONS, Activation, gated_activation, plain_activation, reference
 from moe_kernels.activation import _activation_op, launch_weighted_activation_backward
-from moe_kernels.activation_functions import EPILOGUES
+from moe_kernels.activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation_spec import ACTIVATION_KINDS
 from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
@@ -57,9 +57,9 @@ def test_odd_sizes(name, num_rows, d_ff, device):
 
 def test_every_name_has_all_its_parts():
     assert list(ACTIVATION_KINDS) == list(ACTIVATIONS) == list(reference._ACTIVATIONS)
-    for name, functions in EPILOGUES.items():
+    for name, functions in (EPILOGUES | PLAIN_EPILOGUES).items():
         # An epilogue is called without numbers, so its defaults must be the published ones.
-        assert ACTIVATION_KINDS[name].gated
+        assert ACTIVATION_KINDS[name].gated == (name in EPILOGUES)
         _, _, *numbers = inspect.signature(functions.forward.fn).parameters.values()
         assert [number.default for number in numbers] == [Activation(name).limit, Activation(name).alpha]
 

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, reference
+from moe_kernels._triton import TRITON_VERSION
+from moe_kernels.activation_functions import EPILOGUES, PLAIN_EPILOGUES
+from moe_kernels.activation_spec import is_gated
+from moe_kernels.catalog import PointerDesign, WarpSpecializedDesign
 from moe_kernels.testing import assert_accurate, to_float64
 from moe_kernels.tuning import find
 
@@ -22,9 +26,12 @@ CASES = {
     "one_group_owns_all": ([0, 0, 150, 0], 0, 64, 64),
     "odd_sizes": ([5, 31, 17], 3, 97, 47),
     "multiples_of_eight": ([5, 131, 17], 3, 136, 200),
+    "partial_column_tiles": ([0, 1, 127, 128, 129], 3, 136, 328),
     "tail": ([9, 0, 40], 21, 64, 72),
     "no_rows": ([0, 0], 0, 64, 32),
 }
+# With steps of the reduction for all parts of an epilogue.
+DEEP = {"deep": ([0, 1, 130, 70], 3, 648, 328)}
 if torch.cuda.is_available():
     # Every program of a persistent kernel walks several tiles, of groups of unlike sizes.
     CASES["many_uneven_tiles"] = ([0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65], 100, 1024, 1536)
@@ -35,8 +42,8 @@ def name_of(kernel):
 
 
 def draw(kernel, case, device, transposed=False):
-    sizes, tail, size_k, size_n = CASES[case]
-    if kernel.metadata.epilogue is not None:
+    sizes, tail, size_k, size_n = (CASES | DEEP)[case]
+    if is_gated(kernel.metadata.epilogue):
         size_n *= 2
     dtype = kernel.metadata.operands.A.dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -71,7 +78,7 @@ def forward_arguments(kernel, case, device, transposed=False):
     args = GroupedGemmArguments(
         scatter_rows(a, row_to_token) if gather else a,
         b,
-        product if epilogue is None else product[:, : b.shape[2] // 2].clone(),
+        product if epilogue is None else product[:, : b.shape[2] // (1 + is_gated(epilogue))].clone(),
         offsets=offsets,
         row_to_token=row_to_token if gather else None,
         epilogue=epilogue,
@@ -88,16 +95,99 @@ def test_forward_kernel(kernel, case, transposed, device):
     if not (status := kernel.supports(args)):
         pytest.skip(status.error)
     kernel.run(args)
-    product = args.out if args.epilogue is None else args.preactivation
-    exact = reference.grouped_gemm(*to_float64(operands))
-    assert_accurate(product, reference.grouped_gemm(*operands), exact, "product")
+    check_forward(args, *operands)
+
+
+def check_forward(args, a, b, offsets, bias=None):
+    exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if bias is None else bias.double())
+    assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=bias), exact, "product")
     if args.epilogue is not None:
         # The activation is of the product as stored.
-        baseline = reference.gated_activation(product, args.epilogue)
-        assert_accurate(args.out, baseline, reference.gated_activation(product.double(), args.epilogue), "activation")
+        activate = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
+        exact = activate(args.product.double(), args.epilogue)
+        assert_accurate(args.out, activate(args.product, args.epilogue), exact, "activation")
 
 
-GATED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]
+FUSED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]
+WITH_EVERY_EPILOGUE = [
+    *(kernel for kernel in FORWARD if kernel.metadata.epilogue is None),
+    *(kernel.with_epilogue(name) for kernel in FUSED for name in kernel.epilogues),
+]
+TAKES_BIAS = [
+    kernel
+    for kernel in WITH_EVERY_EPILOGUE
+    if "bias" in kernel.metadata.optional_operands and not isinstance(kernel.metadata.design, PointerDesign)
+]
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["own", "float32"])
+@pytest.mark.parametrize("case", ["multiples_of_eight", "deep"])
+@pytest.mark.parametrize("kernel", TAKES_BIAS, ids=name_of)
+def test_forward_kernel_with_bias(kernel, case, bias_dtype, device):
+    """Pointer kernels take biases of any strides; they have a test of their own."""
+    transposed = kernel.metadata.operands.B.layout == "column"
+    args, (a, b, offsets) = forward_arguments(kernel, case, device, transposed)
+    generator = torch.Generator(device).manual_seed(1)
+    bias = torch.randn(len(b), b.shape[2], device=device, generator=generator).to(bias_dtype or a.dtype)
+    # Reading past the last column of a group, or of the last one, would show.
+    memory = torch.full((len(b) + 1, b.shape[2] + 8), torch.nan, dtype=bias.dtype, device=device)
+    memory[: len(b), : b.shape[2]] = bias
+    args = dataclasses.replace(args, bias=memory[: len(b), : b.shape[2]])
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    check_forward(args, a, b, offsets, bias)
+    end = int(offsets[-1])
+    assert not args.out[end:].any() and not args.product[end:].any()
+
+
+@pytest.mark.parametrize(
+    ("activation", "with_bias", "least"),
+    [("relu", False, 193), ("silu", False, 577), ("gelu", True, 577), ("swiglu", False, 1), ("gpt_oss", True, 321)],
+)
+def test_no_more_parts_of_an_epilogue_than_steps_of_the_reduction(activation, with_bias, least):
+    name = "grouped_gemm_ws_bfloat16_128x256x64_w12_s4_b_column_" + ("swiglu" if is_gated(activation) else "relu")
+    (kernel,) = (kernel for kernel in get_kernels() if name_of(kernel) == name)
+    kernel = kernel.with_epilogue(activation)
+
+    def takes(depth):
+        a, b = torch.empty(8, depth, dtype=torch.bfloat16), torch.empty(1, 64, depth, dtype=torch.bfloat16).mT
+        out, offsets = a.new_empty(8, 64 // (1 + is_gated(activation))), torch.zeros(1, dtype=torch.int32)
+        bias = a.new_empty(1, 64) if with_bias else None
+        options = {"epilogue": activation, "preactivation": a.new_empty(8, 64), "bias": bias}
+        return kernel.takes(GroupedGemmArguments(a, b, out, offsets=offsets, **options))
+
+    assert takes(least + 7)  # a multiple of 8
+    if least > 1:
+        error = takes(least - 1).error
+        assert error == f"Operand `A`: expected at least {least} columns with {activation}, got {least - 1}"
+
+
+REFUSES_BIASES = [kernel for kernel in TAKES_BIAS if isinstance(kernel.metadata.design, WarpSpecializedDesign)]
+
+
+@pytest.mark.parametrize("kernel", REFUSES_BIASES, ids=name_of)
+def test_biases_that_a_kernel_refuses(kernel):
+    args, (a, b, _) = forward_arguments(kernel, "deep", "cpu", kernel.metadata.operands.B.layout == "column")
+    zeros = torch.zeros(len(b), b.shape[2], dtype=a.dtype)
+    gated = is_gated(kernel.metadata.epilogue)
+    expected = f"{a.dtype}" if gated else f"{a.dtype} or torch.float32"
+    assert bool(kernel.takes(dataclasses.replace(args, bias=zeros.float()))) != gated
+    assert kernel.takes(dataclasses.replace(args, bias=zeros))
+    if args.epilogue is None:
+        narrow = dataclasses.replace(args, B=args.B[:, :, :-2], out=args.out[:, :-2])
+        assert kernel.takes(narrow)
+        error = kernel.takes(dataclasses.replace(narrow, bias=zeros[:, :-2])).error
+        assert error == "Operand `bias`: expected rows of whole 16 bytes, got 326 columns"
+    for bias, error in (
+        (
+            zeros.double(),
+            f"Operand `bias`: expected {expected}, got torch.float64",
+        ),
+        (zeros.T.contiguous().T, "Operand `bias`: expected axis -1 contiguous, got strides (1, "),
+        (zeros[:, 16:], "Operand `bias`: expected shape"),
+    ):
+        assert kernel.takes(dataclasses.replace(args, bias=bias)).error.startswith(error)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy, in the interpreter
@@ -105,34 +195,50 @@ GATED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]
     ("kernel", "activation"),
     [
         pytest.param(kernel, activation, id=f"{name_of(kernel)}-{activation}")
-        for kernel in GATED
+        for kernel in FUSED
         for activation in kernel.epilogues
-        if activation != "swiglu"
     ],
 )
-def test_other_epilogues(kernel, activation, device):
-    kernel = kernel.with_epilogue(activation)
-    assert activation in name_of(kernel) and "_swiglu" not in name_of(kernel).replace(activation, "")
-    args, operands = forward_arguments(kernel, "multiples_of_eight", device, transposed=True)
+def test_every_epilogue(kernel, activation, device):
+    listed, kernel = kernel, kernel.with_epilogue(activation)
+    assert name_of(kernel) == name_of(listed).replace(f"_{listed.metadata.epilogue}", f"_{activation}")
+    args, operands = forward_arguments(kernel, "deep", device, transposed=True)
     if not (status := kernel.supports(args)):
         pytest.skip(status.error)
     kernel.run(args)
-    exact = reference.grouped_gemm(*to_float64(operands))
-    assert_accurate(args.preactivation, reference.grouped_gemm(*operands), exact, "product")
-    baseline = reference.gated_activation(args.preactivation, activation)
-    assert_accurate(args.out, baseline, reference.gated_activation(args.preactivation.double(), activation))
+    check_forward(args, *operands)
 
 
-@pytest.mark.parametrize("activation", ["reglu", "gpt_oss"])
-def test_an_epilogue_takes_the_kernel_that_swiglu_would(activation, device):
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("listed", "activation"), [("swiglu", "reglu"), ("swiglu", "gpt_oss"), ("relu", "silu"), ("relu", "relu_squared")]
+)
+def test_an_epilogue_takes_the_kernel_that_the_listed_one_would(listed, activation, with_bias, device):
     dtype = DTYPES[-1]
-    a, b = torch.zeros(256, 64, dtype=dtype, device=device), torch.zeros(2, 128, 64, dtype=dtype, device=device).mT
-    args = GroupedGemmArguments(a, b, a.new_empty(256, 64), epilogue="swiglu", preactivation=a.new_empty(256, 128))
-    listed, derived = find(args), find(dataclasses.replace(args, epilogue=activation))
-    assert (listed is None) == (derived is None)
-    if listed is not None:
-        assert derived.metadata.design == listed.metadata.design and derived.metadata.epilogue == activation
-    assert all(find(dataclasses.replace(args, epilogue=name)) is None for name in ("silu", "relu"))
+    a, b = torch.zeros(256, 640, dtype=dtype, device=device), torch.zeros(2, 512, 640, dtype=dtype, device=device).mT
+    out, preactivation = a.new_empty(256, 512 // (1 + is_gated(listed))), a.new_empty(256, 512)
+    offsets, bias = torch.zeros(2, dtype=torch.int32, device=device), a.new_zeros(2, 512) if with_bias else None
+    args = GroupedGemmArguments(a, b, out, offsets=offsets, epilogue=listed, preactivation=preactivation, bias=bias)
+    base, derived = find(args), find(dataclasses.replace(args, epilogue=activation))
+    assert (base is None) == (derived is None)
+    if base is not None:
+        assert derived.metadata.design == base.metadata.design and derived.metadata.epilogue == activation
+    if has_warp_specialized(device):
+        assert isinstance(base.metadata.design, WarpSpecializedDesign)
+        assert base.metadata.design.tile_shape == (128, 256, 64)
+
+
+def has_warp_specialized(device):
+    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and TRITON_VERSION[:2] == (3, 6)
+
+
+def test_every_plain_activation_is_an_epilogue_of_a_warp_specialized_kernel():
+    kernels = get_kernels(
+        metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign) and m.epilogue == "relu"
+    )
+    kernels = [kernel for kernel in kernels if kernel.arguments_class is GroupedGemmArguments]
+    assert any(set(kernel.epilogues) == set(PLAIN_EPILOGUES) for kernel in kernels)
+    assert not {name for kernel in kernels for name in kernel.epilogues} & set(EPILOGUES)
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)

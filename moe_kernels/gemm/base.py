@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._dispatch import on_device_of
 from .._triton import INTERPRET, cdiv
-from ..activation_functions import EPILOGUES, GATHERING_EPILOGUES
+from ..activation_functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
 from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
 from ..reference import TileTable
 from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
@@ -27,6 +27,8 @@ class GroupedGemmKernel(Kernel):
 
     @property
     def epilogues(self) -> tuple[str, ...]:
+        if self.metadata.epilogue in PLAIN_EPILOGUES:
+            return tuple(PLAIN_EPILOGUES)
         return GATHERING_EPILOGUES if self.metadata.design.gather else tuple(EPILOGUES)
 
     def supports_design(self, args: GroupedGemmArguments) -> Status:

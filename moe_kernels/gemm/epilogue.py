@@ -1,7 +1,7 @@
 """What follows the product of a grouped GEMM, where its kernel does not do it itself: bias, row scale, activation.
 
-The fastest kernels compute products alone. A bias or a row scale behind one costs a pass over the output, at the speed
-of memory, and rounds the product once more.
+The fastest kernels take no row scale and not every bias. Behind one these cost a pass over the output, at the speed of
+memory, and round the product once more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .. import tuning
 from .._triton import cdiv, next_power_of_2, tl, triton
 from ..activation import _activation_backward_op, launch_activation
 from ..activation_spec import as_activation
-from ..catalog import GroupedGemmArguments, PointerDesign
+from ..catalog import GroupedGemmArguments, Kernel, PointerDesign
 from ..launching import launch_kernel
 from ..reference import TileTable
 
@@ -57,13 +57,19 @@ def launch_product(args: GroupedGemmArguments) -> None:
     """
     if args.bias is None and args.row_scale is None:
         return tuning.run(args)
+    if args.row_scale is None and _is_fast(tuning.find(args)):
+        return tuning.run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
     kernel = tuning.find(plain)
-    if kernel is None or isinstance(kernel.metadata.design, PointerDesign):
+    if not _is_fast(kernel):
         return tuning.run(args)
     table = kernel.tile_table(plain)
     tuning.launch(kernel, dataclasses.replace(plain, tile_table=table))
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
+
+
+def _is_fast(kernel: Kernel | None) -> bool:
+    return kernel is not None and not isinstance(kernel.metadata.design, PointerDesign)
 
 
 def launch_bias_and_scale(

@@ -2,7 +2,7 @@
 
 The output goes through ragged descriptors, so a tile that is only partly in a group writes its own rows alone. With
 an activation, a tile multiplies the same columns of both halves of B, writes both to `preactivation`, and their
-activation, computed from the values as stored, to `out`.
+activation, computed from the values as stored, to `out`. A bias is added before either is rounded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def _tma_kernel(
     b_ptr,  # [G, K, N], contiguous along K if B_COLUMN, else along N
     b_group_stride,
     b_stride,  # of the axis that is not contiguous
+    bias_ptr,  # [G, N], or None
+    bias_strides,
     product_ptr,  # [R, N]: out, or preactivation with an activation
     product_stride,
     activated_ptr,  # [R, N / 2], or None
@@ -109,6 +111,17 @@ def _tma_kernel(
             else:
                 b = b_desc.load([group, k, column_tile * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
                 total = tl.dot(a, b, total)
+        if bias_ptr is not None:
+            if GATED:
+                n = tl.arange(0, BLOCK_N)
+                half_column = column_tile * HALF_N + n % HALF_N
+                inside = half_column < columns
+                column = n // HALF_N * columns + half_column
+            else:
+                column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                inside = column < N
+            bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
+            total += tl.load(bias_ptrs, mask=inside, other=0.0).to(tl.float32)[None, :]
         left, right = total.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
         left, right = left.to(dtype), right.to(dtype)
         if GATED:
@@ -164,6 +177,8 @@ class TmaGroupedGemm(GroupedGemmKernel):
                 args.B,
                 stride_g,
                 stride_n if b_column else stride_k,
+                args.bias,
+                None if args.bias is None else args.bias.stride(),
                 product,
                 product.stride(0),
                 args.out if gated else None,
@@ -200,7 +215,10 @@ def _kernel(dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str 
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     flat = "flat" if design.flatten else None
     name = kernel_name("grouped_gemm", "tma", dtype, design, flat, f"b_{b_layout}", epilogue)
-    return TmaGroupedGemm(KernelMetadata(name, TmaGroupedGemm, 90, operands, design, epilogue, max_cc=90))
+    # Beside a gather and an activation there are no registers left for a bias.
+    optional = () if design.gather and epilogue is not None else ("bias",)
+    cls = TmaGroupedGemm
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
 
 
 # One pipeline over all tiles was measured to pay only without a gather. Smaller tiles were never the fastest.

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .._triton import INTERPRET, TRITON_VERSION, cdiv
-from ..activation_functions import EPILOGUES
+from ..activation_functions import ACTIVATIONS, PLAIN_EPILOGUES
+from ..activation_spec import is_gated
 from ..catalog import (
+    SUPPORTED,
     GroupedGemmArguments,
     GroupedGemmOperands,
     KernelMetadata,
@@ -37,19 +39,42 @@ if OBSTACLE is None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from .hopper.activations import FORWARD
     from .hopper.grouped_gemm import grouped_gemm_kernel
     from .hopper.wgrad import wgrad_kernel
 
-_LEAST_STEPS = 3  # of the reduction: the parts in which a finished tile is written while the next begins
+
+_PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
 
 
-def _registers(gather: bool, epilogue: str | None) -> dict[str, int]:
+def _registers(gather: bool, epilogue: str | None, with_bias: bool = False) -> dict[str, int]:
     """Of each thread; the other consumer gets what is left of 504. Chosen so that nothing spills."""
-    if epilogue in ("geglu", "geglu_tanh") or (gather and epilogue is None):
+    if epilogue in PLAIN_EPILOGUES or (epilogue is not None and with_bias and not gather):
+        return {"PRODUCER_REGISTERS": 24, "CONSUMER_REGISTERS": 240}
+    if (epilogue in ("geglu", "geglu_tanh") and not with_bias) or (gather and epilogue is None):
         return {"PRODUCER_REGISTERS": 48, "CONSUMER_REGISTERS": 224}
     if gather:
         return {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}
     return {"PRODUCER_REGISTERS": 32, "CONSUMER_REGISTERS": 240}
+
+
+def _pieces(epilogue: str | None, with_bias: bool) -> int:
+    """In how many the activation of a finished tile is computed, each beside a step of the reduction. Sixteen values of
+    each thread take about as long as the step, whose length is that of four multiplications of both warpgroups; without
+    an exponential 64 do. A gated one without a bias is one piece of 64."""
+    if epilogue is None:
+        return 0
+    if not is_gated(epilogue):
+        return 2 if epilogue in ("relu", "relu_squared") else 8
+    return 4 if with_bias else 1
+
+
+def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
+    if bias.dtype not in dtypes:
+        return Status(f"Operand `bias`: expected {' or '.join(map(str, dtypes))}, got {bias.dtype}")
+    if bias.stride(-1) != 1:
+        return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {bias.stride()}")
+    return SUPPORTED
 
 
 @functools.cache
@@ -78,17 +103,34 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
     obstacle = OBSTACLE
 
+    def supports_design(self, args: GroupedGemmArguments) -> Status:
+        if not (status := super().supports_design(args)):
+            return status
+        pieces, block_k = _pieces(self.metadata.epilogue, args.bias is not None), self.metadata.design.tile_shape[2]
+        if pieces > 1 and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
+            # Steps over nothing would take longer than a pass of its own.
+            least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
+            rule = f"expected at least {least} columns with {self.metadata.epilogue}"
+            return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")
+        if args.bias is not None:
+            gated = is_gated(self.metadata.epilogue)
+            if args.bias.shape[-1] % (16 if gated else 8):
+                return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
+            # Registers do not suffice for float32 beside a gated activation.
+            return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
+        return status
+
     def launch(self, args: GroupedGemmArguments) -> Launch | None:
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
         _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
-        if self.metadata.epilogue is not None:
-            out_desc = _ragged_descriptor(args.preactivation, half, split=2)
-            activated_desc = _ragged_descriptor(args.out, half)
-        else:
-            out_desc = activated_desc = _ragged_descriptor(args.out, half)
+        gated = is_gated(self.metadata.epilogue)
+        pieces = _pieces(self.metadata.epilogue, args.bias is not None)
+        activated_desc = out_desc = _ragged_descriptor(args.out, half)
+        if pieces:
+            out_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1)
         if design.gather:
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
         else:
@@ -99,6 +141,8 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             (
                 *a,
                 self._b_descriptor(args.B),
+                args.bias,
+                None if args.bias is None else args.bias.stride(0),
                 out_desc,
                 activated_desc,
                 table.bounds,
@@ -106,16 +150,17 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 table.num_tiles,
                 num_columns,
                 cdiv(num_columns, block_n),
-                max(cdiv(depth, block_k), _LEAST_STEPS),
+                # A finished tile is written in parts, beside the first steps of the next one.
+                max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail),
+            _options(self, args.zero_tail, args.bias is not None),
         )
 
     def _b_descriptor(self, b: Tensor) -> TensorDescriptor:
         _, block_n, block_k = self.metadata.design.tile_shape
         num_groups, depth, num_columns = b.shape
         stride_g, stride_k, stride_n = b.stride()
-        if self.metadata.epilogue is not None:
+        if is_gated(self.metadata.epilogue):
             d_ff = num_columns // 2
             shape, strides = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
             return _descriptor(b, shape, strides, [1, 2, block_n // 2, block_k])
@@ -125,19 +170,25 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 @functools.cache
-def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool) -> dict[str, Any]:
+def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, with_bias: bool) -> dict[str, Any]:
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     block_m, block_n, block_k = design.tile_shape
+    pieces = _pieces(epilogue, with_bias)
+    forward = None
+    if pieces:
+        forward = FORWARD[epilogue] if pieces > 1 else ACTIVATIONS[epilogue].forward
     return {
         "ZERO_TAIL": int(zero_tail),
         "B_COLUMN": kernel.metadata.operands.B.layout == "column",
-        "FORWARD": None if epilogue is None else EPILOGUES[epilogue].forward,
+        "FORWARD": forward,
+        "GATED": is_gated(epilogue),
+        "PIECES": pieces,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
-        **_registers(design.gather, epilogue),
+        **_registers(design.gather, epilogue, with_bias),
         "num_warps": 4,
     }
 
@@ -207,7 +258,7 @@ def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, e
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
     cls = WarpSpecializedGroupedGemm
-    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90))
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=("bias",)))
 
 
 def _wgrad(dtype: torch.dtype, design: WarpSpecializedDesign):
@@ -240,6 +291,11 @@ WARP_SPECIALIZED_KERNELS = (
         for design in _FORWARD
         for layout in ("column", "row")
     ),
-    *(_forward(dtype, design, "column", "swiglu") for dtype in _DTYPES for design in _FORWARD),
+    *(
+        _forward(dtype, design, "column", epilogue)
+        for dtype in _DTYPES
+        for design in _FORWARD
+        for epilogue in (("swiglu",) if design.gather else ("swiglu", "relu"))
+    ),
     *(_wgrad(dtype, design) for dtype in _DTYPES for design in _WGRAD),
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._triton import INTERPRET, TRITON_VERSION
+from ..activation_functions import listed_epilogue
 from ..arguments import layout_of, rows_bucket
 from ..catalog import (
     Arguments,
@@ -125,11 +126,16 @@ def pin(args: Arguments, kernel: Kernel) -> None:
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
-    """Of the epilogues the catalog lists "swiglu"; another takes the kernel that would run with that one."""
-    if not isinstance(args, GroupedGemmArguments) or args.epilogue in (None, "swiglu"):
+    """The catalog lists one epilogue for all of its kind; another takes the kernel that would run with that one."""
+    if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
-    listed = find(dataclasses.replace(args, epilogue="swiglu"))
-    return listed.with_epilogue(args.epilogue) if listed and args.epilogue in listed.epilogues else None
+    if args.epilogue == (name := listed_epilogue(args.epilogue)):
+        return None
+    listed = find(dataclasses.replace(args, epilogue=name))
+    if listed is None or args.epilogue not in listed.epilogues:
+        return None
+    kernel = listed.with_epilogue(args.epilogue)
+    return kernel if kernel.supports(args) else None
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..activation_spec import is_gated
 from ..arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
 from ..gemm.array import GroupedGemmListArguments
 from ..gemm.jagged import JaggedGemmArguments
@@ -62,7 +63,7 @@ def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: str
     return GroupedGemmArguments(
         make.normal(num_rows, size_k),
         make.matrix(num_groups, size_k, size_n, layout=B, scale=size_k**-0.5),
-        make.empty(num_rows, size_n if epilogue == "none" else size_n // 2),
+        make.empty(num_rows, size_n // 2 if epilogue != "none" and is_gated(epilogue) else size_n),
         **options,
     )
 

@@ -5,22 +5,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from .finished import Finished, column_bias, num_parts, unchanged, waiting, waits_packed, write_last, write_part
 from .ring import (
-    ROW_BOUND,
     buffers,
     free_slot,
     gather_block,
     gather_buffers,
     gather_layout,
     halves,
-    joined,
     load_block,
     load_step,
     make_ring,
+    packed,
     pinned,
     release_previous,
     wait_step,
-    write,
 )
 
 
@@ -185,60 +184,14 @@ def _multiply(
 
 
 @gluon.jit
-def _activated(gate, up, FORWARD: gl.constexpr):
-    """Half by half, so that few float32 values are alive at once."""
-    gate_left, gate_right = halves(gate)
-    up_left, up_right = halves(up)
-    left = FORWARD(gate_left.to(gl.float32), up_left.to(gl.float32)).to(gate.dtype)
-    right = FORWARD(gate_right.to(gl.float32), up_right.to(gl.float32)).to(gate.dtype)
-    return joined(left, right)
-
-
-@aggregate
-class Finished:
-    """Where the tile lies that waits to be written."""
-
-    row: gl.tensor  # counted so that ROW_BOUND is the end of the group
-    end: gl.tensor
-    column: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, row, end, column):
-        self.row = row
-        self.end = end
-        self.column = column
-
-
-@gluon.jit
-def _write_part(
-    PART: gl.constexpr,
-    left,
-    right,
-    at,  # Finished
-    out_desc,
-    activated_desc,
-    buffer,
-    FORWARD: gl.constexpr,
-):
-    """Part 0 of a finished tile is its left half, 1 its right half, 2 the activation of the two."""
-    HALF_N: gl.constexpr = left.shape[1]
-    if FORWARD is None:
-        corner = [ROW_BOUND, at.end, at.row, (2 * at.column + PART) * HALF_N]
-        write(left if PART == 0 else right, out_desc, corner, buffer)
-    elif PART < 2:
-        corner = [ROW_BOUND, at.end, at.row, PART, at.column * HALF_N]
-        write(left if PART == 0 else right, out_desc, corner, buffer.reshape(out_desc.block_type.shape))
-    else:
-        corner = [ROW_BOUND, at.end, at.row, at.column * HALF_N]
-        write(_activated(left, right, FORWARD), activated_desc, corner, buffer)
-
-
-@gluon.jit
 def _reduce_tile(
     total,
     ring,
     step,
     num_steps,
+    bias_ptr,  # of the tile's group, or None
+    column_tile,
+    num_columns,
     left,
     right,
     at,  # Finished
@@ -248,17 +201,22 @@ def _reduce_tile(
     WARPGROUP: gl.constexpr,
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """(sum over the steps of a tile, the step after them). Writes the finished tile beside the first steps."""
-    PARTS: gl.constexpr = 2 if FORWARD is None else 3
+    """(sum of a tile's steps and bias, the step after them). Writes the finished tile beside the first steps."""
+    PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
-        _write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD)
+        write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
         total = warpgroup_mma_wait(1, deps=(total,))
         release_previous(ring, step, pred=part > 0)
         step += 1
+    if bias_ptr is not None:
+        # Loaded while the rest is multiplied, into the registers that the finished tile has left.
+        bias = column_bias(bias_ptr, column_tile, num_columns, total, GATED, BLOCK_N)
     for _ in range(PARTS, num_steps):
         total = _multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
         total = warpgroup_mma_wait(1, deps=(total,))
@@ -266,6 +224,11 @@ def _reduce_tile(
         step += 1
     total = warpgroup_mma_wait(0, deps=(total,))
     release_previous(ring, step)
+    if bias_ptr is not None:
+        if bias.dtype != gl.float32:
+            # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
+            bias = pinned(bias)
+        total += bias.to(gl.float32)[None, :]
     return total, step
 
 
@@ -280,43 +243,55 @@ def _consume(
     num_all_row_tiles,
     num_columns,
     ring,
+    bias_ptr,
+    bias_stride,
     out_desc,
     activated_desc,
     buffer,
     WARPGROUP: gl.constexpr,
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    GATED: gl.constexpr = FORWARD is not None
-    PARTS: gl.constexpr = 3 if GATED else 2
+    PARTS: gl.constexpr = num_parts(PIECES)
+    PACKED: gl.constexpr = waits_packed(PIECES)
     HALF_M: gl.constexpr = tiles.block_m // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
     left, right = halves(total.to(out_desc.dtype))
+    half_layout: gl.constexpr = left.type.layout
+    if PACKED:
+        left, right = packed(left), packed(right)
     # No tile is finished yet: at the bound of the rows the hardware clips everything.
     at = Finished(gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, tile_row, tile_end, tile_column = tile_at(tiles, tile)
+        group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end:
+            group_bias = None if bias_ptr is None else bias_ptr + group.to(gl.int64) * bias_stride
             # A last column tile that is at most half full gets half the multiplications.
             if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
                 narrow, step = _reduce_tile(
-                    narrow, ring, step, tiles.num_steps, left, right, at, out_desc, activated_desc, buffer,
-                    WARPGROUP, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                    narrow, ring, step, tiles.num_steps, group_bias, tile_column, num_columns,
+                    left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), left.type.layout)
+                if PACKED:
+                    left = packed(gl.convert_layout(narrow.to(out_desc.dtype), half_layout))
+                else:
+                    left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
             else:
                 total, step = _reduce_tile(
-                    total, ring, step, tiles.num_steps, left, right, at, out_desc, activated_desc, buffer,
-                    WARPGROUP, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                    total, ring, step, tiles.num_steps, group_bias, tile_column, num_columns,
+                    left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                rounded = total.to(out_desc.dtype)
-                left, right = halves(rounded if GATED else pinned(rounded))
+                left, right = waiting(total.to(out_desc.dtype), FORWARD, PIECES)
             at = Finished(0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
         else:
             # The tile has no rows for this warpgroup, so the other one gets the tensor cores to itself.
@@ -324,15 +299,17 @@ def _consume(
                 slot = wait_step(ring, step)
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 step += 1
-    for part in gl.static_range(PARTS):
-        _write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD)
+    write_last(left, right, at, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
     left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N)).to(out_desc.dtype))
+    if PACKED:
+        left, right = packed(left), packed(right)
+    ZEROS: gl.constexpr = None if FORWARD is None else unchanged
     for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         _, tile_row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
         row = 0x40000000 - (end - tile_row) + WARPGROUP * HALF_M
         for part in gl.static_range(PARTS):
             at = Finished(row, end, tile % tiles.num_column_tiles)
-            _write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD)
+            write_part(part, left, right, at, out_desc, activated_desc, buffer, ZEROS, GATED, PIECES)
     tma.store_wait(0)
 
 
@@ -343,18 +320,22 @@ def grouped_gemm_kernel(
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
-    b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] with an activation
-    out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] with an activation
+    b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
+    bias_ptr,  # [G, N], or None
+    bias_stride,
+    out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else not used
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
     num_columns,  # N
     num_column_tiles,
-    num_steps,  # of the reduction, at least 3
+    num_steps,  # of the reduction, at least the parts of a finished tile
     ZERO_TAIL: gl.constexpr,
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,  # of the activation, each beside a step of its own; more than one: see `finished.py`
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -367,7 +348,6 @@ def grouped_gemm_kernel(
     num_row_tiles = gl.load(num_tiles_ptr)
     num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
     tiles = Tiles(tiles_ptr, bounds_ptr, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES)
-    GATED: gl.constexpr = FORWARD is not None
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
@@ -378,15 +358,15 @@ def grouped_gemm_kernel(
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, num_columns, ring, out_desc, activated_desc, buffer_0,
-                    0, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride,
+                    out_desc, activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, num_columns, ring, out_desc, activated_desc, buffer_1,
-                    1, B_COLUMN, FORWARD, BLOCK_N, BLOCK_K,
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride,
+                    out_desc, activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
             (

@@ -136,9 +136,44 @@ def joined(left, right):
 
 
 @gluon.jit
+def packed(value):
+    """Neighbouring 16-bit columns as one 32-bit value, tied to its place as by `pinned`."""
+    left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(pairs, DTYPE: gl.constexpr):
+    """The inverse of `packed`, tied to its place as well: what is computed of it does not drift ahead."""
+    pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
+    left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(left, right).reshape(pairs.shape[0], 2 * pairs.shape[1])
+
+
+@gluon.jit
 def write(value, desc, at, buffer):
     """Copy a [rows, columns] value to global memory through this warpgroup's staging buffer."""
-    tma.store_wait(0)
-    buffer.reshape([value.shape[0], value.shape[1]]).store(value)
+    stage(value, buffer, 0, 1)
+    send(desc, at, buffer)
+
+
+@gluon.jit
+def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """Put one of so many equal pieces of columns into the staging buffer, piece 0 first."""
+    if PIECE == 0:
+        tma.store_wait(0)
+    COLUMNS: gl.constexpr = value.shape[1]
+    target = buffer.reshape([value.shape[0], PIECES * COLUMNS])
+    if PIECES > 1:
+        target = target.slice(PIECE * COLUMNS, COLUMNS, 1)
+    target.store(value)
+
+
+@gluon.jit
+def send(desc, at, buffer):
+    """Start the copy of the staging buffer to global memory."""
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, at, buffer)
