@@ -37,6 +37,8 @@ from moe_kernels.gemm.jagged import make_jagged_table
 from moe_kernels.launching import CompiledArtifact, Launch, run_launch
 from moe_kernels.scored_routing import _facts
 from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
+from tests.racecheck import warp_specialize_lines
+from tests.sass import unordered_accesses
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -80,6 +82,14 @@ def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
     obstacle = mock.patch("moe_kernels._dispatch.kernel_obstacle", return_value=None)
     with obstacle, mock.patch.object(precision, "has_fast_float64", lambda device: cc in precision._FAST_FLOAT64):
         yield
+
+
+def disassemble(compiled) -> str:
+    """Machine code with source lines."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [BIN / "nvdisasm", "-g", "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def inspect(compiled) -> dict[str, object]:
@@ -177,6 +187,7 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
     with kernels_take_cpu_tensors(cc):
         artifact = kernel.compile(args, assume_supported_args=True)
         launch = kernel.launch(args)
+    lines = warp_specialize_lines().get(launch.function.__name__)
     return {
         "kernel": kernel.metadata.kernel_name,
         "case": form,
@@ -184,6 +195,7 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         "gemm": True,
         "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
         "artifact_launches_alike": artifact_launches_alike(artifact, launch),
+        "unordered": None if lines is None else unordered_accesses(disassemble(artifact.compiled), lines),
         **inspect(artifact.compiled),
     }
 

@@ -1,15 +1,38 @@
-"""A small layer forward and backward, to run under `compute-sanitizer --tool memcheck python -m tests.sanitize`.
+"""A small layer forward and backward, to run under NVIDIA's compute-sanitizer.
 
-Sizes that leave partial tiles everywhere, empty experts, and both ways of gathering.
+    compute-sanitizer --tool memcheck python -m tests.sanitize
+    compute-sanitizer --tool racecheck python -m tests.sanitize > REPORT && python -m tests.racecheck REPORT
+
+Sizes that leave partial tiles everywhere, empty experts, and both ways of gathering. With `--kernels tma` or `pointer`
+the GEMMs run without warp-specialised kernels, or without TMA as well.
 """
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 
-from moe_kernels import RouterSpec
+from moe_kernels import RouterSpec, get_kernels, tuning
+from moe_kernels.catalog import Design, PointerDesign, TmaDesign
 from moe_layers import MoEFeedForward
 
+DESIGNS = {"all": Design, "tma": (TmaDesign, PointerDesign), "pointer": PointerDesign}
 
-def main() -> None:
+
+@contextlib.contextmanager
+def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
+    """Inside, GEMMs choose among the kernels of these designs."""
+
+    def of_these_designs(args=None):
+        return get_kernels(args, metadata_filter=lambda metadata: isinstance(metadata.design, designs))
+
+    with mock.patch.object(tuning, "get_kernels", of_these_designs), mock.patch.dict(tuning._selected, clear=True):
+        yield
+
+
+def run_layers() -> None:
     plain = {"shared_d_ff": 64}
     biased = {"bias": True, "activation": "gpt_oss", "router": RouterSpec.sigmoid_groups(4, 2), "num_zero_experts": 4}
     on_input = {"bias": True, "activation": "relu_squared", "router": RouterSpec.sigmoid_on_input()}
@@ -21,6 +44,14 @@ def main() -> None:
         torch.cuda.synchronize()
         assert all(parameter.grad.isfinite().all() for parameter in (x, *layer.parameters()))
         print(f"d_model {d_model}, d_ff {d_ff}, {options}: finite")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", choices=DESIGNS, default="all")
+    with only(DESIGNS[parser.parse_args().kernels]):
+        run_layers()
+        print("kernels:", *sorted({kernel.metadata.kernel_name for kernel in tuning._selected.values() if kernel}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""Order of shared-memory accesses in a disassembled warp-specialised kernel.
+
+Triton 3.6 starts and ends the warps of `warp_specialize` by words in shared memory. Warps 0 to 3 write them: which
+function each other warp is to run, and values that these functions need. The others read them. Between stand barriers
+of the whole block, three per turn of the other warps. So the number of such barriers behind an access, modulo 3, says
+what it can meet: two accesses with different numbers always have a barrier between them. All warps leave after the same
+barrier, so none of them waits with fewer than all.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?(\S.*?)\s*;")
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_SOURCE = re.compile(r'//## File "(?:[^"]*/)?([^"/]+)", line (\d+)')
+_BLOCK_BARRIER = re.compile(r"BAR\.SYNC(\.DEFER_BLOCKING)? 0x1$")  # the one without a number of threads
+_BRANCH = re.compile(r"BRA\b")
+_UNFOLLOWED = re.compile(r"(BRX|BRXU|JMP|JMX|JMXU|CALL|RET|WARPSYNC\.COLLECTIVE)\b")
+_KINDS = {
+    "read": re.compile(r"(LDS|LDSM|UTMASTG)\b"),
+    "write": re.compile(r"(STS|STSM|ATOMS|LDGSTS|UTMALDG|UBLKCP)\b"),
+    "exit": re.compile(r"EXIT\b"),
+}
+_TURN = 3
+_ORDERED = (("first", "write", {0}), ("other", "read", {1}), ("first", "exit", {1}), ("other", "exit", {1}))
+
+
+class Instruction(NamedTuple):
+    address: int
+    guard: str | None  # the predicate under which it runs
+    text: str
+    source: tuple[str, int] | None  # file and line
+
+
+def parse(disassembly: str) -> tuple[list[Instruction], dict[str, int]]:
+    """(instructions, index of the instruction behind each label) of `nvdisasm -g -c`, for one kernel."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    source = None
+    for line in disassembly.splitlines():
+        if found := _LABEL.match(line):
+            labels[found[1]] = len(code)
+        elif found := _SOURCE.search(line):
+            source = found[1], int(found[2])
+        elif found := _INSTRUCTION.search(line):
+            code.append(Instruction(int(found[1], 16), found[2], found[3], source))
+    return code, labels
+
+
+def unordered_accesses(disassembly: str, lines: set[tuple[str, int]]) -> list[str]:
+    """The accesses attributed to these source lines that may meet another one without a barrier between.
+
+    Allowed are writes of warps 0 to 3 with a multiple of 3 barriers of the block behind them, and reads of the other
+    warps with one more: no read has as many as a write. Any exit that is not behind one more is returned too.
+
+    Raises:
+        ValueError: there are no such accesses to judge, or the code jumps in a way that is not followed here.
+    """
+    code, labels = parse(disassembly)
+    # The first branch parts warps 0 to 3, which take it, from the others.
+    split = next((i for i, instruction in enumerate(code) if _BRANCH.match(instruction.text)), None)
+    if split is None:
+        raise ValueError(f"unordered_accesses: expected a branch in the kernel, got {len(code)} instructions without")
+    starts = {"first": _targets(code[split], labels)[0], "other": split + 1}
+    wrong, kinds = [], set()
+    for warps, start in starts.items():
+        for index, barriers in _barriers_behind(code, labels, start).items():
+            instruction = code[index]
+            kind = _kind(instruction)
+            if kind is None or (kind != "exit" and instruction.source not in lines):
+                continue
+            kinds.add((warps, kind))
+            if (warps, kind, barriers) not in _ORDERED:
+                behind = f"behind {sorted(barriers)} barriers"
+                wrong.append(f"+{instruction.address:#x} {instruction.text}: {kind} of the {warps} warps {behind}")
+    if not wrong and kinds != {(warps, kind) for warps, kind, _ in _ORDERED}:
+        raise ValueError(f"unordered_accesses: expected writes and reads on lines {sorted(lines)}, got {sorted(kinds)}")
+    return wrong
+
+
+def _kind(instruction: Instruction) -> str | None:
+    return next((kind for kind, pattern in _KINDS.items() if pattern.match(instruction.text)), None)
+
+
+def _targets(instruction: Instruction, labels: dict[str, int]) -> list[int]:
+    return [labels[label] for label in re.findall(r"\.L_x_\d+", instruction.text)]
+
+
+def _barriers_behind(code: list[Instruction], labels: dict[str, int], start: int) -> dict[int, set[int]]:
+    """For each instruction that can be reached, the possible numbers of barriers before it, modulo 3."""
+    found: dict[int, set[int]] = {}
+    todo = [(start, 0)]
+    while todo:
+        index, barriers = todo.pop()
+        if index >= len(code) or barriers in found.setdefault(index, set()):
+            continue
+        found[index].add(barriers)
+        instruction = code[index]
+        if _UNFOLLOWED.match(instruction.text):
+            raise ValueError(f"unordered_accesses: cannot follow jumps by register or calls, got {instruction.text}")
+        after = (barriers + bool(_BLOCK_BARRIER.match(instruction.text))) % _TURN
+        if _BRANCH.match(instruction.text):
+            todo += [(target, after) for target in _targets(instruction, labels)]
+        # A branch may also depend on a predicate among its operands.
+        falls_through = instruction.guard or not re.match(r"EXIT|BRA (\(|`)", instruction.text)
+        if falls_through:
+            todo.append((index + 1, after))
+    return found
