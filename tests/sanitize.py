@@ -28,7 +28,8 @@ def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
     def of_these_designs(args=None):
         return get_kernels(args, metadata_filter=lambda metadata: isinstance(metadata.design, designs))
 
-    with mock.patch.object(tuning, "get_kernels", of_these_designs), mock.patch.dict(tuning._selected, clear=True):
+    kept = [mock.patch.dict(chosen, clear=True) for chosen in (tuning._selected, tuning._plans)]
+    with mock.patch.object(tuning, "get_kernels", of_these_designs), kept[0], kept[1]:
         yield
 
 
