@@ -87,7 +87,7 @@ def _run_if_supported(args: Arguments) -> bool:
     key = args.launch_key()
     plan = _plans.get(key) if key is not None else None
     if plan is not None:
-        plan.kernel.run(args, plan.artifact, assume_supported_args=True)
+        plan.kernel.run(args, compiled_artifact=plan.artifact, assume_supported_args=True)
         return True
     kernel = find(args)
     if kernel is None:
