@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference, tuning
 from moe_kernels.gemm import precision
 from moe_kernels.gemm.precision import has_fast_float64
 from moe_kernels.grouped_gemm import _grouped_gemm_op, _wgrad_op
@@ -226,6 +226,7 @@ def test_float32_is_rounded_once(device):
 @pytest.mark.parametrize("case", CASES)
 def test_float32_where_float64_is_slow(case, device, monkeypatch):
     monkeypatch.setattr(precision, "has_fast_float64", lambda device: False)
+    monkeypatch.setattr(tuning, "_plans", {})  # which take for granted that a device does not change
     check_accuracy(triton_gemm, reference.grouped_gemm, partial(draw, case, torch.float32, device), ("out", "da", "db"))
 
 
