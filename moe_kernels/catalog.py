@@ -223,11 +223,12 @@ class Kernel(abc.ABC):
         """
         if not assume_supported_args:
             self._require(args)
+        given = args, compiled_artifact, workspace, assume_supported_args
         if stream is None:
-            self._run(args, compiled_artifact, workspace, assume_supported_args)
+            on_device_of(args.A, self._run, *given)
         else:
             with torch.cuda.stream(stream):
-                self._run(args, compiled_artifact, workspace, assume_supported_args)
+                on_device_of(args.A, self._run, *given)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
         """The compiled kernel for arguments like these, on their device or the compilation target; launches nothing.

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import on_device_of
 from ._triton import INTERPRET, triton
 
 DESCRIPTOR_BYTES = 128  # of device memory that a TMA descriptor made on the device takes, per program
@@ -75,15 +74,6 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     return CompiledArtifact(kernel_name, static_properties(launch), compiled)
 
 
-def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
-    """Launch on the current stream of the device of an operand.
-
-    Args:
-        scratch: memory for descriptors; allocated if it is None or too small.
-    """
-    on_device_of(operand, _run, launch, artifact, operand.device, scratch)
-
-
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`function[grid](*arguments, **options)` on the current device, for kernels without descriptors."""
     if INTERPRET:
@@ -109,7 +99,13 @@ def _need_context(device: torch.device) -> None:
         _thread.devices.add(device.index)
 
 
-def _run(launch: Launch, artifact: CompiledArtifact | None, device: torch.device, scratch: Tensor | None) -> None:
+def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
+    """Launch on the current stream of the current device, which is an operand's.
+
+    Args:
+        scratch: memory for descriptors; allocated if it is None or too small.
+    """
+    device = operand.device
     _need_context(device)
     compiled = _find_compiled(launch) if artifact is None or artifact.compiled is None else artifact.compiled
     if compiled is not None and not compiled.metadata.global_scratch_size:
@@ -164,7 +160,19 @@ def _launch(launch: Launch, compiled: Any) -> None:
         # Triton 3.6 to 3.9 take all parameters here, constexpr ones too, which they skip.
         function, grid, arguments, options = launch
         constants = [options[name] for name in function.arg_names[len(arguments) :]]
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        _start(compiled, (*grid, 1, 1)[:3], *arguments, *constants)
+
+
+def _start(compiled: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+    """`compiled[grid](*arguments)`, which also prepares for profilers' hooks where there are none."""
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*arguments)
+    else:
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        run = compiled.run  # which loads the kernel when it is first asked for
+        run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:

@@ -214,8 +214,7 @@ def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch
     finally:
         compiled.module = compiled.function = compiled._run = None
     (args,) = handed
-    metadata = 6  # an object of each launch's own, for profilers
-    return [*args[:metadata], *args[metadata + 1 :]]
+    return [*args[:6], *args[9:]]  # without what is there for profilers' hooks, of which there are none
 
 
 def are_same(first: list[object], second: list[object]) -> bool:

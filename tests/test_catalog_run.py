@@ -20,6 +20,7 @@ from moe_kernels import (
     reference,
     tuning,
 )
+from moe_kernels._triton import triton
 from moe_kernels.catalog import Kernel
 from moe_kernels.launching import run_launch
 
@@ -260,10 +261,38 @@ def test_an_artifact_of_other_properties_is_refused(device):
 
 
 def test_an_artifact_spares_the_jit(device, monkeypatch):
-    """The compiled kernel gets the grid, then every parameter, constexpr ones last; the JIT is not asked."""
+    """The compiled kernel gets the grid, then every parameter, constexpr ones last; the JIT is not asked, nor is
+    anything prepared for hooks, of which there are none."""
     args = grouped_arguments(device)
     kernel = get_kernels(args, metadata_filter=lambda m: isinstance(m.design, PointerDesign))[0]
     launch = kernel.launch(args)
+    calls = []
+
+    class Compiled:
+        metadata, function, packed_metadata = SimpleNamespace(global_scratch_size=0), "function", "packed"
+
+        def run(self, *arguments):
+            calls.append(arguments)
+
+    artifact = dataclasses.replace(kernel.compile(args), compiled=Compiled())
+    monkeypatch.setattr(launch.function, "run", None)
+    driver = SimpleNamespace(get_current_device=lambda: 5, get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    run_launch(launch, artifact, args.A, None)
+    (handed,) = calls
+    assert handed[:6] == (*launch.grid, 1, 1, "stream of 5", "function", "packed")
+    assert handed[6:9] == (None, None, None)
+    arguments = handed[9:]
+    assert arguments[: len(launch.arguments)] == launch.arguments
+    assert len(arguments) == len(launch.function.arg_names)
+    names = launch.function.arg_names[len(launch.arguments) :]
+    assert dict(zip(names, arguments[len(launch.arguments) :], strict=True)).items() <= launch.options.items()
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hook_is_prepared_for(which, device, monkeypatch):
+    args = grouped_arguments(device)
+    kernel = get_kernels(args, metadata_filter=lambda m: isinstance(m.design, PointerDesign))[0]
     calls = []
 
     class Compiled:
@@ -272,14 +301,11 @@ def test_an_artifact_spares_the_jit(device, monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments: calls.append((grid, arguments))
 
-    artifact = dataclasses.replace(kernel.compile(args), compiled=Compiled())
-    monkeypatch.setattr(launch.function, "run", None)
+    launch, artifact = kernel.launch(args), dataclasses.replace(kernel.compile(args), compiled=Compiled())
+    monkeypatch.setattr(getattr(triton.knobs.runtime, which), "calls", [print])
     run_launch(launch, artifact, args.A, None)
     ((grid, arguments),) = calls
     assert grid == (*launch.grid, 1, 1) and arguments[: len(launch.arguments)] == launch.arguments
-    assert len(arguments) == len(launch.function.arg_names)
-    names = launch.function.arg_names[len(launch.arguments) :]
-    assert dict(zip(names, arguments[len(launch.arguments) :], strict=True)).items() <= launch.options.items()
 
 
 @pytest.mark.parametrize("form", ARGUMENTS)

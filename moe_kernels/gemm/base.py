@@ -8,7 +8,6 @@ import functools
 import torch
 from torch import Tensor
 
-from .._dispatch import on_device_of
 from .._triton import INTERPRET, cdiv
 from ..activation_functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
 from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
@@ -108,7 +107,7 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, w
     else:
         table = tile_table_in(memory, num_rows, len(offsets), height)
     if write:
-        on_device_of(offsets, write_table, table, offsets, num_rows)
+        write_table(table, offsets, num_rows)
     return table
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch import on_device_of
 from .._triton import cdiv, next_power_of_2, tl, triton
 from ..catalog import Arguments, GroupedGemmArguments, Kernel, KernelMetadata, Launch, Operand, Status, WgradOperands
 from ..launching import launch_kernel
@@ -147,7 +146,7 @@ class JaggedGemm(Kernel):
             return args
         height, parts = self.metadata.design.tile_shape[0], None if self.by_group else 1
         options = {"parts": parts, "out": args.out, "memory": memory, "write": write}
-        table = on_device_of(args.A, make_jagged_table, args.group_offsets, len(args.A), height, **options)
+        table = make_jagged_table(args.group_offsets, len(args.A), height, **options)
         return dataclasses.replace(args, tile_table=table)
 
     def _has_table(self, args: JaggedGemmArguments) -> bool:
