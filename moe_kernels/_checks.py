@@ -15,7 +15,7 @@ def check_shapes(
     """Match each tensor with its pattern of size names, and return the sizes.
 
     `check_shapes("combine", rows=(rows, "R D"), weights=(weights, "T K"))` returns {"R": .., "D": .., ...}. A name
-    keeps the size it was first met with, or has in `known_sizes`; a number in a pattern stands for itself.
+    keeps the size it was first met with, or has in `known_sizes`.
 
     Raises:
         ValueError: names the operand, its pattern and what it got.
@@ -25,22 +25,19 @@ def check_shapes(
         letters = pattern.split()
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor [{', '.join(letters)}], got {type(tensor).__name__}")
-        before = dict(sizes)
-        if tensor.dim() != len(letters) or not _sizes_fit(tensor, letters, sizes):
+        num_known, shape = len(sizes), tensor.shape
+        if len(shape) != len(letters) or not _sizes_fit(shape, letters, sizes):
+            before = dict(list(sizes.items())[:num_known])
             known = ", ".join(f"{letter}={before[letter]}" for letter in letters if letter in before)
             raise ValueError(
-                f"{op}: {name} must be [{', '.join(letters)}]{f' with {known}' if known else ''}, "
-                f"got {list(tensor.shape)}"
+                f"{op}: {name} must be [{', '.join(letters)}]{f' with {known}' if known else ''}, got {list(shape)}"
             )
     return sizes
 
 
-def _sizes_fit(tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> bool:
+def _sizes_fit(shape: torch.Size, letters: list[str], sizes: dict[str, int]) -> bool:
     """Whether each axis has its letter's size; letters met for the first time are entered into `sizes`."""
-    for letter, size in zip(letters, tensor.shape, strict=True):
-        if size != (int(letter) if letter.isdigit() else sizes.setdefault(letter, size)):
-            return False
-    return True
+    return all([size == sizes.setdefault(letter, size) for letter, size in zip(letters, shape, strict=True)])
 
 
 def check_same_device(op: str, **tensors: Tensor) -> None:
