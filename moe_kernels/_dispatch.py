@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ._triton import HAS_TRITON, INTERPRET
 
@@ -63,6 +65,14 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
         return function(*args, **kwargs)
 
 
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """No autocast for tensors on this one's device; where there is none anyway, this costs nothing."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
 class Op:
     """An op of PyTorch's dispatcher that writes to none of its tensors, which are not in lists.
 
@@ -82,12 +92,16 @@ class Op:
             (torch.autograd.Function,),
             {"forward": staticmethod(self._forward), "backward": staticmethod(self._backwards)},
         )
+        # `apply` as it is without functorch's transforms, which it looks for at some length.
+        self._apply = super(torch.autograd.Function, self._function).apply
         _LIBRARY.impl(name, self._autograd, "Autograd")
 
     def __call__(self, *args: Any) -> Any:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_torch_function(args):
             return self.overload(*args)
-        # `_autograd` would do the same, after one more turn through the dispatcher.
+        # As nothing else is to see the call, the dispatcher would only come to `_autograd`: one turn through it less.
+        if _needs_gradient(args):
+            return self._apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args)
 
@@ -103,10 +117,8 @@ class Op:
         self._backward, self._setup_context = backward, setup_context
 
     def _autograd(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            for value in inputs:
-                if isinstance(value, Tensor) and value.requires_grad:
-                    return self._function.apply(*inputs)
+        if _needs_gradient(inputs):
+            return self._function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
 
@@ -121,6 +133,14 @@ class Op:
         if self._backward is None:
             raise NotImplementedError(f"moe_kernels::{self._name} has no gradient")
         return self._backward(ctx, *gradients)
+
+
+def _needs_gradient(values: tuple[Any, ...]) -> bool:
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")

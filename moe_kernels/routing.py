@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k
-from ._dispatch import choose, registered_op
+from ._dispatch import choose, registered_op, without_autocast
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .activation_functions import exp_negative
 from .batch_invariance import token_by_token
@@ -83,7 +83,7 @@ def linear_routing(
     check_same_device("linear_routing", tokens=tokens, w_router=w_router)
     check_top_k("linear_routing", top_k, sizes["E"])
     chosen = choose("linear_routing", implementation, tokens)
-    with torch.autocast(tokens.device.type, enabled=False):  # it would round the logits
+    with without_autocast(tokens):  # it would round the logits
         if chosen == "reference":
             route = partial(reference.linear_routing, w_router=w_router, top_k=top_k, normalize=normalize)
             return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
@@ -117,7 +117,7 @@ def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
     tokens, w_router, topk_weights, topk_experts = ctx.saved_tensors
     if dweights is None and dlogits_direct is None:
         return (None,) * 5
-    with torch.autocast(tokens.device.type, enabled=False):
+    with without_autocast(tokens):
         if dweights is None:
             dlogits = dlogits_direct
         else:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
-from ._dispatch import choose, registered_op
+from ._dispatch import choose, registered_op, without_autocast
 from .batch_invariance import invariant_product, token_by_token
 from .linear_router import router_gradients, router_logits, router_logits_op
 from .reference import Routing
@@ -93,7 +93,7 @@ def scored_linear_routing(
     _check_bias(op, "selection_bias", spec.selection_bias is not None, selection_bias, w_router.t())
     spec.check_sizes(op, sizes["E"], top_k)
     chosen = choose(op, implementation, tokens)
-    with torch.autocast(tokens.device.type, enabled=False):  # it would round the logits
+    with without_autocast(tokens):  # it would round the logits
         if chosen == "reference":
             operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
             route = partial(reference.scored_linear_routing, top_k=top_k, spec=spec, **operands)
@@ -284,7 +284,7 @@ def _linear_backward(ctx, dweights, _, dlogits_direct):
     rest = (None,) * (3 + len(ctx.facts))
     if dweights is None and dlogits_direct is None:
         return None, None, None, *rest
-    with torch.autocast(tokens.device.type, enabled=False):
+    with without_autocast(tokens):
         dlogits = dlogits_direct
         if dweights is not None:
             split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
