@@ -271,7 +271,7 @@ def _experts_backward_op(
     copies = rows.choose_copies(tokens, w_up)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
-    dtokens, dw_up, dw_down, db_up, db_down = (dout.new_empty(0) for _ in range(5))
+    dtokens = dw_up = dw_down = db_up = db_down = None
     kind = Activation(activation, limit, alpha)
     if recompute:
         copy = weight_on_input or copies.tokens_forward
@@ -305,7 +305,8 @@ def _experts_backward_op(
         copy = weight_on_input or copies.tokens_backward
         up_input = rows.spread(tokens, input_weights) if copy else tokens
         dw_up = rows.wgrad(dpreactivation, up_input, gather_dout=not copy)  # [E, 2F, D]
-    return dtokens, dweights, dw_up, dw_down, db_up, db_down
+    gradients = dtokens, dweights, dw_up, dw_down, db_up, db_down
+    return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 @_experts_backward_op.register_fake

@@ -54,17 +54,17 @@ def _gradients_op(
     dlogits: Tensor, tokens: Tensor, w_router: Tensor, needs_dtokens: bool, needs_dw_router: bool, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:  # [T, D], [E, D]; empty where not needed
     is_split = dlogits.shape[1] != len(w_router)
-    dtokens, dw_router = tokens.new_empty(0), w_router.new_empty(0)
+    dtokens = dw_router = None
     if needs_dtokens:
         weights = torch.cat([w_router, w_router]) if is_split else w_router.float()
         product = invariant_product(dlogits, weights, dlogits.dtype) if batch_invariant else dlogits @ weights
         dtokens = product.to(tokens.dtype)
     if needs_dw_router and is_split:
         high, low = torch.mm(dlogits.t(), tokens, out_dtype=torch.float32).chunk(2)
-        dw_router = (high + low).to(w_router.dtype)
+        dw_router = torch.add(high, low, out=w_router.new_empty(w_router.shape))  # rounded in the same launch
     elif needs_dw_router:
         dw_router = (dlogits.t() @ tokens.float()).to(w_router.dtype)
-    return dtokens, dw_router
+    return tuple(tokens.new_empty(0) if gradient is None else gradient for gradient in (dtokens, dw_router))
 
 
 @_gradients_op.register_fake
