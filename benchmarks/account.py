@@ -13,12 +13,14 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 
+from moe_kernels import tuning
 from moe_kernels.catalog import Arguments, GroupedGemmArguments, Kernel
 
 from .layer import environment, make_layer, make_tokens, passes
@@ -53,13 +55,15 @@ def gemm_of(kernel: Kernel, args: Arguments) -> Gemm:
 def record_gemms(step: Callable[[], object]) -> list[Gemm]:
     """The GEMMs of a step, in the order of their launches."""
     gemms = []
-    run = Kernel.run
 
-    def recording(kernel: Kernel, args: Arguments, **options: object) -> None:
-        gemms.append(gemm_of(kernel, args))
-        run(kernel, args, **options)
+    def recording(run: Callable[[Arguments], bool | None], args: Arguments) -> bool | None:
+        ran = run(args)
+        if ran is not False:
+            gemms.append(gemm_of(tuning.select(args), args))
+        return ran
 
-    with mock.patch.object(Kernel, "run", recording):
+    names = ("run", "run_if_supported")
+    with mock.patch.multiple(tuning, **{name: partial(recording, getattr(tuning, name)) for name in names}):
         step()
     return gemms
 

@@ -23,6 +23,7 @@ from ..catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
+from ..launching import run_launch
 from ..verification import verified, verify_interval
 from .table_files import Table, merged_table
 
@@ -87,7 +88,7 @@ def _run_if_supported(args: Arguments) -> bool:
     key = args.launch_key()
     plan = _plans.get(key) if key is not None else None
     if plan is not None:
-        plan.kernel.run(args, compiled_artifact=plan.artifact, assume_supported_args=True)
+        run_launch(plan.kernel.launch(args), plan.artifact, args.A, None)
         return True
     kernel = find(args)
     if kernel is None:
@@ -102,8 +103,8 @@ def _run_if_supported(args: Arguments) -> bool:
 
 
 # Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
-# when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off.
-# `run_if_supported` is false where `find` finds none.
+# when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off. `run` and
+# `run_if_supported`, which is false where `find` finds none, are for ops: the arguments' device is the current one.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is None:
     launch, run, run_if_supported = _launch, _run, _run_if_supported
