@@ -47,26 +47,26 @@ if OBSTACLE is None:
 _PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
 
 
-def _registers(gather: bool, epilogue: str | None, with_bias: bool = False) -> dict[str, int]:
+def _registers(gather: bool, epilogue: str | None, pieces: int = 0) -> dict[str, int]:
     """Of each thread; the other consumer gets what is left of 504. Chosen so that nothing spills."""
-    if epilogue in PLAIN_EPILOGUES or (epilogue is not None and with_bias and not gather):
+    if pieces > 1 and not gather:
         return {"PRODUCER_REGISTERS": 24, "CONSUMER_REGISTERS": 240}
-    if (epilogue in ("geglu", "geglu_tanh") and not with_bias) or (gather and epilogue is None):
+    if (epilogue in ("geglu", "geglu_tanh") and pieces == 1) or (gather and epilogue is None):
         return {"PRODUCER_REGISTERS": 48, "CONSUMER_REGISTERS": 224}
     if gather:
         return {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}
     return {"PRODUCER_REGISTERS": 32, "CONSUMER_REGISTERS": 240}
 
 
-def _pieces(epilogue: str | None, with_bias: bool) -> int:
+def _pieces(epilogue: str | None, args: GroupedGemmArguments) -> int:
     """In how many the activation of a finished tile is computed, each beside a step of the reduction. Sixteen values of
     each thread take about as long as the step, whose length is that of four multiplications of both warpgroups; without
-    an exponential 64 do. A gated one without a bias is one piece of 64."""
+    an exponential 64 do. Where there are few steps, a gated one without a bias is one piece of 64."""
     if epilogue is None:
         return 0
     if not is_gated(epilogue):
         return 2 if epilogue in ("relu", "relu_squared") else 8
-    return 4 if with_bias else 1
+    return 4 if args.bias is not None or args.A.shape[1] > 320 else 1
 
 
 def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
@@ -106,7 +106,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
     def supports_design(self, args: GroupedGemmArguments) -> Status:
         if not (status := super().supports_design(args)):
             return status
-        pieces, block_k = _pieces(self.metadata.epilogue, args.bias is not None), self.metadata.design.tile_shape[2]
+        pieces, block_k = _pieces(self.metadata.epilogue, args), self.metadata.design.tile_shape[2]
         if pieces > 1 and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
             # Steps over nothing would take longer than a pass of its own.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
@@ -127,7 +127,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
-        pieces = _pieces(self.metadata.epilogue, args.bias is not None)
+        pieces = _pieces(self.metadata.epilogue, args)
         activated_desc = out_desc = _ragged_descriptor(args.out, half)
         if pieces:
             out_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1)
@@ -153,7 +153,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 # A finished tile is written in parts, beside the first steps of the next one.
                 max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail, args.bias is not None),
+            _options(self, args.zero_tail, pieces),
         )
 
     def _b_descriptor(self, b: Tensor) -> TensorDescriptor:
@@ -170,10 +170,9 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 @functools.cache
-def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, with_bias: bool) -> dict[str, Any]:
+def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, pieces: int) -> dict[str, Any]:
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     block_m, block_n, block_k = design.tile_shape
-    pieces = _pieces(epilogue, with_bias)
     forward = None
     if pieces:
         forward = FORWARD[epilogue] if pieces > 1 else ACTIVATIONS[epilogue].forward
@@ -188,7 +187,7 @@ def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, with_bias: boo
         "BLOCK_K": block_k,
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
-        **_registers(design.gather, epilogue, with_bias),
+        **_registers(design.gather, epilogue, pieces),
         "num_warps": 4,
     }
 
