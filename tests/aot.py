@@ -318,12 +318,10 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
         for name in kernel.epilogues if is_tight or kernel.arguments_class is GemmArguments else ():
             if name in ("reglu", "clamped_swiglu"):  # others do the same and more
                 continue
-            # A plain one is computed alike behind a bias, a gated one in pieces only there.
-            form = "float32_bias" if is_tight and not is_gated(name) else "plain"
+            # Alike behind a bias.
+            form = "plain" if not is_tight else "bias" if is_gated(name) else "float32_bias"
             if name != metadata.epilogue or form != "plain":
                 yield compile_gemm, (metadata.kernel_name, form, 90, name)
-            if is_tight and name in ("swiglu", "geglu", "gpt_oss"):
-                yield compile_gemm, (metadata.kernel_name, "bias", 90, name)
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:

@@ -74,10 +74,9 @@ def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
     assert copy
     Up(tokens, w_up, w_up[:, :, 0].contiguous() if bias else None, kind, None, copy)(rows)
     # Few steps of the reduction leave the warp-specialised kernel no time for the pieces of an activation.
-    one_piece = kind.gated and not bias
     kernel, is_fused = chosen[-1], d_model == 648 or kind.gated
     assert len(passes) == (not is_fused) and kernel.metadata.epilogue == (activation if is_fused else None)
-    is_specialized = d_model == 648 or one_piece or not is_fused
+    is_specialized = d_model == 648 or not is_fused
     assert isinstance(kernel.metadata.design, WarpSpecializedDesign if is_specialized else TmaDesign)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .._triton import INTERPRET, TRITON_VERSION, cdiv
-from ..activation_functions import ACTIVATIONS, PLAIN_EPILOGUES
 from ..activation_spec import is_gated
 from ..catalog import (
     SUPPORTED,
@@ -47,26 +46,24 @@ if OBSTACLE is None:
 _PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
 
 
-def _registers(gather: bool, epilogue: str | None, pieces: int = 0) -> dict[str, int]:
+def _registers(gather: bool, pieces: int = 0) -> dict[str, int]:
     """Of each thread; the other consumer gets what is left of 504. Chosen so that nothing spills."""
-    if pieces > 1 and not gather:
-        return {"PRODUCER_REGISTERS": 24, "CONSUMER_REGISTERS": 240}
-    if (epilogue in ("geglu", "geglu_tanh") and pieces == 1) or (gather and epilogue is None):
-        return {"PRODUCER_REGISTERS": 48, "CONSUMER_REGISTERS": 224}
     if gather:
-        return {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}
-    return {"PRODUCER_REGISTERS": 32, "CONSUMER_REGISTERS": 240}
+        producer, consumer = (40, 232) if pieces else (48, 224)
+    else:
+        producer, consumer = (24, 240) if pieces else (32, 240)
+    return {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
-def _pieces(epilogue: str | None, args: GroupedGemmArguments) -> int:
+def _pieces(epilogue: str | None) -> int:
     """In how many the activation of a finished tile is computed, each beside a step of the reduction. Sixteen values of
     each thread take about as long as the step, whose length is that of four multiplications of both warpgroups; without
-    an exponential 64 do. Where there are few steps, a gated one without a bias is one piece of 64."""
+    an exponential 64 do. A gated one has half as many values."""
     if epilogue is None:
         return 0
-    if not is_gated(epilogue):
-        return 2 if epilogue in ("relu", "relu_squared") else 8
-    return 4 if args.bias is not None or args.A.shape[1] > 320 else 1
+    if is_gated(epilogue):
+        return 4
+    return 2 if epilogue in ("relu", "relu_squared") else 8
 
 
 def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
@@ -106,8 +103,8 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
     def supports_design(self, args: GroupedGemmArguments) -> Status:
         if not (status := super().supports_design(args)):
             return status
-        pieces, block_k = _pieces(self.metadata.epilogue, args), self.metadata.design.tile_shape[2]
-        if pieces > 1 and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
+        pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
+        if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
             # Steps over nothing would take longer than a pass of its own.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
@@ -127,7 +124,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
-        pieces = _pieces(self.metadata.epilogue, args)
+        pieces = _pieces(self.metadata.epilogue)
         activated_desc = out_desc = _ragged_descriptor(args.out, half)
         if pieces:
             out_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1)
@@ -153,7 +150,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 # A finished tile is written in parts, beside the first steps of the next one.
                 max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail, pieces),
+            _options(self, args.zero_tail),
         )
 
     def _b_descriptor(self, b: Tensor) -> TensorDescriptor:
@@ -170,16 +167,14 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 @functools.cache
-def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, pieces: int) -> dict[str, Any]:
+def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool) -> dict[str, Any]:
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     block_m, block_n, block_k = design.tile_shape
-    forward = None
-    if pieces:
-        forward = FORWARD[epilogue] if pieces > 1 else ACTIVATIONS[epilogue].forward
+    pieces = _pieces(epilogue)
     return {
         "ZERO_TAIL": int(zero_tail),
         "B_COLUMN": kernel.metadata.operands.B.layout == "column",
-        "FORWARD": forward,
+        "FORWARD": FORWARD[epilogue] if pieces else None,
         "GATED": is_gated(epilogue),
         "PIECES": pieces,
         "BLOCK_M": block_m,
@@ -187,7 +182,7 @@ def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, pieces: int) -
         "BLOCK_K": block_k,
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
-        **_registers(design.gather, epilogue, pieces),
+        **_registers(design.gather, pieces),
         "num_warps": 4,
     }
 
@@ -247,7 +242,7 @@ def _wgrad_options(kernel: WarpSpecializedWgrad) -> dict[str, Any]:
         "BLOCK_R": block_r,
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
-        **_registers(design.gather, None),
+        **_registers(design.gather),
         "num_warps": 4,
     }
 

@@ -3,9 +3,9 @@
 The tile waits in registers, as a left and a right half in the dtype of the result. What the activation is computed from
 are these rounded values, the ones that backward reads.
 
-A plain activation, or one behind a bias, is computed in several pieces, each beside a step of its own, so that the
-tensor cores do not wait for it. There the halves wait as pairs of columns: otherwise the compiler takes them apart, or
-computes the activation, before the next tile's first step, and runs out of registers.
+An activation is computed in several pieces, each beside a step of its own, so that the tensor cores do not wait for it.
+There the halves wait as pairs of columns: otherwise the compiler takes them apart, or computes the activation, before
+the next tile's first step, and runs out of registers.
 """
 
 from triton.experimental import gluon
@@ -36,21 +36,14 @@ def num_parts(pieces):
     return 2 + pieces
 
 
-@gluon.constexpr_function
-def waits_packed(pieces):
-    return pieces > 1
-
-
 @gluon.jit
-def waiting(rounded, FORWARD: gl.constexpr, PIECES: gl.constexpr):
+def waiting(rounded, PIECES: gl.constexpr):
     """The halves of a tile that has just been rounded, as they wait."""
-    if waits_packed(PIECES):
+    if PIECES:
         left, right = halves(rounded)
         return packed(left), packed(right)
-    elif FORWARD is None:
-        return halves(pinned(rounded))
     else:
-        return halves(rounded)
+        return halves(pinned(rounded))
 
 
 @gluon.jit
@@ -66,16 +59,6 @@ def column_bias(bias_ptr, column_tile, num_columns, total, GATED: gl.constexpr, 
     else:
         place = column_tile * BLOCK_N + column
         return gl.load(bias_ptr + place, mask=place < num_columns // 8 * 8, other=0.0)
-
-
-@gluon.jit
-def _activated(gate, up, FORWARD: gl.constexpr):
-    """Half by half, so that few float32 values are alive at once."""
-    gate_left, gate_right = halves(gate)
-    up_left, up_right = halves(up)
-    left = FORWARD(gate_left.to(gl.float32), up_left.to(gl.float32)).to(gate.dtype)
-    right = FORWARD(gate_right.to(gl.float32), up_right.to(gl.float32)).to(gate.dtype)
-    return joined(left, right)
 
 
 @gluon.jit
@@ -140,13 +123,10 @@ def write_part(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Part 0 of a finished tile is its left half, 1 its right half, 2 the activation of the two, or its first piece.
-    The pieces of a plain activation are those of the left half, then those of the right one."""
+    """Part 0 of a finished tile is its left half, 1 its right half, the others are the pieces of the activation. Those
+    of a plain activation are of the left half, then of the right one."""
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
-    elif not waits_packed(PIECES):
-        corner = [ROW_BOUND, at.end, at.row, at.column * left.shape[1]]
-        write(_activated(left, right, FORWARD), activated_desc, corner, buffer)
     elif GATED:
         corner = [ROW_BOUND, at.end, at.row, at.column * (2 * left.shape[1])]
         _write_activated(left, right, activated_desc, corner, buffer, PART - 2, PIECES, FORWARD, GATED)
@@ -161,7 +141,7 @@ def write_part(
 @gluon.jit
 def _write_half(half, value, at, desc, buffer, SPLIT: gl.constexpr, PIECES: gl.constexpr):
     """Half 0 is the left one. SPLIT: the descriptor has an axis for the halves."""
-    if waits_packed(PIECES):
+    if PIECES:
         value = unpacked(value, desc.dtype)
     HALF_N: gl.constexpr = value.shape[1]
     if SPLIT:
@@ -185,7 +165,7 @@ def write_last(
     PIECES: gl.constexpr,
 ):
     """All parts of the last tile."""
-    if waits_packed(PIECES) and not GATED:
+    if PIECES and not GATED:
         # A loop that the compiler does not unroll: it would compute both halves at once, and run out of registers.
         for half in range(0, gl.where(at.end > 0, 2, 0)):
             _write_half(half, left, at, out_desc, buffer, False, PIECES)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from .finished import Finished, column_bias, num_parts, unchanged, waiting, waits_packed, write_last, write_part
+from .finished import Finished, column_bias, num_parts, unchanged, waiting, write_last, write_part
 from .ring import (
     buffers,
     free_slot,
@@ -257,13 +257,12 @@ def _consume(
     BLOCK_K: gl.constexpr,
 ):
     PARTS: gl.constexpr = num_parts(PIECES)
-    PACKED: gl.constexpr = waits_packed(PIECES)
     HALF_M: gl.constexpr = tiles.block_m // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
     left, right = halves(total.to(out_desc.dtype))
     half_layout: gl.constexpr = left.type.layout
-    if PACKED:
+    if PIECES:
         left, right = packed(left), packed(right)
     # No tile is finished yet: at the bound of the rows the hardware clips everything.
     at = Finished(gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
@@ -281,7 +280,7 @@ def _consume(
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                if PACKED:
+                if PIECES:
                     left = packed(gl.convert_layout(narrow.to(out_desc.dtype), half_layout))
                 else:
                     left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
@@ -291,7 +290,7 @@ def _consume(
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                left, right = waiting(total.to(out_desc.dtype), FORWARD, PIECES)
+                left, right = waiting(total.to(out_desc.dtype), PIECES)
             at = Finished(0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
         else:
             # The tile has no rows for this warpgroup, so the other one gets the tensor cores to itself.
@@ -301,7 +300,7 @@ def _consume(
                 step += 1
     write_last(left, right, at, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
     left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N)).to(out_desc.dtype))
-    if PACKED:
+    if PIECES:
         left, right = packed(left), packed(right)
     ZEROS: gl.constexpr = None if FORWARD is None else unchanged
     for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
@@ -335,7 +334,7 @@ def grouped_gemm_kernel(
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
-    PIECES: gl.constexpr,  # of the activation, each beside a step of its own; more than one: see `finished.py`
+    PIECES: gl.constexpr,  # of the activation, each beside a step of its own
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
