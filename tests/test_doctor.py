@@ -16,7 +16,7 @@ from moe_kernels.tuning.table_files import Table
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
 
-LAYER = Case(512, 256, 1024, 4, 2)
+LAYER = Case(512, 512, 1024, 4, 2)
 HOPPER = Target(90, None, Table({}, {}), is_here=False)
 
 
@@ -42,7 +42,7 @@ def test_forms_without_memory_ask_for_the_same(device):
 
 
 def test_names_a_kernel_for_every_op(capsys):
-    assert main(["512,256,1024,4,2", "--cc", "80"]) == 0
+    assert main(["512,512,1024,4,2", "--cc", "80"]) == 0
     printed = capsys.readouterr().out
     names = {kernel.metadata.kernel_name for kernel in get_kernels(cc=80)}
     chosen = [line.split(": ")[1].split(" (by")[0] for line in printed.splitlines() if line.endswith("(by rule)")]
@@ -109,7 +109,7 @@ def test_wrong_numbers_exit_with_1(monkeypatch, capsys):
         return 1.5 * reference.fused_experts(*args, **kwargs)
 
     monkeypatch.setattr(doctor, "fused_experts", wrong)
-    assert main(["512,256,1024,4,2", "--cc", "90"]) == 1
+    assert main(["512,512,1024,4,2", "--cc", "90"]) == 1
     assert "WRONG: output: " in capsys.readouterr().out
 
 
@@ -136,7 +136,7 @@ def test_a_layer_has_five_sizes(layer, capsys):
 
 @pytest.mark.gpu
 def test_on_the_gpu(capsys):
-    assert main(["512,256,1024,4,2", "--dtype", "float16"]) == 0
+    assert main(["512,512,1024,4,2", "--dtype", "float16"]) == 0
     printed = capsys.readouterr().out
     assert torch.cuda.get_device_name() in printed and printed.count("within the error budget") == 7
     assert printed.count("speed: ") == 6
