@@ -5,6 +5,8 @@ What each activation computes is in `activation_functions.py`; here are the ops 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,17 @@ def plain_activation(
     return _activation_op(preactivation, activation.name, activation.limit, activation.alpha)
 
 
+class RowBias(NamedTuple):
+    """A bias per expert, and whose rows are which."""
+
+    bias: Tensor  # [E, N] contiguous
+    row_to_expert: Tensor  # [R] int32, within [0, E)
+
+
+def _bias_arguments(bias: RowBias | None) -> tuple[Any, Any]:
+    return (None, None) if bias is None else (bias.bias, bias.row_to_expert)
+
+
 def _block(num_columns: int) -> tuple[int, int]:
     """(rows, columns) of a tile that keeps four warps busy without spilling."""
     block_f = min(next_power_of_2(num_columns), 512)
@@ -71,8 +84,8 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
     return preactivation.shape[1] // (1 + activation.gated)
 
 
-def launch_activation(preactivation: Tensor, activation: Activation) -> Tensor:
-    """activation(H) as a new tensor; arguments are already checked."""
+def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBias | None = None) -> Tensor:
+    """activation(H + bias) as a new tensor; arguments are already checked."""
     num_rows, d_ff = preactivation.shape[0], _width(preactivation, activation)
     out = preactivation.new_empty(num_rows, d_ff)
     if out.numel():
@@ -82,6 +95,7 @@ def launch_activation(preactivation: Tensor, activation: Activation) -> Tensor:
             (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
             preactivation,
             preactivation.stride(),
+            *_bias_arguments(bias),
             out,
             num_rows,
             d_ff,
@@ -122,6 +136,8 @@ _activation_op.register_autograd(_activation_backward, setup_context=_activation
 def _activation_kernel(
     preactivation_ptr,
     preactivation_strides,  # [R, 2F], or [R, F] if not GATED
+    bias_ptr,  # [E, 2F or F] contiguous, or None
+    row_to_expert_ptr,  # [R], with a bias
     out_ptr,  # [R, F] contiguous
     num_rows,
     F,
@@ -141,7 +157,22 @@ def _activation_kernel(
     up = gate
     if GATED:
         up = tl.load(pointer + F * preactivation_strides[1], mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        expert = tl.load(row_to_expert_ptr + r, mask=r < num_rows, other=0).to(tl.int64)  # [BLOCK_R, 1]
+        gate, up = _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED)
     tl.store(out_ptr + r * F + f, FORWARD(gate, up, limit, alpha).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED: tl.constexpr):
+    """Gate and up of rows and columns, with their experts' biases."""
+    pointer = bias_ptr + expert * (F * (2 if GATED else 1)) + f
+    gate += tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        up += tl.load(pointer + F, mask=mask, other=0.0).to(tl.float32)
+    else:
+        up = gate
+    return gate, up
 
 
 @registered_op("activation_backward")
@@ -221,11 +252,13 @@ def launch_weighted_activation_backward(
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
     activation: Activation,
+    bias: RowBias | None = None,
 ) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
     """The elementwise middle of the expert op's backward, one read of H and dA'.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
-    recomputed from H as stored. A_w takes the place of dA' in `dweighted`. Rows of dropped slots are not written.
+    recomputed from H as stored, plus the bias. A_w takes the place of dA' in `dweighted`. Rows of dropped slots are not
+    written.
     """
     d_ff, num_slots = dweighted.shape[1], slot_to_row.numel()
     dpreactivation = torch.empty_like(preactivation)
@@ -236,6 +269,7 @@ def launch_weighted_activation_backward(
             _weighted_activation_backward_kernel,
             (cdiv(num_slots, block_s),),
             preactivation,
+            *_bias_arguments(bias),
             dweighted,
             topk_weights,
             slot_to_row,
@@ -256,6 +290,8 @@ def launch_weighted_activation_backward(
 @triton.jit(do_not_specialize=["num_slots"])
 def _weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
+    bias_ptr,  # [E, 2F or F] contiguous, or None
+    row_to_expert_ptr,  # [R], with a bias
     dweighted_ptr,  # [R, F] contiguous; becomes the weighted activation
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
@@ -276,6 +312,8 @@ def _weighted_activation_backward_kernel(
     weight = tl.load(weights_ptr + slot, mask=slot < num_slots, other=0.0)
     dtype: tl.constexpr = dweighted_ptr.dtype.element_ty
     products = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)  # [BLOCK_S, BLOCK_F]
+    if bias_ptr is not None:
+        expert = tl.load(row_to_expert_ptr + row, mask=row >= 0, other=0).to(tl.int64)  # [BLOCK_S, 1]
     for first in range(0, F, BLOCK_F):
         f = first + tl.arange(0, BLOCK_F)[None, :]
         mask = (f < F) & (row >= 0)
@@ -287,6 +325,8 @@ def _weighted_activation_backward_kernel(
             offset = row * F + f
             gate = tl.load(preactivation_ptr + offset, mask=mask, other=0.0).to(tl.float32)
             up = gate
+        if bias_ptr is not None:
+            gate, up = _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED)
         dweighted = tl.load(dweighted_ptr + row * F + f, mask=mask, other=0.0).to(tl.float32)
         activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
         # Forward multiplied by the rounded activation, so its rounded value is what the weight's gradient sees.

@@ -135,7 +135,8 @@ class Arguments(abc.ABC):
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
-    With an epilogue, `preactivation` holds this product and `out` is its activation. N is 2F if that is gated, else F.
+    With an epilogue, `preactivation` is this without the bias, and `out` the activation of what is stored there plus
+    the bias: sums that are rounded cross the limits of clamps more often. N is 2F if the activation is gated, else F.
     """
 
     tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import tuning
-from .activation import launch_activation
+from .activation import RowBias, launch_activation
 from .activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from .activation_spec import Activation
 from .catalog import GroupedGemmArguments, WgradArguments
@@ -54,12 +54,12 @@ class Rows(NamedTuple):
     def activated_gemm(
         self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, *, gather: bool
     ) -> tuple[Tensor, Tensor]:
-        """(product plus bias [R, 2F or F], its activation [R, F])."""
+        """(product [R, 2F or F], the activation [R, F] of product plus bias)."""
         fusible = activation.published and activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
         if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather)):
             return fused
-        preactivation = self.gemm(a, b, bias=bias, gather=gather)
-        return preactivation, launch_activation(preactivation, activation)
+        preactivation = self.gemm(a, b, gather=gather)
+        return preactivation, launch_activation(preactivation, activation, self.row_bias(bias))
 
     def _fused_gemm(
         self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, gather: bool
@@ -108,6 +108,9 @@ class Rows(NamedTuple):
     def collect(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
         """Each token's rows, weighted and summed."""
         return launch_combine(rows, topk_weights, self.slot_to_row)
+
+    def row_bias(self, bias: Tensor | None) -> RowBias | None:
+        return None if bias is None else RowBias(bias, row_to_expert(self.table.bounds, len(self.row_to_token)))
 
     def slot_experts(self) -> Tensor:  # [T, K] int32
         return slot_to_expert(row_to_expert(self.table.bounds, len(self.row_to_token)), self.slot_to_row)

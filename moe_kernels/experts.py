@@ -9,7 +9,9 @@ Backward, with w the routing weight of a row:
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). Biases are added before H and Y are rounded:
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). With biases H stays without b_up, which is
+added wherever H is read, as rounding the sum would move more values across the limits of clamps; b_down is added before
+Y is rounded:
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
@@ -285,6 +287,7 @@ def _experts_backward_op(
         torch.ones_like(topk_weights) if weight_on_input else topk_weights,
         slot_to_row,
         kind,
+        rows.row_bias(_contiguous(b_up)),
     )  # and dA' has become A_w
     if needs_down:
         dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]

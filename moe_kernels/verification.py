@@ -141,7 +141,7 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
         rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
         a, product = _rows_of(args.A, args.row_to_token, rows), args.product[rows]
         options = {
-            "bias": None if args.bias is None else args.bias[g],
+            "bias": None if args.bias is None or args.epilogue is not None else args.bias[g],
             "row_scale": _rows_of(args.row_scale, None, rows),
             "scale_a": _rows_of(args.scale_a, args.row_to_token, rows),
             "scale_b": None if args.scale_b is None else args.scale_b[g],
@@ -150,7 +150,9 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
         if args.epilogue is not None:
             kind = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
             activate = partial(kind, activation=args.epilogue)
-            yield Comparison(args.out[rows], activate(product), activate(product.double()))
+            bias = 0.0 if args.bias is None else args.bias[group].double()
+            exact = product.double() + bias
+            yield Comparison(args.out[rows], activate(exact.to(product.dtype)), activate(exact))
     if args.zero_tail:
         yield _zeros(args.out[bounds[-2] :])
 

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels import segments
-from moe_kernels.activation import launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.activation_spec import is_gated
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm import precision
@@ -249,16 +249,18 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)
     segments.launch_segment_sum(tokens, permutation.tile_table.bounds, permutation.row_to_token, routed[0].flatten())
     swiglu = mk.Activation("swiglu")
-    activated = run_activation(swiglu, len(rows), d_ff, routed[0], slot_to_row, dtype)
+    activated = run_activation(swiglu, None, len(rows), d_ff, routed[0], slot_to_row, dtype)
     mk.activation._activation_backward_op(
         torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
     )
+    bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32))
+    run_activation(swiglu, bias, len(rows), d_ff, routed[0], slot_to_row, dtype)
 
 
-def run_activation(activation, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
+def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
     preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
-    activated = launch_activation(preactivation, activation)
-    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation)
+    activated = launch_activation(preactivation, activation, bias)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias)
     return activated
 
 
@@ -266,7 +268,7 @@ def run_activations() -> None:
     """Each activation once, forward and in the middle of the expert op's backward."""
     weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
     for name in mk.ACTIVATIONS:
-        run_activation(mk.Activation(name), 512, 1024, weights, slot_to_row, torch.bfloat16)
+        run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
 
 
 SMALL_OP_SIZES = {
@@ -318,8 +320,9 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
         for name in kernel.epilogues if is_tight or kernel.arguments_class is GemmArguments else ():
             if name in ("reglu", "clamped_swiglu"):  # others do the same and more
                 continue
-            # Alike behind a bias.
-            form = "plain" if not is_tight else "bias" if is_gated(name) else "float32_bias"
+            # With a bias they compute the same and more.
+            takes_bias = is_tight and "bias" in metadata.optional_operands
+            form = "plain" if not takes_bias else "bias" if is_gated(name) else "float32_bias"
             if name != metadata.epilogue or form != "plain":
                 yield compile_gemm, (metadata.kernel_name, form, 90, name)
 

@@ -99,13 +99,20 @@ def test_forward_kernel(kernel, case, transposed, device):
 
 
 def check_forward(args, a, b, offsets, bias=None):
-    exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if bias is None else bias.double())
-    assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=bias), exact, "product")
+    added = None if args.epilogue is not None else bias
+    exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if added is None else added.double())
+    assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=added), exact, "product")
     if args.epilogue is not None:
-        # The activation is of the product as stored.
+        # The activation is of the product as stored, and of the bias.
         activate = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
-        exact = activate(args.product.double(), args.epilogue)
-        assert_accurate(args.out, activate(args.product, args.epilogue), exact, "activation")
+        exact = args.product.double()
+        if bias is not None:
+            row = torch.arange(len(exact), device=exact.device)
+            inside = row < offsets[-1]
+            group = torch.searchsorted(offsets, row[inside], right=True)
+            exact[inside] += bias.double()[group]
+        baseline = activate(exact.to(args.out.dtype), args.epilogue)
+        assert_accurate(args.out, baseline, activate(exact, args.epilogue), "activation")
 
 
 FUSED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]

@@ -100,7 +100,7 @@ def test_fused_activations_and_biases_match_reference(activation, bias, device, 
 
 
 @pytest.mark.parametrize("activation", ["silu", "gpt_oss"])
-def test_recomputed_preactivations_hold_the_bias_in_the_same_bits(activation, device):
+def test_recomputed_preactivations_and_biases_give_the_same_bits(activation, device):
     tokens, weights, experts, *rest = draw_uneven(activation, True, DTYPES[-1], device)
     leaves = [t.requires_grad_() for t in (tokens, weights, *rest)]
     permutation = reference.sort_by_expert(experts, len(rest[0]))

@@ -44,7 +44,8 @@ def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
     """Write `args.out`, and with an epilogue `args.preactivation`, in one launch if a kernel does it all."""
     if args.epilogue is None:
         launch_product(args)
-    elif not tuning.run_if_supported(args):
+    elif args.bias is not None or not tuning.run_if_supported(args):
+        # A kernel would leave the bias out of the preactivation.
         launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
         args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
 

@@ -2,7 +2,8 @@
 
 The output goes through ragged descriptors, so a tile that is only partly in a group writes its own rows alone. With
 an activation, a tile multiplies the same columns of both halves of B, writes both to `preactivation`, and their
-activation, computed from the values as stored, to `out`. A bias is added before either is rounded.
+activation, computed from the values as stored and the bias, to `out`. Without an activation the bias is added before
+the product is rounded.
 """
 
 from __future__ import annotations
@@ -111,25 +112,21 @@ def _tma_kernel(
             else:
                 b = b_desc.load([group, k, column_tile * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
                 total = tl.dot(a, b, total)
-        if bias_ptr is not None:
-            if GATED:
-                n = tl.arange(0, BLOCK_N)
-                half_column = column_tile * HALF_N + n % HALF_N
-                inside = half_column < columns
-                column = n // HALF_N * columns + half_column
-            else:
-                column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                inside = column < N
-            bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
-            total += tl.load(bias_ptrs, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if bias_ptr is not None and not GATED:
+            n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            total += _load_bias(bias_ptr, bias_strides, group, n, n < N)
         left, right = total.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
         left, right = left.to(dtype), right.to(dtype)
         if GATED:
             column = column_tile * HALF_N
             store_ragged(left_desc, row, end, column, left, BLOCK_M, HALF_N)
             store_ragged(right_desc, row, end, column, right, BLOCK_M, HALF_N)
-            activated = FORWARD(left.to(tl.float32), right.to(tl.float32)).to(dtype)
-            store_ragged(activated_desc, row, end, column, activated, BLOCK_M, HALF_N)
+            gate, up = left.to(tl.float32), right.to(tl.float32)
+            if bias_ptr is not None:
+                f = column + tl.arange(0, HALF_N)
+                gate += _load_bias(bias_ptr, bias_strides, group, f, f < columns)
+                up += _load_bias(bias_ptr, bias_strides, group, columns + f, f < columns)
+            store_ragged(activated_desc, row, end, column, FORWARD(gate, up).to(dtype), BLOCK_M, HALF_N)
         else:
             store_ragged(left_desc, row, end, column_tile * BLOCK_N, left, BLOCK_M, HALF_N)
             store_ragged(left_desc, row, end, column_tile * BLOCK_N + HALF_N, right, BLOCK_M, HALF_N)
@@ -148,6 +145,13 @@ def _tma_kernel(
             else:
                 store_ragged(left_desc, row, end, column_tile * BLOCK_N, zeros, BLOCK_M, HALF_N)
                 store_ragged(left_desc, row, end, column_tile * BLOCK_N + HALF_N, zeros, BLOCK_M, HALF_N)
+
+
+@triton.jit
+def _load_bias(bias_ptr, bias_strides, group, column, mask):
+    """The group's biases of columns, [1, number of columns] float32."""
+    pointers = bias_ptr + group.to(tl.int64) * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 class TmaGroupedGemm(GroupedGemmKernel):

@@ -251,8 +251,10 @@ def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, e
     tma = Operand(dtype, "row", 16)
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
+    # Beside a gather and an activation there are no registers left for a bias.
+    optional = () if design.gather and epilogue is not None else ("bias",)
     cls = WarpSpecializedGroupedGemm
-    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=("bias",)))
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
 
 
 def _wgrad(dtype: torch.dtype, design: WarpSpecializedDesign):

@@ -1,7 +1,8 @@
 """A finished tile of the grouped GEMM: its bias, its activation, and how it is written, one part at a time.
 
 The tile waits in registers, as a left and a right half in the dtype of the result. What the activation is computed from
-are these rounded values, the ones that backward reads.
+are these rounded values, the ones that backward reads, and the bias. Without one the bias is added before they are
+rounded.
 
 An activation is computed in several pieces, each beside a step of its own, so that the tensor cores do not wait for it.
 There the halves wait as pairs of columns: otherwise the compiler takes them apart, or computes the activation, before
@@ -19,12 +20,14 @@ from .ring import ROW_BOUND, halves, joined, packed, pinned, send, stage, unpack
 class Finished:
     """Where the tile lies that waits to be written."""
 
+    group: gl.tensor
     row: gl.tensor  # counted so that ROW_BOUND is the end of the group
     end: gl.tensor
     column: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, row, end, column):
+    def __init__(self, group, row, end, column):
+        self.group = group
         self.row = row
         self.end = end
         self.column = column
@@ -46,32 +49,64 @@ def waiting(rounded, PIECES: gl.constexpr):
         return halves(pinned(rounded))
 
 
-@gluon.jit
-def column_bias(bias_ptr, column_tile, num_columns, total, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The bias of the columns of a tile, as the accumulator lays them out; zeros past the last column."""
-    column = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
-    if GATED:
-        # The tile holds the same columns of both halves. F is a multiple of 8, which the compiler learns here.
-        HALF_N: gl.constexpr = BLOCK_N // 2
-        d_ff = num_columns // 16 * 8
-        place = column_tile * HALF_N + column % HALF_N
-        return gl.load(bias_ptr + (place + column // HALF_N * d_ff), mask=place < d_ff, other=0.0)
-    else:
-        place = column_tile * BLOCK_N + column
-        return gl.load(bias_ptr + place, mask=place < num_columns // 8 * 8, other=0.0)
+@aggregate
+class Bias:
+    """[G, N], in rows of whole 16 bytes; where there is none, None stands in its place."""
+
+    pointer: gl.tensor
+    stride: gl.tensor
+    num_columns: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, stride, num_columns):
+        self.pointer = pointer
+        self.stride = stride
+        self.num_columns = num_columns
 
 
 @gluon.jit
-def _activated_pairs(pairs, up_pairs, FORWARD: gl.constexpr, GATED: gl.constexpr, DTYPE: gl.constexpr):
-    """Sixteen pairs of columns at a time."""
-    if pairs.shape[1] > 16:
+def load_bias(bias, group, first, end, like):
+    """The group's, of the columns of `like`, which begin at `first`; zeros from `end` on."""
+    column = first + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))
+    return gl.load(bias.pointer + group.to(gl.int64) * bias.stride + column, mask=column < end, other=0.0)
+
+
+@gluon.jit
+def plus_bias(value, loaded):
+    if loaded.dtype != gl.float32:
+        # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
+        loaded = pinned(loaded)
+    return value + loaded.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _activated_pairs(
+    pairs,
+    up_pairs,
+    bias,
+    group,
+    first,  # column of the activation
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Sixteen pairs of columns at a time; eight beside a bias, for which there are registers then."""
+    PAIRS: gl.constexpr = pairs.shape[1]
+    AT_ONCE: gl.constexpr = 16 if bias is None else 8
+    if PAIRS > AT_ONCE:
         left, right = halves(pairs)
         up_left, up_right = halves(up_pairs)
-        left = _activated_pairs(left, up_left, FORWARD, GATED, DTYPE)
-        return joined(left, _activated_pairs(right, up_right, FORWARD, GATED, DTYPE))
+        left = _activated_pairs(left, up_left, bias, group, first, FORWARD, GATED, DTYPE)
+        right = _activated_pairs(right, up_right, bias, group, first + PAIRS, FORWARD, GATED, DTYPE)
+        return joined(left, right)
     else:
         gate = unpacked(pairs, DTYPE).to(gl.float32)
         up = unpacked(up_pairs, DTYPE).to(gl.float32) if GATED else gate
+        if bias is not None:
+            # Rows are multiples of 8 values, which the compiler learns here.
+            width = bias.num_columns // 16 * 8 if GATED else bias.num_columns // 8 * 8
+            gate = plus_bias(gate, load_bias(bias, group, first, width, gate))
+            up = plus_bias(up, load_bias(bias, group, width + first, 2 * width, up)) if GATED else gate
         return packed(FORWARD(gate, up).to(DTYPE))
 
 
@@ -92,8 +127,10 @@ def _piece(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
 def _write_activated(
     pairs,
     up_pairs,
+    at,  # Finished
+    first,  # column of the activation
+    bias,
     desc,
-    corner,
     buffer,
     PIECE: gl.constexpr,
     PIECES: gl.constexpr,
@@ -101,13 +138,13 @@ def _write_activated(
     GATED: gl.constexpr,
 ):
     """One piece goes to the staging buffer, which holds the compiler to computing it here; the last one sends all."""
-    activated = unpacked(
-        _activated_pairs(_piece(pairs, PIECE, PIECES), _piece(up_pairs, PIECE, PIECES), FORWARD, GATED, desc.dtype),
-        desc.dtype,
-    )
-    stage(activated, buffer, PIECE, PIECES)
+    gate = _piece(pairs, PIECE, PIECES)
+    up = _piece(up_pairs, PIECE, PIECES)
+    column = first + PIECE * (2 * gate.shape[1])
+    activated = _activated_pairs(gate, up, bias, at.group, column, FORWARD, GATED, desc.dtype)
+    stage(unpacked(activated, desc.dtype), buffer, PIECE, PIECES)
     if PIECE == PIECES - 1:
-        send(desc, corner, buffer)
+        send(desc, [ROW_BOUND, at.end, at.row, first], buffer)
 
 
 @gluon.jit
@@ -116,6 +153,7 @@ def write_part(
     left,
     right,
     at,  # Finished
+    bias,  # of the activation
     out_desc,
     activated_desc,
     buffer,
@@ -128,14 +166,15 @@ def write_part(
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
     elif GATED:
-        corner = [ROW_BOUND, at.end, at.row, at.column * (2 * left.shape[1])]
-        _write_activated(left, right, activated_desc, corner, buffer, PART - 2, PIECES, FORWARD, GATED)
+        first = at.column * (2 * left.shape[1])
+        _write_activated(left, right, at, first, bias, activated_desc, buffer, PART - 2, PIECES, FORWARD, GATED)
     else:
         OF_HALF: gl.constexpr = PIECES // 2
         HALF: gl.constexpr = (PART - 2) // OF_HALF
+        PIECE: gl.constexpr = (PART - 2) % OF_HALF
         pairs = left if HALF == 0 else right
-        corner = [ROW_BOUND, at.end, at.row, (2 * at.column + HALF) * (2 * left.shape[1])]
-        _write_activated(pairs, pairs, activated_desc, corner, buffer, (PART - 2) % OF_HALF, OF_HALF, FORWARD, GATED)
+        first = (2 * at.column + HALF) * (2 * left.shape[1])
+        _write_activated(pairs, pairs, at, first, bias, activated_desc, buffer, PIECE, OF_HALF, FORWARD, GATED)
 
 
 @gluon.jit
@@ -157,6 +196,7 @@ def write_last(
     left,
     right,
     at,  # Finished
+    bias,  # of the activation
     out_desc,
     activated_desc,
     buffer,
@@ -169,13 +209,14 @@ def write_last(
         # A loop that the compiler does not unroll: it would compute both halves at once, and run out of registers.
         for half in range(0, gl.where(at.end > 0, 2, 0)):
             _write_half(half, left, at, out_desc, buffer, False, PIECES)
-            corner = [ROW_BOUND, at.end, at.row, (2 * at.column + half) * (2 * left.shape[1])]
-            for piece in gl.static_range(PIECES // 2):
-                _write_activated(left, left, activated_desc, corner, buffer, piece, PIECES // 2, FORWARD, GATED)
+            first = (2 * at.column + half) * (2 * left.shape[1])
+            OF_HALF: gl.constexpr = PIECES // 2
+            for piece in gl.static_range(OF_HALF):
+                _write_activated(left, left, at, first, bias, activated_desc, buffer, piece, OF_HALF, FORWARD, GATED)
             left = right
     else:
         for part in gl.static_range(num_parts(PIECES)):
-            write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+            write_part(part, left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
 
 
 @gluon.jit

@@ -5,7 +5,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from .finished import Finished, column_bias, num_parts, unchanged, waiting, write_last, write_part
+from .finished import (
+    Bias,
+    Finished,
+    load_bias,
+    num_parts,
+    plus_bias,
+    unchanged,
+    waiting,
+    write_last,
+    write_part,
+)
 from .ring import (
     buffers,
     free_slot,
@@ -189,9 +199,9 @@ def _reduce_tile(
     ring,
     step,
     num_steps,
-    bias_ptr,  # of the tile's group, or None
+    group,
     column_tile,
-    num_columns,
+    bias,
     left,
     right,
     at,  # Finished
@@ -206,17 +216,19 @@ def _reduce_tile(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """(sum of a tile's steps and bias, the step after them). Writes the finished tile beside the first steps."""
+    """(sum of a tile's steps, and bias if no activation follows; the step after them). Writes the finished tile beside
+    the first steps."""
     PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
-        write_part(part, left, right, at, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+        write_part(part, left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
         total = warpgroup_mma_wait(1, deps=(total,))
         release_previous(ring, step, pred=part > 0)
         step += 1
-    if bias_ptr is not None:
-        # Loaded while the rest is multiplied, into the registers that the finished tile has left.
-        bias = column_bias(bias_ptr, column_tile, num_columns, total, GATED, BLOCK_N)
+    if bias is not None and PIECES == 0:
+        # Loaded while the rest is multiplied, into the registers that the finished tile has left. Rows are multiples of
+        # 8 values, which the compiler learns here.
+        loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, num_steps):
         total = _multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
         total = warpgroup_mma_wait(1, deps=(total,))
@@ -224,11 +236,8 @@ def _reduce_tile(
         step += 1
     total = warpgroup_mma_wait(0, deps=(total,))
     release_previous(ring, step)
-    if bias_ptr is not None:
-        if bias.dtype != gl.float32:
-            # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
-            bias = pinned(bias)
-        total += bias.to(gl.float32)[None, :]
+    if bias is not None and PIECES == 0:
+        total = plus_bias(total, loaded)
     return total, step
 
 
@@ -256,6 +265,7 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
+    bias = None if bias_ptr is None else Bias(bias_ptr, bias_stride, num_columns)
     PARTS: gl.constexpr = num_parts(PIECES)
     HALF_M: gl.constexpr = tiles.block_m // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
@@ -265,18 +275,17 @@ def _consume(
     if PIECES:
         left, right = packed(left), packed(right)
     # No tile is finished yet: at the bound of the rows the hardware clips everything.
-    at = Finished(gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
+    at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end:
-            group_bias = None if bias_ptr is None else bias_ptr + group.to(gl.int64) * bias_stride
             # A last column tile that is at most half full gets half the multiplications.
             if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
                 narrow, step = _reduce_tile(
-                    narrow, ring, step, tiles.num_steps, group_bias, tile_column, num_columns,
+                    narrow, ring, step, tiles.num_steps, group, tile_column, bias,
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
@@ -286,29 +295,29 @@ def _consume(
                     left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
             else:
                 total, step = _reduce_tile(
-                    total, ring, step, tiles.num_steps, group_bias, tile_column, num_columns,
+                    total, ring, step, tiles.num_steps, group, tile_column, bias,
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 left, right = waiting(total.to(out_desc.dtype), PIECES)
-            at = Finished(0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
+            at = Finished(group, 0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
         else:
             # The tile has no rows for this warpgroup, so the other one gets the tensor cores to itself.
             for _ in range(tiles.num_steps):
                 slot = wait_step(ring, step)
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 step += 1
-    write_last(left, right, at, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+    write_last(left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
     left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N)).to(out_desc.dtype))
     if PIECES:
         left, right = packed(left), packed(right)
     ZEROS: gl.constexpr = None if FORWARD is None else unchanged
     for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
-        _, tile_row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
+        group, tile_row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
         row = 0x40000000 - (end - tile_row) + WARPGROUP * HALF_M
         for part in gl.static_range(PARTS):
-            at = Finished(row, end, tile % tiles.num_column_tiles)
-            write_part(part, left, right, at, out_desc, activated_desc, buffer, ZEROS, GATED, PIECES)
+            at = Finished(group, row, end, tile % tiles.num_column_tiles)
+            write_part(part, left, right, at, None, out_desc, activated_desc, buffer, ZEROS, GATED, PIECES)
     tma.store_wait(0)
 
 
@@ -320,7 +329,7 @@ def grouped_gemm_kernel(
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
-    bias_ptr,  # [G, N], or None
+    bias_ptr,  # [G, N], or None; with an activation of that alone
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else not used
