@@ -64,11 +64,19 @@ class Bias:
         self.num_columns = num_columns
 
 
+@gluon.constexpr_function
+def _columns_of_threads(columns):
+    """As wgmma lays out the columns of its result, a thread's two neighbours first, so that one load takes both."""
+    registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
+    return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
+
+
 @gluon.jit
 def load_bias(bias, group, first, end, like):
     """The group's, of the columns of `like`, which begin at `first`; zeros from `end` on."""
-    column = first + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))
-    return gl.load(bias.pointer + group.to(gl.int64) * bias.stride + column, mask=column < end, other=0.0)
+    column = first + gl.arange(0, like.shape[1], layout=_columns_of_threads(like.shape[1]))
+    loaded = gl.load(bias.pointer + group.to(gl.int64) * bias.stride + column, mask=column < end, other=0.0)
+    return gl.convert_layout(loaded, gl.SliceLayout(0, like.type.layout))
 
 
 @gluon.jit
