@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from . import reference
 from ._dispatch import FLOAT8, FLOAT8_CC
+
+Facts = TypeVar("Facts")
+
+_MOST_FORMS = 4096  # of calls that passed a check; then all are forgotten
+_NEW: Any = object()
+
+
+def once_per_form(check: Callable[..., Facts]) -> Callable[..., Facts]:
+    """`check`, but calls like one that passed get what that one got.
+
+    It must read no more of its tensors than dtype, shape and device, and return nothing that can be changed.
+    """
+    passed: dict[tuple[Any, ...], Facts] = {}
+
+    @functools.wraps(check)
+    def check_new_forms(*operands: Any) -> Facts:
+        form = None if torch.compiler.is_compiling() else _form(operands)
+        if form is None:
+            return check(*operands)
+        facts = passed.get(form, _NEW)
+        if facts is _NEW:
+            facts = check(*operands)
+            if len(passed) >= _MOST_FORMS:
+                passed.clear()
+            passed[form] = facts
+        return facts
+
+    return check_new_forms
+
+
+_VALUES = {type(None), bool, int, float, str, torch.dtype}
+
+
+def _form(operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a check can read; None if there is more than tensors and plain values, which could be or do anything."""
+    form = []
+    for operand in operands:
+        kind = type(operand)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            form += (operand.dtype, operand.shape, operand.device)
+        elif kind in _VALUES:
+            form.append(operand)
+        else:
+            return None
+    return tuple(form)
 
 
 def check_shapes(

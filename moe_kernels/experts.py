@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
+from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, once_per_form
 from ._dispatch import choose, registered_op
 from .activation import launch_weighted_activation_backward
 from .activation_spec import Activation, as_activation
@@ -83,10 +83,12 @@ def fused_experts(
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
-    biases = {name: bias for name, bias in (("b_up", b_up), ("b_down", b_down)) if bias is not None}
-    _check_operands(tokens, topk_weights, permutation, w_up, w_down, biases, activation)
+    slot_to_row, row_to_token = permutation.slot_to_row, permutation.row_to_token
+    _check_operands(
+        tokens, topk_weights, slot_to_row, permutation.offsets, w_up, w_down, b_up, b_down, activation.gated
+    )
     if choose("fused_experts", implementation, tokens) == "reference":
-        options = {"activation": activation, "weight_on_input": weight_on_input, **biases}
+        options = {"activation": activation, "weight_on_input": weight_on_input, "b_up": b_up, "b_down": b_down}
         run = _reference_by_token if batch_invariant else reference.fused_experts
         return run(tokens, topk_weights, permutation, w_up, w_down, **options)
     out, _ = _fused_experts_op(
@@ -96,8 +98,8 @@ def fused_experts(
         w_down,
         b_up,
         b_down,
-        permutation.slot_to_row.contiguous(),
-        permutation.row_to_token,
+        slot_to_row.contiguous(),
+        row_to_token,
         *permutation.tile_table,
         reserved_sms,
         activation.name,
@@ -124,28 +126,32 @@ def _reference_by_token(
     return out
 
 
+@once_per_form
 def _check_operands(
     tokens: Tensor,
     topk_weights: Tensor,
-    permutation: Permutation,
+    slot_to_row: Tensor,
+    offsets: Tensor,
     w_up: Tensor,
     w_down: Tensor,
-    biases: dict[str, Tensor],
-    activation: Activation,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    gated: bool,
 ) -> None:
-    width = "2F" if activation.gated else "F"
+    width = "2F" if gated else "F"
     patterns = {"b_up": f"E {width}", "b_down": "E D"}
+    biases = {name: bias for name, bias in (("b_up", b_up), ("b_down", b_down)) if bias is not None}
     sizes = check_shapes(
         "fused_experts",
         tokens=(tokens, "T D"),
         topk_weights=(topk_weights, "T K"),
-        slot_to_row=(permutation.slot_to_row, "T K"),
-        offsets=(permutation.offsets, "E"),
+        slot_to_row=(slot_to_row, "T K"),
+        offsets=(offsets, "E"),
         w_up=(w_up, f"E {width} D"),
         w_down=(w_down, "E D F"),
         **{name: (bias, patterns[name]) for name, bias in biases.items()},
     )
-    if activation.gated and sizes["2F"] != 2 * sizes["F"]:
+    if gated and sizes["2F"] != 2 * sizes["F"]:
         raise ValueError(
             f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
             f"got {list(w_up.shape)} and {list(w_down.shape)}"
@@ -156,7 +162,7 @@ def _check_operands(
         "fused_experts",
         tokens=tokens,
         topk_weights=topk_weights,
-        permutation=permutation.offsets,
+        permutation=offsets,
         w_up=w_up,
         w_down=w_down,
         **biases,

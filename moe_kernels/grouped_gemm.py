@@ -14,18 +14,11 @@ import torch
 from torch import Tensor
 
 from . import reference, tuning
-from ._checks import (
-    check_dtype,
-    check_float8,
-    check_no_gradient,
-    check_same_device,
-    check_same_dtype,
-    check_shapes,
-    result_dtype,
-)
+from ._checks import check_float8, check_no_gradient
 from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op
 from .catalog import GroupedGemmArguments, WgradArguments, device_cc
-from .gemm.epilogue import check_epilogue, launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
+from .gemm.epilogue import launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
+from .grouped_gemm_checks import check_product, check_values, check_wgrad
 
 
 def grouped_gemm(
@@ -71,17 +64,8 @@ def grouped_gemm(
             not sorted within [0, R], or an input requires a gradient with `out` or float8 operands.
         NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
     """
-    sizes = check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
-    check_same_dtype("grouped_gemm", a=a, b=b)
-    _check_offsets("grouped_gemm", offsets, a.shape[0], a=a, b=b)
-    out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
-    _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
-    if activation is not None:
-        check_epilogue("grouped_gemm", activation, sizes["N"])
-    if out is not None:
-        sizes["F"] = sizes["N"] // 2
-        check_shapes("grouped_gemm", sizes, out=(out, "R N" if activation is None else "R F"))
-        check_same_device("grouped_gemm", out=out, offsets=offsets)
+    out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
+    check_values("grouped_gemm", offsets, a.shape[0])
     if out is not None or a.dtype == FLOAT8:
         inputs = (a, b, bias, row_scale, scale_a, scale_b, out)
         check_no_gradient("grouped_gemm", "out=" if out is not None else "float8 operands", *inputs)
@@ -122,15 +106,9 @@ def grouped_gemm_wgrad(
     Raises:
         ValueError: as `grouped_gemm`, or float8 operands.
     """
-    sizes = check_shapes("grouped_gemm_wgrad", a=(a, "R K"), dout=(dout, "R N"), offsets=(offsets, "G"))
-    check_same_dtype("grouped_gemm_wgrad", a=a, dout=dout)
-    if a.dtype == FLOAT8:
-        raise ValueError(f"grouped_gemm_wgrad: operands must have 16 bits or more, got {a.dtype}")
-    _check_offsets("grouped_gemm_wgrad", offsets, a.shape[0], a=a, dout=dout)
-    out_dtype = result_dtype("grouped_gemm_wgrad", a, out, out_dtype)
+    out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
+    check_values("grouped_gemm_wgrad", offsets, a.shape[0])
     if out is not None:
-        check_shapes("grouped_gemm_wgrad", sizes, out=(out, "G K N"))
-        check_same_device("grouped_gemm_wgrad", out=out, offsets=offsets)
         check_no_gradient("grouped_gemm_wgrad", "out=", a, dout, out)
     if choose("grouped_gemm_wgrad", implementation, a) == "reference":
         return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
@@ -138,35 +116,6 @@ def grouped_gemm_wgrad(
         _wgrad_out_op(a, dout, offsets, out)
         return out
     return _wgrad_op(a, dout, offsets, False, out_dtype)
-
-
-def _check_offsets(op: str, offsets: Tensor, num_rows: int, **operands: Tensor) -> None:
-    check_dtype(op, "offsets", offsets, torch.int32)
-    check_same_device(op, offsets=offsets, **operands)
-    if offsets.shape[0] == 0:
-        raise ValueError(f"{op}: offsets must have at least one group, got none")
-    # While a graph is traced there are no values to check; the kernels clamp them.
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-        values = offsets.tolist()
-        if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
-            raise ValueError(f"{op}: offsets must be non-decreasing and within [0, R={num_rows}], got {values}")
-
-
-_PATTERNS = {"bias": "G N", "row_scale": "R", "scale_a": "R", "scale_b": "G N"}
-
-
-def _check_optional(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **optional: Tensor | None) -> None:
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    if not given:
-        return
-    patterns = {name: (tensor, _PATTERNS[name]) for name, tensor in given.items()}
-    check_shapes("grouped_gemm", {"R": len(a), "G": len(b), "N": b.shape[2]}, **patterns)
-    check_same_device("grouped_gemm", offsets=offsets, **given)
-    for name, tensor in given.items():
-        dtypes = (torch.float32, torch.float64) if a.dtype == torch.float64 else (torch.float32,)
-        check_dtype("grouped_gemm", name, tensor, *({*dtypes, out_dtype, a.dtype} if name == "bias" else dtypes))
-        if name.startswith("scale") and a.dtype != FLOAT8:
-            raise ValueError(f"grouped_gemm: {name} belongs to float8 operands, got {a.dtype}")
 
 
 def _launch(

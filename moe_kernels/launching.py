@@ -76,11 +76,8 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`function[grid](*arguments, **options)` on the current device, for kernels without descriptors."""
-    if INTERPRET:
-        function[grid](*arguments, **options)
-    else:
-        launch = Launch(function, grid, arguments, options)
-        _launch(launch, _find_compiled(launch))
+    launch = Launch(function, grid, arguments, options)
+    _launch(launch, find_ready(launch))
 
 
 class _Thread(threading.local):
@@ -99,68 +96,88 @@ def _need_context(device: torch.device) -> None:
         _thread.devices.add(device.index)
 
 
+class Ready(NamedTuple):
+    """What a launch takes that is like an earlier one."""
+
+    compiled: Any  # Triton's compiled kernel
+    constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
+    needs_scratch: bool  # memory for descriptors
+    named: tuple[Any, ...]  # what the signature names by id, so that the ids stay theirs
+
+
+def make_ready(launch: Launch, compiled: Any) -> Ready:
+    """For launches with the static properties of this one, which was compiled to that."""
+    function, _, arguments, options = launch
+    constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
+    layouts = (value.layout for value in arguments if hasattr(value, "block_shape"))
+    return Ready(compiled, constants, compiled.metadata.global_scratch_size > 0, (function, *layouts))
+
+
 def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
     """Launch on the current stream of the current device, which is an operand's.
 
     Args:
         scratch: memory for descriptors; allocated if it is None or too small.
     """
+    if artifact is None or artifact.compiled is None:
+        ready = find_ready(launch)
+    else:
+        ready = make_ready(launch, artifact.compiled)
+    run_ready(launch, ready, operand, scratch)
+
+
+def run_ready(launch: Launch, ready: Ready | None, operand: Tensor, scratch: Tensor | None = None) -> None:
+    """As `run_launch`, with what `find_ready` finds."""
     device = operand.device
     _need_context(device)
-    compiled = _find_compiled(launch) if artifact is None or artifact.compiled is None else artifact.compiled
-    if compiled is not None and not compiled.metadata.global_scratch_size:
-        _launch(launch, compiled)
+    if ready is not None and not ready.needs_scratch:
+        _launch(launch, ready)
     else:
         # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
         # with none. In a copy of the context, ours never replaces one of the caller's.
-        contextvars.copy_context().run(_launch_with_scratch, launch, compiled, device, scratch)
+        contextvars.copy_context().run(_launch_with_scratch, launch, ready, device, scratch)
 
 
-def _launch_with_scratch(launch: Launch, compiled: Any, device: torch.device, scratch: Tensor | None) -> None:
+def _launch_with_scratch(launch: Launch, ready: Ready | None, device: torch.device, scratch: Tensor | None) -> None:
     def allocate(size: int, alignment: int, stream: int) -> Tensor:
         if scratch is None or len(scratch) < size:
             return torch.empty(size, dtype=torch.int8, device=device)
         return scratch
 
     triton.set_allocator(allocate)
-    _launch(launch, compiled)
+    _launch(launch, ready)
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # Triton's compiled kernels by the static properties of their launches
 
-# The same by the signatures of launches, each with what its signature names by id, so that the ids stay theirs. There
-# are more of these, as any other stride makes one; when they are too many, all are forgotten.
-_by_signature: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+# The same by the signatures of launches. There are more of these, as any other stride makes one; when they are too
+# many, all are forgotten.
+_by_signature: dict[tuple[Any, ...], Ready] = {}
 _MOST_SIGNATURES = 4096
 
 
-def _find_compiled(launch: Launch) -> Any:
-    """What an earlier launch of the same static properties was compiled to, or None."""
+def find_ready(launch: Launch) -> Ready | None:
+    """What an earlier launch of the same static properties left; None in the interpreter, which compiles nothing."""
     if INTERPRET:
         return None
     key = signature(launch)
-    if found := _by_signature.get(key):
-        return found[0]
-    compiled = _compiled.get(static_properties(launch))
-    if compiled is not None:
+    ready = _by_signature.get(key)
+    if ready is None and (compiled := _compiled.get(static_properties(launch))) is not None:
         if len(_by_signature) >= _MOST_SIGNATURES:
             _by_signature.clear()
-        layouts = [value.layout for value in launch.arguments if hasattr(value, "block_shape")]
-        _by_signature[key] = compiled, [launch.function, *layouts]
-    return compiled
+        ready = _by_signature[key] = make_ready(launch, compiled)
+    return ready
 
 
-def _launch(launch: Launch, compiled: Any) -> None:
-    if compiled is None:
-        compiled = launch.function[launch.grid](*launch.arguments, **launch.options)
-        # Without a GPU this compiles for some target, which is not part of the properties.
-        if not INTERPRET and torch.cuda.is_available():
-            _compiled[static_properties(launch)] = compiled
-    else:
-        # Triton 3.6 to 3.9 take all parameters here, constexpr ones too, which they skip.
-        function, grid, arguments, options = launch
-        constants = [options[name] for name in function.arg_names[len(arguments) :]]
-        _start(compiled, (*grid, 1, 1)[:3], *arguments, *constants)
+def _launch(launch: Launch, ready: Ready | None) -> None:
+    function, grid, arguments, options = launch
+    if ready is not None:
+        _start(ready.compiled, (*grid, 1, 1)[:3], *arguments, *ready.constants)
+        return
+    compiled = function[grid](*arguments, **options)
+    # Without a GPU this compiles for some target, which is not part of the properties.
+    if not INTERPRET and torch.cuda.is_available():
+        _compiled[static_properties(launch)] = compiled
 
 
 def _start(compiled: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
@@ -175,6 +192,19 @@ def _start(compiled: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
         run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
+class _Form(NamedTuple):
+    """Where the arguments of some types are that decide what is compiled for them, besides their types."""
+
+    function: Any  # whose id stays its own
+    tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    plain_ints: tuple[int, ...]
+    values: tuple[int, ...]  # of which sizes and strides stand for themselves
+
+
+_forms: dict[tuple[Any, ...], _Form] = {}
+
+
 def signature(launch: Launch) -> tuple[Any, ...]:
     """What decides the static properties: launches that differ in those differ here.
 
@@ -182,24 +212,35 @@ def signature(launch: Launch) -> tuple[Any, ...]:
     of the time. All tensors of a launch are on one device.
     """
     function, _, arguments, options = launch
-    properties: list[Any] = [id(function), *options, *options.values()]
-    on_device: Any = None
-    for value, kind in zip(arguments, _parameter_kinds(function), strict=False):
-        type_ = type(value)
-        if isinstance(value, Tensor):
-            on_device = value
-            properties += (value.dtype, value.data_ptr() % 16 == 0)
-        elif type_ is int and kind == _PLAIN:
-            properties.append(-(2**31) <= value < 2**31)
-        elif type_ is int or type_ is tuple or value is None or kind == _CONSTANT:
-            properties.append(value)
-        elif type_ is bool or type_ is float:
-            properties.append(type_)
-        else:
-            properties += (value.base.dtype, *value.block_shape, id(value.layout))
-            on_device = value.base
-    properties.append(on_device.get_device())
+    types = tuple(map(type, arguments))
+    form = _forms.get((id(function), types))
+    if form is None:
+        form = _forms[id(function), types] = _form_of(function, arguments)
+    tensors = [arguments[i] for i in form.tensors]
+    descriptors = [arguments[i] for i in form.descriptors]
+    on_device = tensors[0] if tensors else descriptors[0].base
+    properties = [id(function), types, on_device.get_device(), *options, *options.values()]
+    properties += [tensor.dtype for tensor in tensors]
+    properties += [tensor.data_ptr() % 16 == 0 for tensor in tensors]
+    properties += [arguments[i] for i in form.values]
+    properties += [-(2**31) <= arguments[i] < 2**31 for i in form.plain_ints]
+    for descriptor in descriptors:
+        properties += (descriptor.base.dtype, *descriptor.block_shape, id(descriptor.layout))
     return tuple(properties)
+
+
+def _form_of(function: Any, arguments: tuple[Any, ...]) -> _Form:
+    form = _Form(function, *([] for _ in _Form._fields[1:]))
+    for i, (value, kind) in enumerate(zip(arguments, _parameter_kinds(function), strict=False)):
+        if isinstance(value, Tensor):
+            form.tensors.append(i)
+        elif hasattr(value, "block_shape"):
+            form.descriptors.append(i)
+        elif type(value) is int and kind == _PLAIN:
+            form.plain_ints.append(i)
+        elif type(value) is int or isinstance(value, tuple) or kind == _CONSTANT:
+            form.values.append(i)
+    return _Form(function, *map(tuple, form[1:]))
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:

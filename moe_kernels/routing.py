@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k
+from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k, once_per_form
 from ._dispatch import choose, registered_op, without_autocast
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .activation_functions import exp_negative
@@ -78,10 +78,7 @@ def linear_routing(
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, or `top_k` is outside [1, E].
     """
-    sizes = check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
-    check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
-    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
-    check_top_k("linear_routing", top_k, sizes["E"])
+    _check_linear(tokens, w_router, top_k)
     chosen = choose("linear_routing", implementation, tokens)
     with without_autocast(tokens):  # it would round the logits
         if chosen == "reference":
@@ -89,6 +86,14 @@ def linear_routing(
             return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
         topk_weights, topk_experts, logits = _linear_routing_op(tokens, w_router, top_k, normalize, batch_invariant)
         return Routing(topk_experts, topk_weights, logits)
+
+
+@once_per_form
+def _check_linear(tokens: Tensor, w_router: Tensor, top_k: int) -> None:
+    sizes = check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
+    check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
+    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
+    check_top_k("linear_routing", top_k, sizes["E"])
 
 
 @registered_op("linear_routing")

@@ -83,10 +83,10 @@ def kept(monkeypatch):
 def test_each_launch_finds_its_own_kernel(kept):
     for _ in range(2):
         for launch in kept:
-            assert launching._find_compiled(launch) == static_properties(launch)
+            assert launching.find_ready(launch).compiled == static_properties(launch)
     assert len(launching._by_signature) == len(kept) - 1  # two are alike
     launching._compiled.clear()
-    assert all(launching._find_compiled(launch) == static_properties(launch) for launch in kept)
+    assert all(launching.find_ready(launch).compiled == static_properties(launch) for launch in kept)
 
 
 def test_strides_that_change_do_not_pile_up(kept, monkeypatch):
@@ -95,7 +95,7 @@ def test_strides_that_change_do_not_pile_up(kept, monkeypatch):
     for columns in range(48, 48 + 16 * 20, 16):
         tokens = torch.zeros(4, columns)[:, :32]
         launch = plain._replace(arguments=(tokens, tokens.stride(), *plain.arguments[2:]))
-        assert launching._find_compiled(launch) == static_properties(launch) == static_properties(plain)
+        assert launching.find_ready(launch).compiled == static_properties(launch) == static_properties(plain)
         assert len(launching._by_signature) <= 3
 
 
@@ -104,7 +104,9 @@ def test_threads_find_their_own_kernels(kept, monkeypatch):
     wrong = []
 
     def find(launches):
-        wrong.extend(w for _ in range(200) for w in launches if launching._find_compiled(w) != static_properties(w))
+        wrong.extend(
+            w for _ in range(200) for w in launches if launching.find_ready(w).compiled != static_properties(w)
+        )
 
     threads = [threading.Thread(target=find, args=(kept[first:] + kept[:first],)) for first in range(4)]
     for thread in threads:

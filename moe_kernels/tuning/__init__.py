@@ -15,7 +15,6 @@ from ..activation_functions import listed_epilogue
 from ..arguments import layout_of, rows_bucket
 from ..catalog import (
     Arguments,
-    CompiledArtifact,
     Design,
     GroupedGemmArguments,
     Kernel,
@@ -23,7 +22,7 @@ from ..catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
-from ..launching import run_launch
+from ..launching import Ready, find_ready, run_launch, run_ready
 from ..verification import verified, verify_interval
 from .table_files import Table, merged_table
 
@@ -68,7 +67,7 @@ class _Plan(NamedTuple):
     """What a launch takes that is like an earlier one."""
 
     kernel: Kernel
-    artifact: CompiledArtifact
+    ready: Ready | None
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}  # by the launch keys of arguments
@@ -88,17 +87,18 @@ def _run_if_supported(args: Arguments) -> bool:
     key = args.launch_key()
     plan = _plans.get(key) if key is not None else None
     if plan is not None:
-        run_launch(plan.kernel.launch(args), plan.artifact, args.A, None)
+        run_ready(plan.kernel.launch(args), plan.ready, args.A)
         return True
     kernel = find(args)
     if kernel is None:
         return False
-    kernel.run(args, assume_supported_args=True)
-    # Without a GPU one compiles for some target, which is not part of the key.
-    if key is not None and args.out.numel() and (INTERPRET or torch.cuda.is_available()):
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = _Plan(kernel, kernel.compile(args, assume_supported_args=True))
+    if launch := kernel.launch(args):
+        run_launch(launch, None, args.A, None)
+        # Without a GPU one compiles for some target, which is not part of the key.
+        if key is not None and (INTERPRET or torch.cuda.is_available()):
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = _Plan(kernel, find_ready(launch))
     return True
 
 
