@@ -89,12 +89,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _need_context(device: torch.device) -> None:
-    """Let this thread have the device's context. Encoding a descriptor wants one, launches or not, and a thread that
-    has launched nothing yet, as autograd's at first, has none."""
-    if device.type == "cuda" and device.index not in _thread.devices:
-        torch.empty(1, device=device).zero_()
-        _thread.devices.add(device.index)
+def _need_context(operand: Tensor) -> None:
+    """Let this thread have the context of the operand's GPU. Encoding a descriptor wants one, launches or not, and a
+    thread that has launched nothing yet, as autograd's at first, has none."""
+    if operand.is_cuda and operand.get_device() not in _thread.devices:
+        torch.empty(1, device=operand.device).zero_()
+        _thread.devices.add(operand.get_device())
 
 
 class Ready(NamedTuple):
@@ -129,14 +129,13 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tenso
 
 def run_ready(launch: Launch, ready: Ready | None, operand: Tensor, scratch: Tensor | None = None) -> None:
     """As `run_launch`, with what `find_ready` finds."""
-    device = operand.device
-    _need_context(device)
+    _need_context(operand)
     if ready is not None and not ready.needs_scratch:
         _launch(launch, ready)
     else:
         # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
         # with none. In a copy of the context, ours never replaces one of the caller's.
-        contextvars.copy_context().run(_launch_with_scratch, launch, ready, device, scratch)
+        contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
 def _launch_with_scratch(launch: Launch, ready: Ready | None, device: torch.device, scratch: Tensor | None) -> None:
@@ -171,26 +170,24 @@ def find_ready(launch: Launch) -> Ready | None:
 
 
 def _launch(launch: Launch, ready: Ready | None) -> None:
+    """`function[grid](*arguments, **options)`, which also prepares for profilers' hooks where there are none."""
     function, grid, arguments, options = launch
-    if ready is not None:
-        _start(ready.compiled, (*grid, 1, 1)[:3], *arguments, *ready.constants)
-        return
-    compiled = function[grid](*arguments, **options)
-    # Without a GPU this compiles for some target, which is not part of the properties.
-    if not INTERPRET and torch.cuda.is_available():
-        _compiled[static_properties(launch)] = compiled
-
-
-def _start(compiled: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-    """`compiled[grid](*arguments)`, which also prepares for profilers' hooks where there are none."""
     hooks = triton.knobs.runtime
-    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        compiled[grid](*arguments)
+    if ready is None:
+        compiled = function[grid](*arguments, **options)
+        # Without a GPU this compiles for some target, which is not part of the properties.
+        if not INTERPRET and torch.cuda.is_available():
+            _compiled[static_properties(launch)] = compiled
+    elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
     else:
+        compiled = ready.compiled
+        run = compiled.run  # which loads the kernel when it is first asked for
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        run = compiled.run  # which loads the kernel when it is first asked for
-        run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        known = stream, compiled.function, compiled.packed_metadata, None, None, None
+        run(x, y, z, *known, *arguments, *ready.constants)
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:

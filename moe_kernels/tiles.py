@@ -6,6 +6,8 @@ kernel behind a table reads or writes out of bounds.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from .reference import TileTable
 MAX_GROUPS = 8192
 
 
+@functools.cache
 def table_blocks(num_groups: int) -> dict[str, int]:
     """ENTRY_BLOCK entries are compared with all groups at once: in few registers, so that an SM runs many programs.
     PROGRAM_ENTRIES of a program make up for its scan of the groups, and are few, so that none takes long."""
