@@ -219,7 +219,7 @@ def _make_reader(function: Any, arguments: tuple[Any, ...]) -> Callable[..., tup
             facts += f"x{i}.base.dtype", f"*x{i}.block_shape", f"id(x{i}.layout)"
             on_device = f"x{i}.base"
         elif type(value) is int and kind == _PLAIN:
-            facts.append(f"{-2**31} <= x{i} < {2**31}")
+            facts.append(f"{-(2**31)} <= x{i} < {2**31}")
         elif type(value) is int or isinstance(value, tuple) or kind == _CONSTANT:
             facts.append(f"x{i}")
     facts.append(f"{on_device}.get_device()")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_dtype, check_shapes
+from ._checks import check_dtype, check_shapes, once_per_form
 from ._dispatch import choose, registered_op
 from ._triton import cdiv, next_power_of_2, sort, tl, triton
 from .launching import launch_kernel
@@ -43,12 +43,7 @@ def sort_by_expert(
         ValueError: wrong shape or dtype, or `num_experts` or `max_rows` not positive.
         NotImplementedError: more than 1024 experts with "triton".
     """
-    check_shapes("sort_by_expert", topk_experts=(topk_experts, "T K"))
-    check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32)
-    if num_experts < 1:
-        raise ValueError(f"sort_by_expert: num_experts must be positive, got {num_experts}")
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
+    _check(topk_experts, num_experts, max_rows)
     if choose("sort_by_expert", implementation, topk_experts) == "reference":
         return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
     if num_experts > MAX_EXPERTS:
@@ -59,6 +54,16 @@ def sort_by_expert(
         results = _bound_op(*results[:3], max_rows, block_rows)
     offsets, slot_to_row, row_to_token, *table = results
     return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
+
+
+@once_per_form
+def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None:
+    check_shapes("sort_by_expert", topk_experts=(topk_experts, "T K"))
+    check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32)
+    if num_experts < 1:
+        raise ValueError(f"sort_by_expert: num_experts must be positive, got {num_experts}")
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
 # As one op: of a slice, Inductor compiles another for few tokens.

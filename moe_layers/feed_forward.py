@@ -361,8 +361,7 @@ class MoEFeedForward(nn.Module):
         return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
     def _counts_experts(self) -> bool:
-        wanted = self.router.selection_bias is not None or self.balance_losses.global_batch > 0
-        return self.training and wanted
+        return self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
 
     def update_selection_bias(self, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
         """Balance without a loss, once per optimizer step: see `moe_layers.update_selection_bias`."""
