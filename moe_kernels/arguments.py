@@ -131,7 +131,7 @@ class Arguments(abc.ABC):
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
@@ -212,7 +212,7 @@ class GroupedGemmArguments(Arguments):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WgradArguments(Arguments):
     """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
 
@@ -266,7 +266,7 @@ class WgradArguments(Arguments):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GemmArguments(Arguments):
     """out = epilogue(A @ B), dense, or for each l in a batch of L matrices."""
 

@@ -25,6 +25,8 @@ faster.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -169,6 +171,9 @@ def _check_operands(
     )
 
 
+_activation = functools.cache(Activation)
+
+
 def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
@@ -214,7 +219,7 @@ def _fused_experts_op(
     rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     copy = weight_on_input or rows.choose_copies(tokens, w_up).tokens_forward
-    kind = Activation(activation, limit, alpha)
+    kind = _activation(activation, limit, alpha)
     preactivation, activated = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)
     if recompute:
         preactivation = tokens.new_empty(0)
@@ -280,7 +285,7 @@ def _experts_backward_op(
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
     dtokens = dw_up = dw_down = db_up = db_down = None
-    kind = Activation(activation, limit, alpha)
+    kind = _activation(activation, limit, alpha)
     if recompute:
         copy = weight_on_input or copies.tokens_forward
         preactivation, _ = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)

@@ -101,6 +101,8 @@ class Ready(NamedTuple):
     """What a launch takes that is like an earlier one."""
 
     compiled: Any  # Triton's compiled kernel
+    run: Any  # its launcher
+    kernel: tuple[Any, ...]  # what that takes between the stream and the arguments
     constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
     needs_scratch: bool  # memory for descriptors
     named: tuple[Any, ...]  # what the signature names by id, so that the ids stay theirs
@@ -111,7 +113,9 @@ def make_ready(launch: Launch, compiled: Any) -> Ready:
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     layouts = (value.layout for value in arguments if hasattr(value, "block_shape"))
-    return Ready(compiled, constants, compiled.metadata.global_scratch_size > 0, (function, *layouts))
+    run = compiled.run  # which loads the kernel when it is first asked for
+    kernel = compiled.function, compiled.packed_metadata, None, None, None  # and no hooks
+    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, (function, *layouts))
 
 
 def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
@@ -120,6 +124,7 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tenso
     Args:
         scratch: memory for descriptors; allocated if it is None or too small.
     """
+    _need_context(operand)
     if artifact is None or artifact.compiled is None:
         ready = find_ready(launch)
     else:
@@ -181,13 +186,9 @@ def _launch(launch: Launch, ready: Ready | None) -> None:
     elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
     else:
-        compiled = ready.compiled
-        run = compiled.run  # which loads the kernel when it is first asked for
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        known = stream, compiled.function, compiled.packed_metadata, None, None, None
-        run(x, y, z, *known, *arguments, *ready.constants)
+        ready.run(*(*grid, 1, 1)[:3], stream, *ready.kernel, *arguments, *ready.constants)
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,26 +68,45 @@ def test_signatures_of_numbers():
     assert len(found) == len({static_properties(launch) for launch in (plain, *others)}) == 5
 
 
+class Compiled:
+    """Stands for Triton's compiled kernel: says what it was compiled for, and writes down its launches."""
+
+    function, packed_metadata = "function", "packed"
+
+    def __init__(self, launch, scratch_bytes=0):
+        self.properties = static_properties(launch)
+        self.metadata = SimpleNamespace(global_scratch_size=scratch_bytes)
+        self.launches = []
+
+    def run(self, *launch):
+        self.launches.append(launch)
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, arguments))
+
+
 @pytest.fixture
 def kept(monkeypatch):
-    """What a GPU would keep: compiled kernels by static properties, here the properties themselves."""
+    """What a GPU would keep: compiled kernels by static properties."""
     plain, alike, others = spread_launches()
     launches = [plain, alike, *others.values()]
-    monkeypatch.setattr(
-        launching, "_compiled", {static_properties(launch): static_properties(launch) for launch in launches}
-    )
+    monkeypatch.setattr(launching, "_compiled", {static_properties(launch): Compiled(launch) for launch in launches})
     monkeypatch.setattr(launching, "_by_signature", {})
     monkeypatch.setattr(launching, "INTERPRET", False)
     return launches
 
 
+def found(launch):
+    return launching.find_ready(launch).compiled.properties
+
+
 def test_each_launch_finds_its_own_kernel(kept):
     for _ in range(2):
         for launch in kept:
-            assert launching.find_ready(launch).compiled == static_properties(launch)
+            assert found(launch) == static_properties(launch)
     assert len(launching._by_signature) == len(kept) - 1  # two are alike
     launching._compiled.clear()
-    assert all(launching.find_ready(launch).compiled == static_properties(launch) for launch in kept)
+    assert all(found(launch) == static_properties(launch) for launch in kept)
 
 
 def test_strides_that_change_do_not_pile_up(kept, monkeypatch):
@@ -95,7 +115,7 @@ def test_strides_that_change_do_not_pile_up(kept, monkeypatch):
     for columns in range(48, 48 + 16 * 20, 16):
         tokens = torch.zeros(4, columns)[:, :32]
         launch = plain._replace(arguments=(tokens, tokens.stride(), *plain.arguments[2:]))
-        assert launching.find_ready(launch).compiled == static_properties(launch) == static_properties(plain)
+        assert found(launch) == static_properties(launch) == static_properties(plain)
         assert len(launching._by_signature) <= 3
 
 
@@ -104,9 +124,7 @@ def test_threads_find_their_own_kernels(kept, monkeypatch):
     wrong = []
 
     def find(launches):
-        wrong.extend(
-            w for _ in range(200) for w in launches if launching.find_ready(w).compiled != static_properties(w)
-        )
+        wrong.extend(w for _ in range(200) for w in launches if found(w) != static_properties(w))
 
     threads = [threading.Thread(target=find, args=(kept[first:] + kept[:first],)) for first in range(4)]
     for thread in threads:
