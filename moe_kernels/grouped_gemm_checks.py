@@ -27,14 +27,14 @@ def check_product(
     sizes = check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm", a=a, b=b)
     _check_offsets("grouped_gemm", offsets, a=a, b=b)
-    out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
-    _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
     if activation is not None:
         check_epilogue("grouped_gemm", activation, sizes["N"])
     if out is not None:
         sizes["F"] = sizes["N"] // 2
         check_shapes("grouped_gemm", sizes, out=(out, "R N" if activation is None else "R F"))
         check_same_device("grouped_gemm", out=out, offsets=offsets)
+    out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
+    _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
     return out_dtype
 
 
@@ -52,11 +52,10 @@ def check_wgrad(
     if a.dtype == FLOAT8:
         raise ValueError(f"grouped_gemm_wgrad: operands must have 16 bits or more, got {a.dtype}")
     _check_offsets("grouped_gemm_wgrad", offsets, a=a, dout=dout)
-    out_dtype = result_dtype("grouped_gemm_wgrad", a, out, out_dtype)
     if out is not None:
         check_shapes("grouped_gemm_wgrad", sizes, out=(out, "G K N"))
         check_same_device("grouped_gemm_wgrad", out=out, offsets=offsets)
-    return out_dtype
+    return result_dtype("grouped_gemm_wgrad", a, out, out_dtype)
 
 
 def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:

@@ -1,8 +1,8 @@
 """One kernel launch as a value: run it, compile it, or run it with what was compiled before.
 
 Before each launch Triton's JIT inspects every argument, to find the compiled kernel that fits, which takes longer than
-the launch. So what it found is kept here by the `static_properties` of the launch, and these by its numbers as they
-are, which are read faster; and a `CompiledArtifact` holds it for a caller who vouches for them.
+the launch. So what it found is kept here by the `static_properties` of the launch, and by its `signature`, which holds
+numbers as they are and is read faster; and a `CompiledArtifact` holds it for a caller who vouches for the properties.
 """
 
 from __future__ import annotations
@@ -105,17 +105,17 @@ class Ready(NamedTuple):
     kernel: tuple[Any, ...]  # what that takes between the stream and the arguments
     constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
     needs_scratch: bool  # memory for descriptors
-    named: tuple[Any, ...]  # what the signature names by id, so that the ids stay theirs
+    layouts: tuple[Any, ...]  # of descriptors, which the signature names by id, so that the ids stay theirs
 
 
 def make_ready(launch: Launch, compiled: Any) -> Ready:
     """For launches with the static properties of this one, which was compiled to that."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
-    layouts = (value.layout for value in arguments if hasattr(value, "block_shape"))
+    layouts = tuple(value.layout for value in arguments if hasattr(value, "block_shape"))
     run = compiled.run  # which loads the kernel when it is first asked for
     kernel = compiled.function, compiled.packed_metadata, None, None, None  # and no hooks
-    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, (function, *layouts))
+    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, layouts)
 
 
 def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
@@ -124,7 +124,7 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tenso
     Args:
         scratch: memory for descriptors; allocated if it is None or too small.
     """
-    _need_context(operand)
+    _need_context(operand)  # which loading an artifact's kernel wants, too
     if artifact is None or artifact.compiled is None:
         ready = find_ready(launch)
     else:

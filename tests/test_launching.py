@@ -17,6 +17,7 @@ from moe_kernels.permutation import _spread_kernel, launch_spread
 from moe_kernels.testing import CASES, make_inputs, make_permutation
 
 if HAS_TRITON:
+    import triton
     from triton.runtime.jit import JITFunction
 
 
@@ -132,6 +133,68 @@ def test_threads_find_their_own_kernels(kept, monkeypatch):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = SimpleNamespace(get_current_device=lambda: 5, get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake)
+
+
+def test_a_launch_gets_its_own_arguments_and_constants(kept, driver):
+    """What is kept holds what is compiled, not what an earlier launch wrote to or how large its grid was."""
+    plain, alike, *others = kept
+    more = alike._replace(grid=(7,))
+    for launch in (plain, more, *others, alike, plain):
+        launching.launch_kernel(launch.function, launch.grid, *launch.arguments, **launch.options)
+        handed = launching.find_ready(launch).compiled.launches[-1]
+        grid = (*launch.grid, 1, 1)[:3]
+        assert handed[:9] == (*grid, "stream of 5", "function", "packed", None, None, None)
+        arguments = handed[9:]
+        assert len(arguments) == len(launch.function.arg_names)
+        assert all(is_ is was for is_, was in zip(arguments, launch.arguments, strict=False))
+        constants = dict(zip(launch.function.arg_names, arguments, strict=True))
+        assert constants.items() >= launch.options.items()
+
+
+def test_hooks_that_come_later_are_prepared_for(kept, driver, monkeypatch):
+    """As when a profiler starts after the first launches."""
+    plain = kept[0]
+    compiled = launching.find_ready(plain).compiled
+    for which in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(triton.knobs.runtime, which), "calls", [print])
+            launching.launch_kernel(plain.function, plain.grid, *plain.arguments, **plain.options)
+        grid, arguments = compiled.launches.pop()
+        assert grid == (*plain.grid, 1) and len(arguments) == len(plain.function.arg_names)
+    launching.launch_kernel(plain.function, plain.grid, *plain.arguments, **plain.options)
+    assert compiled.launches.pop()[3] == "stream of 5"
+
+
+def test_descriptors_made_on_the_device_get_memory(kept, driver, monkeypatch):
+    plain = kept[0]
+    compiled = Compiled(plain, scratch_bytes=128)
+    ready = launching.make_ready(plain, compiled)
+    allocators = []
+    monkeypatch.setattr(triton, "set_allocator", allocators.append)
+    for memory in (None, torch.zeros(300, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)):
+        launching.run_ready(plain, ready, plain.arguments[0], memory)
+        given = allocators.pop()(256, 128, 0)
+        assert len(given) >= 256 and (given is memory) == (memory is not None and len(memory) >= 256)
+    assert len(compiled.launches) == 3
+
+
+def test_a_tensor_for_none_and_a_parameter_for_a_tensor(kept):
+    """What has another type is read in another way."""
+    plain = kept[0]
+    tokens, strides, weights, *rest = plain.arguments
+    absent = plain._replace(arguments=(tokens, strides, None, *rest))
+    trained = plain._replace(arguments=(torch.nn.Parameter(tokens), strides, weights, *rest))
+    half = plain._replace(arguments=(torch.nn.Parameter(tokens.half()), strides, weights, *rest))
+    for _ in range(2):
+        for launch in (plain, absent, trained, half):
+            assert found(launch) == static_properties(launch)
+    assert found(trained) == found(plain) and len({found(w) for w in (plain, absent, half)}) == 3
 
 
 def table_of(offsets, num_rows, shift):

@@ -162,11 +162,11 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int, assumed_rows: int
     A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
     only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
     """
-    num_experts, num_columns, d_model = w_up.shape
-    num_rows = num_rows if assumed_rows is None else assumed_rows * num_experts
+    num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
     key = (*_copies_key(tokens, w_up, num_rows), assumed_rows)
     copies = _copies.get(key)
     if copies is None:
+        num_experts, num_columns, d_model = w_up.shape
         # These stand for rows, without the memory.
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
@@ -189,7 +189,7 @@ def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> N
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
-    return tokens.device, layout_of(tokens), layout_of(w_up), tuple(w_up.shape), rows_bucket(num_rows, w_up.shape[0])
+    return tokens.device, layout_of(tokens), layout_of(w_up), w_up.shape, rows_bucket(num_rows, len(w_up))
 
 
 @functools.cache
