@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import reference
 from ._dispatch import FLOAT8, FLOAT8_CC
@@ -49,7 +50,7 @@ def _form(operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
     form = []
     for operand in operands:
         kind = type(operand)
-        if kind is Tensor or kind is torch.nn.Parameter:
+        if kind is Tensor or kind is Parameter:
             form += (operand.dtype, operand.shape, operand.device)
         elif kind in _VALUES:
             form.append(operand)
