@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -166,13 +165,11 @@ class TopKRouter(nn.Module):
         return routed
 
     def _route(self, tokens: Tensor, weight: Tensor) -> Routing:
-        if self._is_plain_softmax:
-            route = partial(linear_routing, normalize=self.spec.normalize)
-        else:
-            biases = {"logit_bias": self.bias, "selection_bias": self.selection_bias}
-            route = partial(scored_linear_routing, spec=self.spec, **biases)
         options = {"batch_invariant": self.batch_invariant, "implementation": self.implementation}
-        return route(tokens, weight, top_k=self.top_k, **options)
+        if self._is_plain_softmax:
+            return linear_routing(tokens, weight, self.top_k, normalize=self.spec.normalize, **options)
+        options |= {"logit_bias": self.bias, "selection_bias": self.selection_bias}
+        return scored_linear_routing(tokens, weight, self.top_k, spec=self.spec, **options)
 
     def _apply(self, fn, recurse: bool = True):
         bias, counts = self.selection_bias, self.expert_counts
