@@ -20,7 +20,7 @@ class Sizes:
 
     ends = (130, 150, 150, 700) if torch.cuda.is_available() else (5, 20, 20, 36)
     num_rows = ends[-1] + 4
-    size_k, size_n = (320, 528) if torch.cuda.is_available() else (48, 80)
+    size_k, size_n = (384, 528) if torch.cuda.is_available() else (48, 80)
 
 
 def supported_arguments(kernel, device):
