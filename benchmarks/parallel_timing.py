@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 from moe_layers.collectives import Ranks, wait
 
-from .timing import Timing, _percentiles, _time_calls
+from .timing import Timing, _percentiles, _time_calls, turns
 
 
 def time_together(
@@ -22,10 +22,9 @@ def time_together(
         fastest = largest(_time_calls(function, device.type, 2), device).min().item()
         calls[name] = max(3, int(round_ms / max(fastest, 1e-3)) + 1)
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            distributed.barrier()
-            samples[name] += largest(_time_calls(function, device.type, calls[name]), device).tolist()
+    for name in turns(list(functions), rounds):
+        distributed.barrier()
+        samples[name] += largest(_time_calls(functions[name], device.type, calls[name]), device).tolist()
     return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,10 +26,18 @@ def time_interleaved(
     """Time every function for at least `round_ms` per round, taking turns, so that drifting clocks meet all alike."""
     calls = {name: _calls_for(function, device, round_ms) for name, function in functions.items()}
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            samples[name] += _time_calls(function, device, calls[name])
+    for name in turns(list(functions), rounds):
+        samples[name] += _time_calls(functions[name], device, calls[name])
     return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
+
+
+def turns(names: list[str], rounds: int) -> Iterator[str]:
+    """Every name once per round, in an order that differs from round to round and is the same in every run.
+
+    What ran before decides how warm the GPU is, and so its clock: in one order the same name would gain every time.
+    """
+    for seed in range(rounds):
+        yield from random.Random(seed).sample(names, len(names))
 
 
 def _calls_for(function: Callable[[], object], device: str, round_ms: float) -> int:
