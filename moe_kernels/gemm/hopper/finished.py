@@ -1,8 +1,8 @@
 """A finished tile of the grouped GEMM: its bias, its activation, and how it is written, one part at a time.
 
 The tile waits in registers, as a left and a right half in the dtype of the result. What the activation is computed from
-are these rounded values, the ones that backward reads, and the bias. Without one the bias is added before they are
-rounded.
+are these rounded values, the ones that backward reads, and the bias. Where there is no activation, the bias is added
+before they are rounded.
 
 An activation is computed in several pieces, each beside a step of its own, so that the tensor cores do not wait for it.
 There the halves wait as pairs of columns: otherwise the compiler takes them apart, or computes the activation, before
