@@ -212,7 +212,7 @@ def compiled_around_the_dispatcher(device):
         graphs = {}  # by their code: PyTorch may compile one twice when it starts again
 
         def backend(graph, inputs, graphs=graphs):
-            graphs[graph.print_readable(print_output=False)] = graph
+            graphs[graph.code] = graph
             return aot_eager(graph, inputs)
 
         torch._dynamo.reset()
