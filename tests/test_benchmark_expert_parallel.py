@@ -74,23 +74,25 @@ def what_is_skipped_says_why(device):
 
 
 class Wrong(torch.nn.Module):
-    def __init__(self, layer):
+    def __init__(self, layer, error):
         super().__init__()
-        self.layer = layer
+        self.layer, self.error = layer, error
 
     def forward(self, tokens):
-        return 1.05 * self.layer(tokens)
+        return (1 + self.error) * self.layer(tokens)
 
 
 def what_differs_in_one_process_is_not_timed(device):
+    error = 0.01 if dtype_for(device) == torch.float32 else 0.05  # in bfloat16 2 % are allowed
+
     def make(name, *arguments):
         made = make_implementation(name, *arguments)
-        return Wrong(made) if name == "alltoall" and distributed.get_rank() == 1 else made
+        return Wrong(made, error) if name == "alltoall" and distributed.get_rank() == 1 else made
 
     with mock.patch.object(parallel_comparison, "make_implementation", make):
         rows = run(device, "--ep", "2", "--megabytes", "--implementations", "allgather", "alltoall")
     assert [row["implementation"] for row in rows] == ["allgather", "allgather", "alltoall"]
-    assert rows[2]["skipped"].startswith("differs from allgather, result by result, by [0.05, 0.05,")
+    assert rows[2]["skipped"].startswith(f"differs from allgather, result by result, by [{error}, {error},")
 
 
 def parameters_are_shared(device):
