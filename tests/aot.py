@@ -195,9 +195,16 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         "gemm": True,
         "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
         "artifact_launches_alike": artifact_launches_alike(artifact, launch),
+        "described_twice": described_twice(launch),
         "unordered": None if lines is None else unordered_accesses(disassemble(artifact.compiled), lines),
         **inspect(artifact.compiled),
     }
+
+
+def described_twice(launch: Launch) -> bool:
+    """Whether two descriptors are of one tensor: each is encoded, and handed over, in every launch."""
+    described = [id(value.base) for value in launch.arguments if hasattr(value, "block_shape")]
+    return len(set(described)) < len(described)
 
 
 def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:

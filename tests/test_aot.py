@@ -69,6 +69,10 @@ def test_artifacts_launch_as_the_jit_does(records):
     assert not [where(r) for r in records if r["gemm"] and not r["artifact_launches_alike"]]
 
 
+def test_each_tensor_has_one_descriptor(records):
+    assert not [where(record) for record in records if record["gemm"] and record["described_twice"]]
+
+
 def test_words_of_warp_specialize_have_barriers_between(records):
     """So what racecheck reports of them, which `tests/racecheck.py` lets pass, is none."""
     specialized = [record for record in records if "_ws_" in record["kernel"]]

@@ -125,9 +125,9 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
         pieces = _pieces(self.metadata.epilogue)
-        activated_desc = out_desc = _ragged_descriptor(args.out, half)
+        out_desc, activated_desc = _ragged_descriptor(args.out, half), None
         if pieces:
-            out_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1)
+            out_desc, activated_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
         if design.gather:
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
         else:

@@ -332,7 +332,7 @@ def grouped_gemm_kernel(
     bias_ptr,  # [G, N], or None; with an activation of that alone
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
-    activated_desc,  # ragged [R, F] with an activation, else not used
+    activated_desc,  # ragged [R, F], or None; with an activation
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
@@ -359,8 +359,9 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    buffer_0 = gl.allocate_shared_memory(out_desc.dtype, activated_desc.block_type.shape, activated_desc.layout)
-    buffer_1 = gl.allocate_shared_memory(out_desc.dtype, activated_desc.block_type.shape, activated_desc.layout)
+    staged = out_desc if activated_desc is None else activated_desc  # whose blocks have no axis for the halves
+    buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
+    buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(
         [
             (
