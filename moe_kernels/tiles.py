@@ -7,6 +7,7 @@ kernel behind a table reads or writes out of bounds.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,24 +43,46 @@ def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: i
     )
 
 
+class _Parts(NamedTuple):
+    """How the tensors of a table share one memory."""
+
+    sizes: tuple[int, ...]  # numbers of each, and of gaps between them, so that all start as aligned as the first
+    places: tuple[int, ...]  # of order, bounds, tiles and num_tiles among the sizes
+    total: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(num_rows: int, num_groups: int, block_rows: int) -> _Parts:
+    sizes: list[int] = []
+    places = []
+    for size in (num_groups, num_groups + 2, 2 * tile_capacity(num_rows, num_groups, block_rows), 2):
+        if gap := -sum(sizes) % 4:
+            sizes.append(gap)
+        places.append(len(sizes))
+        sizes.append(size)
+    return _Parts(tuple(sizes), tuple(places), sum(sizes))
+
+
 def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
     """Memory that the tensors of a table take together."""
-    return 4 * sum(_table_sizes(num_rows, num_groups, block_rows))
+    return 4 * _parts(num_rows, num_groups, block_rows).total
 
 
-def _table_sizes(num_rows: int, num_groups: int, block_rows: int) -> tuple[int, ...]:
-    """Numbers for each tensor of a table in one memory: whole 16 bytes, so that all start as aligned as the first."""
-    capacity = tile_capacity(num_rows, num_groups, block_rows)
-    return tuple(-(-size // 4) * 4 for size in (num_groups + 2, 2 * capacity, 2, num_groups))
-
-
-def tile_table_in(memory: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
-    """A table in the first `tile_table_bytes` of a [bytes] uint8 tensor, yet to be written."""
-    capacity = tile_capacity(num_rows, num_groups, block_rows)
-    sizes = _table_sizes(num_rows, num_groups, block_rows)
-    bounds, tiles, num_tiles, order = memory[: 4 * sum(sizes)].view(torch.int32).split(sizes)
-    tiles = tiles[: 2 * capacity].view(capacity, 2)
-    return TileTable(bounds[: num_groups + 2], tiles, num_tiles[:2], order[:num_groups], block_rows)
+def tile_table_in(
+    memory: Tensor | None,  # [tile_table_bytes] uint8, or more; None allocates
+    like: Tensor,
+    num_rows: int,
+    num_groups: int,
+    block_rows: int,
+) -> TileTable:
+    """As `empty_tile_table`, but in one memory, which takes less time and which an op may not return."""
+    sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
+    if memory is None:
+        numbers = like.new_empty(total, dtype=torch.int32)
+    else:
+        numbers = memory[: 4 * total].view(torch.int32)
+    parts = numbers.split_with_sizes(sizes)
+    return TileTable(parts[bounds], parts[tiles].view(-1, 2), parts[num_tiles], parts[order], block_rows)
 
 
 def make_tile_table(

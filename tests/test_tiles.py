@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_kernels import reference
-from moe_kernels.tiles import MAX_GROUPS, make_tile_table
+from moe_kernels.tiles import MAX_GROUPS, empty_tile_table, make_tile_table, tile_table_bytes, tile_table_in
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,24 @@ def test_every_row_is_in_one_tile(device):
         start, end = table.bounds[group : group + 2].tolist()
         rows += range(start + block * 16, min(start + block * 16 + 16, end))
     assert rows == list(range(50))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_table_in_one_memory(given, device):
+    """Its tensors start at whole 16 bytes, as if each had a memory of its own, and do not overlap."""
+    like = torch.zeros(1, dtype=torch.int32, device=device)
+    for num_groups in (1, 2, 3, 4, 5, 8, 60, 127):
+        for num_rows in (0, 1, 16, 33, 1000):
+            num_bytes = tile_table_bytes(num_rows, num_groups, 16)
+            memory = torch.zeros(num_bytes + 16, dtype=torch.uint8, device=device) if given else None
+            table = tile_table_in(memory, like, num_rows, num_groups, 16)
+            apart = empty_tile_table(like, num_rows, num_groups, 16)
+            for number, (part, alone) in enumerate(zip(table[:4], apart[:4], strict=True)):
+                assert (part.shape, part.stride(), part.dtype) == (alone.shape, alone.stride(), alone.dtype)
+                assert part.data_ptr() % 16 == 0 and part.untyped_storage().nbytes() == num_bytes + 16 * given
+                part.fill_(number)
+            assert all((part == number).all() for number, part in enumerate(table[:4]))
+            assert memory is None or (memory[num_bytes:] == 0).all()
 
 
 def test_strided_offsets(device):

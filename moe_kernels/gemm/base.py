@@ -12,7 +12,7 @@ from .._triton import INTERPRET, cdiv
 from ..activation_functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
 from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
 from ..reference import TileTable
-from ..tiles import empty_tile_table, tile_table_bytes, tile_table_in, write_table
+from ..tiles import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
 _MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores do while memory moves a byte, A100 to B200
@@ -105,10 +105,7 @@ def padded(rows: int, columns: int, design: Design) -> int:
 
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:
-    if memory is None:
-        table = empty_tile_table(offsets, num_rows, offsets.shape[0], height)
-    else:
-        table = tile_table_in(memory, num_rows, len(offsets), height)
+    table = tile_table_in(memory, offsets, num_rows, offsets.shape[0], height)
     if write:
         write_table(table, offsets, num_rows)
     return table

@@ -21,7 +21,6 @@ from ..launching import launch_kernel
 from ..reference import TileTable
 from ..tiles import (
     MAX_GROUPS,
-    empty_tile_table,
     larger,
     table_blocks,
     tile_table_bytes,
@@ -182,10 +181,7 @@ def make_jagged_table(
     num_groups = len(group_offsets) - 1
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
-    if memory is None:
-        table = empty_tile_table(group_offsets, num_rows, parts or num_groups, block_rows)
-    else:
-        table = tile_table_in(memory, num_rows, parts or num_groups, block_rows)
+    table = tile_table_in(memory, group_offsets, num_rows, parts or num_groups, block_rows)
     if write:
         _write_table(table, group_offsets, num_rows, parts, out)
     return table
