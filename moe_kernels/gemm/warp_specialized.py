@@ -79,20 +79,43 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+def _form(shape: list[int], strides: list[int], block: list[int]) -> dict[str, Any]:
+    """All of a descriptor but its tensor."""
+    return {
+        "shape": shape,
+        "strides": strides,
+        "block_shape": block,
+        "layout": _layout(len(shape)),
+        "padding": "zero",
+    }
+
+
+def _descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
     """As `TensorDescriptor` makes it, but without its checks, which take most of its time: of what `supports` asks."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(
-        base=tensor, shape=shape, strides=strides, block_shape=block, layout=_layout(len(shape)), padding="zero"
-    )
+    descriptor.__dict__.update(form, base=tensor)
     return descriptor
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict[str, Any]:
+    return _form(list(shape), list(strides), list(block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ragged_form(row_stride: int, num_columns: int, block: tuple[int, int], split: int) -> dict[str, Any]:
+    shape, strides = ragged_shape_and_strides(row_stride, num_columns, split)
+    middle = [1] if split > 1 else []
+    return _form(shape, strides, [1, 1, block[0], *middle, block[1]])
+
+
+def _plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return _descriptor(tensor, _plain_form(tensor.shape, tensor.stride(), block))
 
 
 def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
     """Over [R, C]; with `split` 2 over [R, 2, C / 2], so that neither half reaches into the other."""
-    shape, strides = ragged_shape_and_strides(tensor.stride(0), tensor.shape[1], split)
-    middle = [1] if split > 1 else []
-    return _descriptor(tensor, shape, strides, [1, 1, block[0], *middle, block[1]])
+    return _descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
@@ -131,13 +154,13 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         if design.gather:
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
         else:
-            a = (_descriptor(args.A, list(args.A.shape), list(args.A.stride()), [block_m, block_k]), *(None,) * 4)
+            a = (_plain_descriptor(args.A, block_m, block_k), None, None, None, None)
         return Launch(
             grouped_gemm_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
                 *a,
-                self._b_descriptor(args.B),
+                _descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
                 args.bias,
                 None if args.bias is None else args.bias.stride(0),
                 out_desc,
@@ -153,17 +176,19 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             _options(self, args.zero_tail),
         )
 
-    def _b_descriptor(self, b: Tensor) -> TensorDescriptor:
-        _, block_n, block_k = self.metadata.design.tile_shape
-        num_groups, depth, num_columns = b.shape
-        stride_g, stride_k, stride_n = b.stride()
-        if is_gated(self.metadata.epilogue):
-            d_ff = num_columns // 2
-            shape, strides = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
-            return _descriptor(b, shape, strides, [1, 2, block_n // 2, block_k])
-        if self.metadata.operands.B.layout == "column":
-            return _descriptor(b, [num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
-        return _descriptor(b, [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+
+@functools.lru_cache(maxsize=4096)
+def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tuple[int, ...]) -> dict[str, Any]:
+    _, block_n, block_k = kernel.metadata.design.tile_shape
+    num_groups, depth, num_columns = shape
+    stride_g, stride_k, stride_n = strides
+    if is_gated(kernel.metadata.epilogue):
+        d_ff = num_columns // 2
+        split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+        return _form(*split, [1, 2, block_n // 2, block_k])
+    if kernel.metadata.operands.B.layout == "column":
+        return _form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
+    return _form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
 
 
 @functools.cache
@@ -220,7 +245,7 @@ class WarpSpecializedWgrad(WgradKernel):
                     for t, width, index in operands
                 ),
                 *(gathered or (None,) * 4),
-                _descriptor(args.out, list(args.out.shape), list(args.out.stride()), [1, block_k // 2, block_n // 2]),
+                _plain_descriptor(args.out, 1, block_k // 2, block_n // 2),
                 table.bounds,
                 table.order,
                 num_groups,
