@@ -59,7 +59,7 @@ def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[to
 
 def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` with the tensor's GPU as the current one: Triton launches on the current one."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
         return function(*args, **kwargs)
     with torch.cuda.device(tensor.device):
         return function(*args, **kwargs)

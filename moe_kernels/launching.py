@@ -76,7 +76,7 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 
 
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """`function[grid](*arguments, **options)` on the current device, for kernels without descriptors."""
+    """`function[grid](*arguments, **options)` on the tensors' device, which is the current one, without descriptors."""
     launch = Launch(function, grid, arguments, options)
     _launch(launch, find_ready(launch))
 
@@ -106,6 +106,7 @@ class Ready(NamedTuple):
     constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
     needs_scratch: bool  # memory for descriptors
     layouts: tuple[Any, ...]  # of descriptors, which the signature names by id, so that the ids stay theirs
+    device: int  # of the tensors, for which the kernel is loaded
 
 
 def make_ready(launch: Launch, compiled: Any) -> Ready:
@@ -113,9 +114,10 @@ def make_ready(launch: Launch, compiled: Any) -> Ready:
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     layouts = tuple(value.layout for value in arguments if hasattr(value, "block_shape"))
+    device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
     run = compiled.run  # which loads the kernel when it is first asked for
     kernel = compiled.function, compiled.packed_metadata, None, None, None  # and no hooks
-    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, layouts)
+    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, layouts, device)
 
 
 def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
@@ -186,8 +188,7 @@ def _launch(launch: Launch, ready: Ready | None) -> None:
     elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
     else:
-        driver = triton.runtime.driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
+        stream = triton.runtime.driver.active.get_current_stream(ready.device)
         ready.run(*(*grid, 1, 1)[:3], stream, *ready.kernel, *arguments, *ready.constants)
 
 

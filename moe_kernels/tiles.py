@@ -81,7 +81,7 @@ def tile_table_in(
         numbers = like.new_empty(total, dtype=torch.int32)
     else:
         numbers = memory[: 4 * total].view(torch.int32)
-    parts = numbers.split_with_sizes(sizes)
+    parts = numbers.unsafe_split_with_sizes(sizes)  # faster, as there are no gradients to see to
     return TileTable(parts[bounds], parts[tiles].view(-1, 2), parts[num_tiles], parts[order], block_rows)
 
 

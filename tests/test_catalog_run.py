@@ -276,11 +276,11 @@ def test_an_artifact_spares_the_jit(device, monkeypatch):
 
     artifact = dataclasses.replace(kernel.compile(args), compiled=Compiled())
     monkeypatch.setattr(launch.function, "run", None)
-    driver = SimpleNamespace(get_current_device=lambda: 5, get_current_stream=lambda device: f"stream of {device}")
+    driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     run_launch(launch, artifact, args.A, None)
     (handed,) = calls
-    assert handed[:6] == (*launch.grid, 1, 1, "stream of 5", "function", "packed")
+    assert handed[:6] == (*launch.grid, 1, 1, f"stream of {args.A.get_device()}", "function", "packed")
     assert handed[6:9] == (None, None, None)
     arguments = handed[9:]
     assert arguments[: len(launch.arguments)] == launch.arguments

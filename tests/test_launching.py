@@ -137,7 +137,7 @@ def test_threads_find_their_own_kernels(kept, monkeypatch):
 
 @pytest.fixture
 def driver(monkeypatch):
-    fake = SimpleNamespace(get_current_device=lambda: 5, get_current_stream=lambda device: f"stream of {device}")
+    fake = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
 
 
@@ -149,7 +149,8 @@ def test_a_launch_gets_its_own_arguments_and_constants(kept, driver):
         launching.launch_kernel(launch.function, launch.grid, *launch.arguments, **launch.options)
         handed = launching.find_ready(launch).compiled.launches[-1]
         grid = (*launch.grid, 1, 1)[:3]
-        assert handed[:9] == (*grid, "stream of 5", "function", "packed", None, None, None)
+        stream = f"stream of {launch.arguments[0].get_device()}"
+        assert handed[:9] == (*grid, stream, "function", "packed", None, None, None)
         arguments = handed[9:]
         assert len(arguments) == len(launch.function.arg_names)
         assert all(is_ is was for is_, was in zip(arguments, launch.arguments, strict=False))
@@ -168,7 +169,7 @@ def test_hooks_that_come_later_are_prepared_for(kept, driver, monkeypatch):
         grid, arguments = compiled.launches.pop()
         assert grid == (*plain.grid, 1) and len(arguments) == len(plain.function.arg_names)
     launching.launch_kernel(plain.function, plain.grid, *plain.arguments, **plain.options)
-    assert compiled.launches.pop()[3] == "stream of 5"
+    assert compiled.launches.pop()[3] == f"stream of {plain.arguments[0].get_device()}"
 
 
 def test_descriptors_made_on_the_device_get_memory(kept, driver, monkeypatch):
