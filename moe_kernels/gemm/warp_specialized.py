@@ -234,17 +234,23 @@ class WarpSpecializedWgrad(WgradKernel):
         block_k, block_n, block_r = design.tile_shape
         num_groups, size_k, size_n = args.out.shape
         table = self.tile_table(args)
-        operands = [(args.A, block_k, args.a_row_to_token), (args.dout, block_n, args.dout_row_to_token)]
-        gathered = next(((t, t.stride(0), index, t.shape[1]) for t, _, index in operands if index is not None), None)
+        a_desc = dout_desc = None
+        gathered: tuple[Any, ...] = (None,) * 4
+        if args.a_row_to_token is None:
+            a_desc = _ragged_descriptor(args.A, (block_r, block_k))
+        else:
+            gathered = args.A, args.A.stride(0), args.a_row_to_token, size_k
+        if args.dout_row_to_token is None:
+            dout_desc = _ragged_descriptor(args.dout, (block_r, block_n))
+        else:
+            gathered = args.dout, args.dout.stride(0), args.dout_row_to_token, size_n
         return Launch(
             wgrad_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
-                *(
-                    None if index is not None else _ragged_descriptor(t, (block_r, width))
-                    for t, width, index in operands
-                ),
-                *(gathered or (None,) * 4),
+                a_desc,
+                dout_desc,
+                *gathered,
                 _plain_descriptor(args.out, 1, block_k // 2, block_n // 2),
                 table.bounds,
                 table.order,
