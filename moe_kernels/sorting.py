@@ -1,7 +1,8 @@
-"""A stable counting sort of the slots by expert.
+"""A stable sort of the slots by expert.
 
-Three launches whatever T, K and E: count the experts of each block of slots, scan the counts over the blocks (every
-expert by itself), place the slots, sorted within their block. No atomics: the result is the same every time.
+Of many slots by counting, in three launches whatever T, K and E: count the experts of each block of slots, scan the
+counts over the blocks (every expert by itself), place the slots, sorted within their block. Of few in one launch: each
+finds its row by comparing itself with all. No atomics: the result is the same every time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from .reference import Permutation, TileTable
 from .tiles import empty_tile_table, make_tile_table, table_blocks, write_tile_table
 
 MAX_EXPERTS = 1024
+
+_FEW_SLOTS = 1024  # of which comparing all with all takes less than two more launches
+_RANKED = 32  # slots whose rows a program finds, by comparing them with all
 
 
 def sort_by_expert(
@@ -101,41 +105,48 @@ def _sort_op(
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
     table = TileTable(*tensors, block_rows)
+    capacity = table.tiles.shape[0]
+    blocks = table_blocks(num_experts)
+    num_table_programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
+    results = offsets, slot_to_row, row_to_token, table.bounds, table.tiles, table.num_tiles, table.order
+    sizes = num_slots, capacity, num_experts, top_k
+    constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **blocks}
+    if num_slots <= _FEW_SLOTS:
+        grid = (num_table_programs + cdiv(num_slots, _RANKED),)
+        launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=512, **constants)
+        return results
+    _count_and_place(topk_experts, results, sizes, constants, num_table_programs)
+    return results
+
+
+def _count_and_place(
+    topk_experts: Tensor,  # [T, K]
+    results: tuple[Tensor, ...],
+    sizes: tuple[int, int, int, int],
+    constants: dict[str, int],
+    num_table_programs: int,
+) -> None:
+    num_slots, _, num_experts, _ = sizes
     block_slots, num_place_warps = _sort_block(num_experts)
     num_blocks = cdiv(num_slots, block_slots)
     counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
     totals = topk_experts.new_empty(num_experts)
-    E_P2 = next_power_of_2(num_experts)
-    if num_blocks:
-        launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, E_P2, block_slots)
+    count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
+    launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
     launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
-    capacity = table.tiles.shape[0]
-    blocks = table_blocks(num_experts)
     launch_kernel(
         _place_kernel,
-        (cdiv(capacity, blocks["PROGRAM_ENTRIES"]) + num_blocks,),
+        (num_table_programs + num_blocks,),
         topk_experts,
         counts,
         totals,
-        offsets,
-        slot_to_row,
-        row_to_token,
-        table.bounds,
-        table.tiles,
-        table.num_tiles,
-        table.order,
-        num_slots,
-        capacity,
-        num_experts,
-        top_k,
-        E_P2=E_P2,
+        *results,
+        *sizes,
         BLOCK=block_slots,
-        BLOCK_ROWS=block_rows,
-        **blocks,
+        **constants,
         num_warps=num_place_warps,
     )
-    return offsets, slot_to_row, row_to_token, *table[:4]
 
 
 @_sort_op.register_fake
@@ -148,6 +159,78 @@ def _empty_sort(topk_experts, num_experts, block_rows):
         topk_experts.new_empty(num_slots),
         *table[:4],
     )
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def _rank_kernel(
+    experts_ptr,  # [num_slots]
+    offsets_ptr,  # [E]
+    slot_to_row_ptr,  # [num_slots]
+    row_to_token_ptr,  # [num_slots]
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    order_ptr,
+    num_slots,
+    capacity,
+    E,
+    TOP_K,
+    RANKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    """The first programs write the offsets and table entries, the others place RANKED slots each.
+
+    Grid: (cdiv(capacity, PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
+    """
+    num_table_programs = tl.cdiv(capacity, PROGRAM_ENTRIES)
+    lane = tl.arange(0, BLOCK)
+    if tl.program_id(0) < num_table_programs:
+        index = tl.arange(0, E_P2)
+        totals = tl.zeros((E_P2,), tl.int32)
+        for first in range(0, num_slots, BLOCK):
+            expert = tl.load(experts_ptr + first + lane, mask=first + lane < num_slots, other=-1)
+            kept = (expert >= 0) & (expert < E)
+            totals += tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)
+        ends = tl.cumsum(totals, 0)
+        if tl.program_id(0) == 0:
+            tl.store(offsets_ptr + index, ends, mask=index < E)
+        write_tile_table(
+            tl.program_id(0),
+            ends - totals,
+            ends,
+            bounds_ptr,
+            tiles_ptr,
+            num_tiles_ptr,
+            order_ptr,
+            num_slots,
+            capacity,
+            E,
+            E_P2,
+            BLOCK_ROWS,
+            ENTRY_BLOCK,
+            PROGRAM_ENTRIES,
+        )
+    else:
+        slot = (tl.program_id(0) - num_table_programs) * RANKED + tl.arange(0, RANKED)
+        expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+        # Dropped slots are one more expert, and what is past the slots another.
+        kept = (expert >= 0) & (expert < E)
+        expert = tl.where(kept, expert, E)
+        row = tl.zeros((RANKED,), tl.int32)
+        for first in range(0, num_slots, BLOCK):
+            other = first + lane
+            value = tl.load(experts_ptr + other, mask=other < num_slots, other=-1)
+            value = tl.where((value >= 0) & (value < E), value, E)
+            value = tl.where(other < num_slots, value, E + 1)[None, :]
+            is_tie = value == expert[:, None]  # [RANKED, BLOCK]
+            is_before = (value < expert[:, None]) | (is_tie & (other[None, :] < slot[:, None]))
+            row += tl.sum(is_before.to(tl.int32), 1)
+        tl.store(slot_to_row_ptr + slot, tl.where(kept, row, -1), mask=slot < num_slots)
+        tl.store(row_to_token_ptr + row, (slot // TOP_K).to(tl.int32), mask=slot < num_slots)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

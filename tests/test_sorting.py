@@ -5,11 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_kernels import reference, sort_by_expert
+from moe_kernels import reference, sort_by_expert, sorting
 from moe_kernels.sorting import _bound_op, _sort_op
 from moe_kernels.testing import CASES, make_inputs
 
 triton_sort = partial(sort_by_expert, implementation="triton")
+
+
+@pytest.fixture(params=["few", "many"], scope="module", autouse=True)
+def way(request):
+    """Few slots are sorted in another way; every test goes both."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "many":
+            patch.setattr(sorting, "_FEW_SLOTS", -1)
+        yield request.param
 
 
 def assert_same(actual, expected):
@@ -76,9 +85,7 @@ def test_real_sizes(num_tokens, num_experts, top_k, device):
     assert_same(triton_sort(experts, num_experts), reference.sort_by_expert(experts, num_experts))
 
 
-def test_launches_do_not_depend_on_sizes(device, monkeypatch):
-    from moe_kernels import sorting
-
+def test_launches_do_not_depend_on_sizes(way, device, monkeypatch):
     launched = []
     launch = sorting.launch_kernel
 
@@ -90,7 +97,15 @@ def test_launches_do_not_depend_on_sizes(device, monkeypatch):
     for num_tokens, num_experts in [(1, 2), (700, 3), (40, 1000)]:
         launched.clear()
         triton_sort(torch.zeros(num_tokens, 1, dtype=torch.int32, device=device), num_experts)
-        assert launched == [sorting._count_kernel, sorting._scan_kernel, sorting._place_kernel]
+        many = [sorting._count_kernel, sorting._scan_kernel, sorting._place_kernel]
+        assert launched == (many if way == "many" else [sorting._rank_kernel])
+
+
+@pytest.mark.parametrize("num_tokens", [511, 512, 513])
+def test_few_slots_and_one_more(num_tokens, device):
+    generator = torch.Generator().manual_seed(num_tokens)
+    experts = torch.randint(-1, 70, (num_tokens, 2), generator=generator).int().to(device)
+    assert_same(triton_sort(experts, 69), reference.sort_by_expert(experts, 69))
 
 
 def test_opcheck(device):
