@@ -151,23 +151,43 @@ def _combine_block(d_model: int) -> int:
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
 
+_TILE_BYTES = 2**17  # in the registers of one program of 32 warps, which has an SM to itself
+_FEWEST_TILES = 128  # that keep a GPU busy
+
+
+def _spread_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
+    """(tokens and columns per program, its warps).
+
+    Memory writes fastest while it reads nothing. So of many tokens every SM reads a tile, and then writes its rows.
+    """
+    num_tokens, d_model = tokens.shape
+    block_d = min(next_power_of_2(d_model), 4096)
+    block_t = _TILE_BYTES // (block_d * tokens.element_size())
+    if weighted or num_tokens < _FEWEST_TILES * block_t:
+        return 1, min(block_d, 2048), 4
+    return block_t, block_d, 32
+
+
 def launch_spread(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
     """Write each token, times the slot's weight, to its rows. Rows of dropped slots are left alone."""
     num_tokens, top_k = slot_to_row.shape
     d_model = tokens.shape[1]
     if rows.numel():
-        block_d = min(next_power_of_2(d_model), 2048)
+        block_t, block_d, num_warps = _spread_block(tokens, topk_weights is not None)
         launch_kernel(
             _spread_kernel,
-            (num_tokens, cdiv(d_model, block_d)),
+            (cdiv(num_tokens, block_t), cdiv(d_model, block_d)),
             tokens,
             tokens.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
             rows,
+            num_tokens,
             d_model,
             TOP_K=top_k,
+            BLOCK_T=block_t,
             BLOCK_D=block_d,
+            num_warps=num_warps,
         )
 
 
@@ -239,28 +259,32 @@ def _(dout, topk_weights, slot_to_row, num_rows):
     return dout.new_empty(num_rows, dout.shape[1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _spread_kernel(
     tokens_ptr,
     tokens_strides,  # [T, D]
     weights_ptr,  # [T, K] contiguous, or None
     slot_to_row_ptr,  # [T, K] contiguous
     rows_ptr,  # [R, D] contiguous
+    num_tokens,
     D,
     TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program writes rows[rows of token t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    pointer = tokens_ptr + t * tokens_strides[0] + d.to(tl.int64) * tokens_strides[1]
-    token = tl.load(pointer, mask=d < D, other=0.0)
+    """One program writes rows[rows of BLOCK_T tokens, d:d + BLOCK_D]. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    pointer = tokens_ptr + t[:, None] * tokens_strides[0] + d[None, :] * tokens_strides[1]
+    token = tl.load(pointer, mask=(t < num_tokens)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_T, BLOCK_D]
     for k in range(TOP_K):
-        row = tl.load(slot_to_row_ptr + t * TOP_K + k).to(tl.int64)
+        slot = t * TOP_K + k
+        row = tl.load(slot_to_row_ptr + slot, mask=t < num_tokens, other=-1).to(tl.int64)
         value = token
         if weights_ptr is not None:
-            value = (token.to(tl.float32) * tl.load(weights_ptr + t * TOP_K + k)).to(token.dtype)
-        tl.store(rows_ptr + row * D + d, value, mask=d < tl.where(row >= 0, D, 0))
+            weight = tl.load(weights_ptr + slot, mask=t < num_tokens, other=0.0)
+            value = (token.to(tl.float32) * weight[:, None]).to(token.dtype)
+        tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
 @registered_op("combine_dweights")

@@ -249,6 +249,9 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     for weights in (None, routed[0]):
         mk.permutation.launch_combine(rows, weights, slot_to_row)
         mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
+    many = torch.empty(4096, 2048, dtype=dtype)
+    index = torch.empty(4096, top_k, dtype=torch.int32)
+    mk.permutation.launch_spread(many, None, index, torch.empty(4096 * top_k, 2048, dtype=dtype))
     mk.permutation._combine_dweights_op(tokens, rows, slot_to_row)
     if dtype != torch.float32:
         bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))

@@ -22,8 +22,9 @@ if HAS_TRITON:
 
 
 def spread_launch(tokens, weights, index, rows, d_model=32, top_k=2):
-    options = {"TOP_K": top_k, "BLOCK_D": 32}
-    return Launch(_spread_kernel, (4, 1), (tokens, tokens.stride(), weights, index, rows, d_model), options)
+    options = {"TOP_K": top_k, "BLOCK_T": 1, "BLOCK_D": 32}
+    arguments = tokens, tokens.stride(), weights, index, rows, len(tokens), d_model
+    return Launch(_spread_kernel, (4, 1), arguments, options)
 
 
 def spread_launches():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_kernels import combine, permute, reference, sort_by_expert
-from moe_kernels.permutation import _combine_op, _permute_op
+from moe_kernels.permutation import _combine_op, _permute_op, launch_spread
 from moe_kernels.testing import CASES, check_accuracy, make_inputs, make_permutation
 
 from .dtypes import DTYPES
@@ -49,6 +49,21 @@ def test_permute_matches_reference(case, dtype, device):
 
     check_accuracy(partial(run, op=partial(permute, implementation="triton")), run, draw, ("rows", "dtokens"))
     assert torch.equal(run(*draw(0), op=partial(permute, implementation="triton")), run(*draw(0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "d_model"), [(1, 3), (37, 4100), (700, 130)])
+def test_tokens_spread_by_the_tile(num_tokens, d_model, dtype, device, monkeypatch):
+    """As many tokens go: each to its rows, nothing to the rows of dropped slots, nor behind any row."""
+    monkeypatch.setattr("moe_kernels.permutation._FEWEST_TILES", 0)
+    tokens = torch.randn(num_tokens, d_model + 1, device=device).to(dtype)[:, :d_model]
+    slot_to_row = torch.randperm(2 * num_tokens, device=device).int().view(num_tokens, 2)
+    dropped = slot_to_row % 5 == 3
+    rows = tokens.new_full((2 * num_tokens, d_model), 7)
+    launch_spread(tokens, None, torch.where(dropped, -1, slot_to_row), rows)
+    expected = tokens.new_full((2 * num_tokens, d_model), 7)
+    expected[slot_to_row[~dropped].long()] = tokens[:, None].expand(-1, 2, -1)[~dropped]
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
