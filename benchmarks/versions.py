@@ -26,9 +26,8 @@ from .timing import time_interleaved
 _PACKAGES = ("moe_kernels", "moe_layers")
 
 
-def load_before(tree: Path) -> type[torch.nn.Module]:
-    """`MoEFeedForward` of another tree, whose packages and ops get names of their own here."""
-    directory = Path(tempfile.mkdtemp(prefix="before_"))
+def load_before(tree: Path, directory: Path) -> type[torch.nn.Module]:
+    """`MoEFeedForward` of another tree, whose packages and ops get names of their own in a copy."""
     for package in _PACKAGES:
         shutil.copytree(tree / package, directory / f"before_{package}", ignore=shutil.ignore_patterns("__pycache__"))
     for file in directory.rglob("*.py"):
@@ -72,7 +71,12 @@ def main() -> None:
     parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    before = load_before(options.before)
+    with tempfile.TemporaryDirectory(prefix="before_") as directory:
+        compare(load_before(options.before, Path(directory)), options)
+
+
+def compare(before: type[torch.nn.Module], options: argparse.Namespace) -> None:
+    """Measure all that was asked for, print it and write it."""
     rows = []
     for name in options.shapes:
         shape = TINY if name == TINY.name else SHAPES[name]
