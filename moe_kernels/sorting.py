@@ -13,7 +13,7 @@ from torch import Tensor
 from . import reference
 from ._checks import check_dtype, check_shapes, once_per_form
 from ._dispatch import choose, registered_op
-from ._triton import cdiv, next_power_of_2, sort, tl, triton
+from ._triton import TRITON_VERSION, cdiv, next_power_of_2, sort, tl, triton
 from .launching import launch_kernel
 from .reference import Permutation, TileTable
 from .tiles import empty_tile_table, make_tile_table, table_blocks, write_tile_table
@@ -22,6 +22,8 @@ MAX_EXPERTS = 1024
 
 _FEW_SLOTS = 1024  # of which comparing all with all takes less than two more launches
 _RANKED = 32  # slots whose rows a program finds, by comparing them with all
+# So many at a time. Of 512, Triton 3.9 would keep 16 bytes of each thread in memory; 3.6 does not.
+_COMPARED = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7) else 256
 
 
 def sort_by_expert(
@@ -113,7 +115,7 @@ def _sort_op(
     constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **blocks}
     if num_slots <= _FEW_SLOTS:
         grid = (num_table_programs + cdiv(num_slots, _RANKED),)
-        launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=512, **constants)
+        launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
         return results
     _count_and_place(topk_experts, results, sizes, constants, num_table_programs)
     return results
