@@ -132,13 +132,15 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
-    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone.
+    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone; "offsets" has a
+    float32 bias and offsets in the place of a tile table.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
+    num_groups = 31 if form == "offsets" else num_groups
     # Epilogues in several parts ask for as many steps of the reduction.
     size_k = size_k if epilogue is None else size_k + 512
     index = torch.zeros(num_rows, dtype=torch.int32)
@@ -155,7 +157,13 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
         shapes = {"bias": (num_groups, size_n), "row_scale": (num_rows,), "scale_a": (num_rows,)}
         shapes["scale_b"] = shapes["bias"]
-        optional = kernel.metadata.optional_operands if form == "full" else ("bias",) if "bias" in form else ()
+        optional = (
+            kernel.metadata.optional_operands
+            if form == "full"
+            else ("bias",)
+            if "bias" in form or form == "offsets"
+            else ()
+        )
         dtype = operands.A.dtype if form == "bias" else torch.float32
         out = product
         if epilogue is not None:
@@ -165,7 +173,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             b,
             out,
             row_to_token=index if design.gather else None,
-            tile_table=table,
+            **({"offsets": torch.zeros(num_groups, dtype=torch.int32)} if form == "offsets" else {"tile_table": table}),
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
             **{name: torch.empty(shapes[name], dtype=dtype) for name in optional},
@@ -351,7 +359,9 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         alike = no_epilogue or not isinstance(design, mk.WarpSpecializedDesign)
         takes_bias = is_bfloat16 and alike and "bias" in kernel.metadata.optional_operands
         first = "float32_bias" if takes_bias else "plain"
-        return (first, "eights") if design.gather and is_bfloat16 else (first,)
+        walks = alike and takes_bias and isinstance(design, mk.WarpSpecializedDesign) and not design.gather
+        further = "eights" if design.gather and is_bfloat16 else "offsets" if walks else None
+        return (first, further) if further else (first,)
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.

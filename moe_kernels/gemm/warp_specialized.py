@@ -40,6 +40,7 @@ if OBSTACLE is None:
 
     from .hopper.activations import FORWARD
     from .hopper.grouped_gemm import grouped_gemm_kernel
+    from .hopper.tiles import MOST_WALKED
     from .hopper.wgrad import wgrad_kernel
 
 
@@ -143,7 +144,11 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
     def launch(self, args: GroupedGemmArguments) -> Launch | None:
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
-        table = self.tile_table(args)
+        if self._walks(args):
+            table, num_groups = (args.offsets, None, None), args.B.shape[0]
+        else:
+            made = self.tile_table(args)
+            table, num_groups = (made.bounds, made.tiles, made.num_tiles), None
         _, depth, num_columns = args.B.shape
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
@@ -165,16 +170,29 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 None if args.bias is None else args.bias.stride(0),
                 out_desc,
                 activated_desc,
-                table.bounds,
-                table.tiles,
-                table.num_tiles,
+                *table,
+                args.out.shape[0],
                 num_columns,
                 cdiv(num_columns, block_n),
                 # A finished tile is written in parts, beside the first steps of the next one.
                 max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail),
+            _options(self, args.zero_tail, num_groups),
         )
+
+    def metadata_bytes(self, args: GroupedGemmArguments) -> int:
+        return 0 if self._walks(args) else super().metadata_bytes(args)
+
+    def with_metadata(
+        self, args: GroupedGemmArguments, memory: Tensor | None, *, write: bool = True
+    ) -> GroupedGemmArguments:
+        return args if self._walks(args) else super().with_metadata(args, memory, write=write)
+
+    def _walks(self, args: GroupedGemmArguments) -> bool:
+        """Whether every tile is found by walking the offsets: of few groups that takes less than a table's launch."""
+        if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
+            return False
+        return len(args.offsets) <= MOST_WALKED.value and args.offsets.is_contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,11 +210,12 @@ def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tupl
 
 
 @functools.cache
-def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool) -> dict[str, Any]:
+def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None) -> dict[str, Any]:
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     block_m, block_n, block_k = design.tile_shape
     pieces = _pieces(epilogue)
     return {
+        "NUM_GROUPS": num_groups,
         "ZERO_TAIL": int(zero_tail),
         "B_COLUMN": kernel.metadata.operands.B.layout == "column",
         "FORWARD": FORWARD[epilogue] if pieces else None,

@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
 from .finished import (
     Bias,
@@ -31,48 +30,7 @@ from .ring import (
     release_previous,
     wait_step,
 )
-
-
-@aggregate
-class Tiles:
-    """The tiles of the product: row tiles from the table, times column tiles."""
-
-    tiles_ptr: gl.tensor  # [capacity, 2]
-    bounds_ptr: gl.tensor  # [G + 2]
-    num_row_tiles: gl.tensor
-    num_column_tiles: gl.tensor
-    num_steps: gl.tensor  # of the reduction
-    block_m: gl.constexpr
-    group_tiles: gl.constexpr  # row tiles that share their columns of B in the L2 cache
-
-    @gluon.constexpr_function
-    def __init__(self, tiles_ptr, bounds_ptr, num_row_tiles, num_column_tiles, num_steps, block_m, group_tiles):
-        self.tiles_ptr = tiles_ptr
-        self.bounds_ptr = bounds_ptr
-        self.num_row_tiles = num_row_tiles
-        self.num_column_tiles = num_column_tiles
-        self.num_steps = num_steps
-        self.block_m = gl.constexpr(block_m)
-        self.group_tiles = gl.constexpr(group_tiles)
-
-
-@gluon.jit
-def row_tile_at(tiles, row_tile):
-    """(group, first row, end row of the group)."""
-    group = gl.load(tiles.tiles_ptr + 2 * row_tile)
-    block = gl.load(tiles.tiles_ptr + 2 * row_tile + 1)
-    return group, gl.load(tiles.bounds_ptr + group) + block * tiles.block_m, gl.load(tiles.bounds_ptr + group + 1)
-
-
-@gluon.jit
-def tile_at(tiles, tile):
-    """(group, first row, end row of the group, column tile); past the last tile, the last one."""
-    tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
-    band = tiles.group_tiles * tiles.num_column_tiles
-    first = tile // band * tiles.group_tiles
-    height = max(min(tiles.num_row_tiles - first, tiles.group_tiles), 1)
-    group, row, end = row_tile_at(tiles, first + tile % band % height)
-    return group, row, end, tile % band // height
+from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
 
 
 @gluon.jit
@@ -97,6 +55,7 @@ def _produce_contiguous(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
+    tiles = with_walk(tiles)
     step = 0
     # Where a tile lies is loaded one tile ahead, so that no load stands in the way of a copy.
     group, row, _, column = tile_at(tiles, gl.program_id(0))
@@ -265,6 +224,7 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
+    tiles = with_walk(tiles)
     bias = None if bias_ptr is None else Bias(bias_ptr, bias_stride, num_columns)
     PARTS: gl.constexpr = num_parts(PIECES)
     HALF_M: gl.constexpr = tiles.block_m // 2
@@ -321,7 +281,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_columns", "num_column_tiles", "num_steps"])
+@gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
     a_ptr,  # [T, K], only if the rows are gathered, as the next three
@@ -333,12 +293,14 @@ def grouped_gemm_kernel(
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F], or None; with an activation
-    bounds_ptr,  # [G + 2]
-    tiles_ptr,  # [capacity, 2]
+    bounds_ptr,  # [G + 2]; offsets [G] if there is no table
+    tiles_ptr,  # [capacity, 2], or None, as the next
     num_tiles_ptr,  # [2]
+    num_rows,  # R
     num_columns,  # N
     num_column_tiles,
     num_steps,  # of the reduction, at least the parts of a finished tile
+    NUM_GROUPS: gl.constexpr,  # G without a table, else None
     ZERO_TAIL: gl.constexpr,
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
@@ -353,9 +315,20 @@ def grouped_gemm_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
-    num_row_tiles = gl.load(num_tiles_ptr)
-    num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
-    tiles = Tiles(tiles_ptr, bounds_ptr, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES)
+    if NUM_GROUPS is None:
+        entries_ptr = tiles_ptr
+        num_row_tiles = gl.load(num_tiles_ptr)
+        num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
+    else:
+        entries_ptr = bounds_ptr
+        tile_ends, ends = walk(bounds_ptr, num_rows, BLOCK_M, NUM_GROUPS)
+        num_row_tiles = gl.max(tile_ends, 0)
+        num_all_row_tiles = num_row_tiles
+        if ZERO_TAIL:
+            num_all_row_tiles += (num_rows - gl.max(ends, 0) + BLOCK_M - 1) // BLOCK_M
+    tiles = Tiles(
+        entries_ptr, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, NUM_GROUPS
+    )
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
