@@ -1,6 +1,6 @@
 """Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
 
-from ._dispatch import IMPLEMENTATIONS
+from ._dispatch import IMPLEMENTATIONS, runs_kernels
 from .activation import gated_activation, plain_activation
 from .activation_functions import ACTIVATIONS
 from .activation_spec import Activation, as_activation
@@ -69,6 +69,7 @@ __all__ = [
     "permute",
     "plain_activation",
     "routing_weights",
+    "runs_kernels",
     "scored_linear_routing",
     "scored_routing",
     "selection_keys",

@@ -57,6 +57,15 @@ def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[to
     return implementation
 
 
+def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
+    """Whether the ops compute this tensor, with this `implementation`, by Triton kernels.
+
+    Raises:
+        ValueError, NotImplementedError: as the ops would.
+    """
+    return choose("runs_kernels", implementation, tensor) == "triton"
+
+
 def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` with the tensor's GPU as the current one: Triton launches on the current one."""
     if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():

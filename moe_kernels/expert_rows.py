@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from torch import Tensor
@@ -50,6 +51,32 @@ class Rows(NamedTuple):
         )
         launch_product(args)
         return out
+
+    def gemm_plus(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor,  # [E, N]
+        bias_scale: Tensor,  # [R] float32
+    ) -> Tensor | None:  # [R, N]
+        """One product per row, plus its own expert's bias times its scale; None if the kernel chosen for the product
+        alone does not add that."""
+        args = GroupedGemmArguments(
+            a,
+            b,
+            a.new_empty(self.row_to_token.shape[0], b.shape[2]),
+            tile_table=self.table,
+            zero_tail=False,
+            bias=bias,
+            bias_scale=bias_scale,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        kernel = tuning.find(dataclasses.replace(args, bias=None, bias_scale=None))
+        if kernel is None or kernel is not tuning.find(args):
+            return None
+        tuning.run(args)
+        return args.out
 
     def activated_gemm(
         self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, *, gather: bool

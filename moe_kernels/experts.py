@@ -19,6 +19,9 @@ With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y i
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
+The tokens' gradient has a part that comes through the routing weights. With `w_router` it is added to the rows of dX,
+before they are rounded: see `router_term.py`.
+
 A gather happens inside the GEMM that wants its rows, or as a copy before it, whichever `tuning.choose_copies` says is
 faster.
 """
@@ -37,8 +40,9 @@ from .activation import launch_weighted_activation_backward
 from .activation_spec import Activation, as_activation
 from .batch_invariance import ASSUMED_ROWS, settled, token_by_token
 from .expert_rows import Rows, Up
-from .permutation import launch_slot_products
+from .permutation import launch_combine, launch_slot_products
 from .reference import Permutation, TileTable
+from .router_term import launch_chosen_dlogits
 from .segments import launch_segment_sum
 
 RECOMPUTE = (None, "up")
@@ -53,6 +57,7 @@ def fused_experts(
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
+    w_router: Tensor | None = None,  # [E, D]
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
     recompute: str | None = None,
@@ -68,6 +73,10 @@ def fused_experts(
 
     Args:
         permutation: of the same choice of experts as `topk_weights`, from `sort_by_expert`. Dropped slots add nothing.
+        w_router: says that `topk_weights` are a softmax over the chosen of the logits `tokens @ w_router.T`, and that
+            this op is to give `tokens` the gradient through them, too. Compute them with `tokens.detach()`, and
+            read them nowhere else, then: it is faster so. `w_router` itself gets its gradient through `topk_weights`.
+            No slot may be dropped, which is not checked: it would wait for the GPU.
         weight_on_input: the routing weight multiplies the token before the expert, not its output.
         recompute: "up" does not keep the pre-activations; backward multiplies by `w_up` once more, with the same bits.
             The reference keeps what autograd keeps.
@@ -77,8 +86,9 @@ def fused_experts(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown, or
-            reserved_sms is negative.
+        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown,
+            reserved_sms is negative, or there is a w_router with weight_on_input, batch_invariant or fewer rows than
+            slots.
     """
     activation = as_activation("fused_experts", activation)
     if recompute not in RECOMPUTE:
@@ -87,10 +97,16 @@ def fused_experts(
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     slot_to_row, row_to_token = permutation.slot_to_row, permutation.row_to_token
     _check_operands(
-        tokens, topk_weights, slot_to_row, permutation.offsets, w_up, w_down, b_up, b_down, activation.gated
+        tokens, topk_weights, slot_to_row, permutation.offsets, w_up, w_down, b_up, b_down, w_router, activation.gated
     )
+    if w_router is not None and (weight_on_input or batch_invariant or len(row_to_token) != slot_to_row.numel()):
+        raise ValueError(
+            "fused_experts: w_router goes with weights on the output, no batch_invariant, and a row for each slot, got "
+            f"{weight_on_input=}, {batch_invariant=} and {len(row_to_token)} rows of {slot_to_row.numel()} slots"
+        )
     if choose("fused_experts", implementation, tokens) == "reference":
         options = {"activation": activation, "weight_on_input": weight_on_input, "b_up": b_up, "b_down": b_down}
+        options |= {} if w_router is None else {"w_router": w_router}
         run = _reference_by_token if batch_invariant else reference.fused_experts
         return run(tokens, topk_weights, permutation, w_up, w_down, **options)
     out, _ = _fused_experts_op(
@@ -102,7 +118,9 @@ def fused_experts(
         b_down,
         slot_to_row.contiguous(),
         row_to_token,
-        *permutation.tile_table,
+        *permutation.tile_table[:4],
+        w_router,
+        permutation.tile_table.block_rows,
         reserved_sms,
         activation.name,
         activation.limit,
@@ -138,11 +156,13 @@ def _check_operands(
     w_down: Tensor,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    w_router: Tensor | None,
     gated: bool,
 ) -> None:
     width = "2F" if gated else "F"
-    patterns = {"b_up": f"E {width}", "b_down": "E D"}
-    biases = {name: bias for name, bias in (("b_up", b_up), ("b_down", b_down)) if bias is not None}
+    patterns = {"b_up": f"E {width}", "b_down": "E D", "w_router": "E D"}
+    given = (("b_up", b_up), ("b_down", b_down), ("w_router", w_router))
+    optional = {name: operand for name, operand in given if operand is not None}
     sizes = check_shapes(
         "fused_experts",
         tokens=(tokens, "T D"),
@@ -151,14 +171,14 @@ def _check_operands(
         offsets=(offsets, "E"),
         w_up=(w_up, f"E {width} D"),
         w_down=(w_down, "E D F"),
-        **{name: (bias, patterns[name]) for name, bias in biases.items()},
+        **{name: (operand, patterns[name]) for name, operand in optional.items()},
     )
     if gated and sizes["2F"] != 2 * sizes["F"]:
         raise ValueError(
             f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
             f"got {list(w_up.shape)} and {list(w_down.shape)}"
         )
-    check_same_dtype("fused_experts", tokens=tokens, w_up=w_up, w_down=w_down, **biases)
+    check_same_dtype("fused_experts", tokens=tokens, w_up=w_up, w_down=w_down, **optional)
     check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
     check_same_device(
         "fused_experts",
@@ -167,7 +187,7 @@ def _check_operands(
         permutation=offsets,
         w_up=w_up,
         w_down=w_down,
-        **biases,
+        **optional,
     )
 
 
@@ -206,6 +226,7 @@ def _fused_experts_op(
     tiles: Tensor,
     num_tiles: Tensor,
     order: Tensor,
+    w_router: Tensor | None,
     block_rows: int,
     reserved_sms: int,
     activation: str,
@@ -235,18 +256,18 @@ def _(tokens, topk_weights, w_up, w_down, b_up, b_down, slot_to_row, row_to_toke
 
 
 def _setup(ctx, inputs, output):
-    tensors, ctx.options = inputs[:12], inputs[12:]
+    tensors, ctx.options = inputs[:13], inputs[13:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 20
+        return (None,) * 21
     *tensors, preactivation = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:6])
     gradients = _experts_backward_op(dout, preactivation, *tensors, *ctx.options, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 14
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 15
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -268,6 +289,7 @@ def _experts_backward_op(
     tiles: Tensor,
     num_tiles: Tensor,
     order: Tensor,
+    w_router: Tensor | None,
     block_rows: int,
     reserved_sms: int,
     activation: str,
@@ -309,7 +331,10 @@ def _experts_backward_op(
         db_down = rows.bias_gradient(dout, output_weights).to(b_down.dtype)  # [E, D]
     if needs_b_up:
         db_up = launch_segment_sum(dpreactivation, bounds).to(b_up.dtype)  # [E, 2F]
-    if needs_tokens or (weight_on_input and needs_weights):
+    if needs_tokens and w_router is not None:
+        dlogits = launch_chosen_dlogits(topk_weights, dweights, slot_to_row)
+        dtokens = _collect_with_router(rows, dpreactivation, w_up, w_router, dlogits)
+    elif needs_tokens or (weight_on_input and needs_weights):
         dup_input = rows.gemm(dpreactivation, w_up)  # [R, D]
         dtokens = rows.collect(dup_input, input_weights)
         if weight_on_input:
@@ -321,6 +346,22 @@ def _experts_backward_op(
         dw_up = rows.wgrad(dpreactivation, up_input, gather_dout=not copy)  # [E, 2F, D]
     gradients = dtokens, dweights, dw_up, dw_down, db_up, db_down
     return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _collect_with_router(
+    rows: Rows,
+    dpreactivation: Tensor,  # [R, 2F or F]
+    w_up: Tensor,
+    w_router: Tensor,  # [E, D]
+    dlogits: Tensor,  # [R] float32
+) -> Tensor:  # [T, D]
+    """The gradient of the tokens through the experts and through the logits that chose them."""
+    dup_input = rows.gemm_plus(dpreactivation, w_up, w_router, dlogits)
+    if dup_input is not None:
+        return rows.collect(dup_input, None)
+    by_slot = dlogits[rows.slot_to_row]  # [T, K]
+    through_logits = launch_combine(w_router, by_slot, rows.slot_experts())
+    return rows.collect(rows.gemm(dpreactivation, w_up), None).add_(through_logits)
 
 
 @_experts_backward_op.register_fake

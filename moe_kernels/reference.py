@@ -258,6 +258,7 @@ def grouped_gemm(
     offsets: Tensor,  # [G] int32
     *,
     bias: Tensor | None = None,  # [G, N]
+    bias_scale: Tensor | None = None,  # [R] float32
     row_scale: Tensor | None = None,  # [R] float32
     activation: str | None = None,
     scale_a: Tensor | None = None,  # [R] float32
@@ -277,7 +278,8 @@ def grouped_gemm(
     if scale_b is not None:
         rows = rows * scale_b[group]
     if bias is not None:
-        rows = rows + bias.to(dtype)[group]
+        scale = 1 if bias_scale is None else bias_scale[: len(rows), None]
+        rows = rows + scale * bias.to(dtype)[group]
     if row_scale is not None:
         rows = rows * row_scale[: len(rows), None]
     rows = functional.pad(rows.to(out_dtype), (0, 0, 0, len(tail)))
@@ -425,11 +427,14 @@ def fused_experts(
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
+    w_router: Tensor | None = None,  # [E, D]
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
 ) -> Tensor:  # [T, D]
     activation = as_activation("fused_experts", activation)
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
+    if w_router is not None:
+        topk_weights = _with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
     rows = permute(tokens, permutation)  # [R, D]
     if weight_on_input:
         dropped = topk_weights.new_zeros(1)  # what rows of dropped slots, past the last offset, are multiplied by
@@ -441,6 +446,17 @@ def fused_experts(
     activated = (gated_activation if activation.gated else plain_activation)(preactivation, activation)  # [R, F]
     rows = _add_bias(grouped_gemm(activated, w_down.transpose(1, 2), offsets), b_down, offsets)  # [R, D]
     return combine(rows, topk_weights, slot_to_row)
+
+
+def _with_gradient_to(
+    tokens: Tensor, w_router: Tensor, topk_weights: Tensor, permutation: Permutation
+) -> Tensor:  # [T, K]
+    """The weights, whose gradient goes on to the tokens through a softmax over the logits of the chosen experts."""
+    experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True)  # [T, K]
+    dtype = topk_weights.dtype
+    logits = torch.einsum("td, tkd -> tk", tokens.to(dtype), w_router.to(dtype)[experts])
+    softmax = logits.softmax(1)
+    return topk_weights + (softmax - softmax.detach())
 
 
 def _invert(slot_to_row: Tensor) -> Tensor:  # [R]

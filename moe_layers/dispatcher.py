@@ -43,4 +43,6 @@ class LocalDispatcher:
         permutation = sort_by_expert(
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
         )
-        return Dispatched(experts(tokens, slots.topk_weights, permutation), permutation.offsets)
+        given = {} if slots.w_router is None else {"w_router": slots.w_router}
+        out = experts(tokens, slots.topk_weights, permutation, **given)
+        return Dispatched(out, permutation.offsets)

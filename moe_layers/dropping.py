@@ -21,6 +21,7 @@ class Slots(NamedTuple):
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E]
     max_rows: int | None = None  # no more slots than these reach an expert; None for T * K
+    w_router: Tensor | None = None  # [E, D], where the experts are to pass its gradient on: see `router_gradient.py`
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class GroupedExperts(nn.Module):
         tokens: Tensor,  # [T, D]
         topk_weights: Tensor,  # [T, K] float32
         permutation: Permutation,
+        w_router: Tensor | None = None,  # [E, D]; see `fused_experts`
     ) -> Tensor:  # [T, D]
         if topk_weights.dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -97,14 +98,14 @@ class GroupedExperts(nn.Module):
                 "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
             )
 
-        def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
+        def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *others: Tensor) -> Tensor:
             return fused_experts(
                 tokens,
                 topk_weights,
                 permutation,
                 w_up,
                 w_down,
-                **dict(zip(("b_up", "b_down"), biases, strict=False)),
+                **dict(zip(optional, others, strict=True)),
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
                 recompute=self.recompute,
@@ -113,10 +114,13 @@ class GroupedExperts(nn.Module):
                 implementation=self.implementation,
             )
 
-        biases = () if self.b_up is None else (self.b_up, self.b_down)
-        weights = self.w_up, self.w_down, *biases
+        optional = {} if self.b_up is None else {"b_up": self.b_up, "b_down": self.b_down}
+        weights = self.w_up, self.w_down, *optional.values()
         if self.local_share is not None:
             weights = map(self.local_share, weights)
+        if w_router is not None:
+            optional["w_router"] = w_router
+            weights = *weights, w_router
         return call_with_autocast_rules(experts, tokens, *weights)
 
     def extra_repr(self) -> str:

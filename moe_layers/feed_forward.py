@@ -31,6 +31,7 @@ from .noise import RouterNoise
 from .observation import RoutingObserver
 from .recomputation import add_once
 from .router import TopKRouter
+from .router_gradient import experts_can_pass_it_on
 from .shared_expert import SharedExpert
 
 
@@ -300,19 +301,23 @@ class MoEFeedForward(nn.Module):
         given = {} if topk_experts is None else {"topk_experts": topk_experts}
         if token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = said["token_mask"]
-        routed = self.router(tokens, **given)
+        attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
+        is_read = return_routing or attaches or token_mask is not None or topk_experts is not None
+        passes_on = not is_read and experts_can_pass_it_on(self, tokens)
+        routed = self.router(tokens.detach() if passes_on else tokens, **given)
         chosen = routed.topk_experts
         if token_mask is not None:
             chosen = torch.where(said["token_mask"][:, None], chosen, -1)
         slots = Slots(chosen, *routed[1:])
         slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
+        if passes_on:
+            slots = Slots(*slots[:4], self.router.weight)
         travelling = tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
         dispatched = self.dispatcher(travelling, slots, self.experts)
         # While what the experts computed may be under way.
         beside = None if self.shared_expert is None else self.shared_expert(tokens)
         out = self._routed_output(tokens, slots, dispatched.arrived())
         out = out if beside is None else out + beside
-        attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         if not (return_routing or attaches or counts or self.observer is not None):
             return out.view(x.shape)
         routing = self._layer_routing(slots, chosen, dispatched.offsets, said)

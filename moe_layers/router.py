@@ -109,6 +109,12 @@ class TopKRouter(nn.Module):
         return self.spec.normalize
 
     @property
+    def is_softmax_of_chosen(self) -> bool:
+        """Whether the weights are just that: a softmax over the logits of the chosen experts, linear in the tokens."""
+        acts = (self.assignment, self.noise, self.input_scale, self.per_expert_scale)
+        return self._is_plain_softmax and self.spec.normalize and all(part is None for part in acts)
+
+    @property
     def num_slots(self) -> int | None:
         """Of each token: top_k, unless an assignment says otherwise; None where it says so only in forward."""
         if self.assignment is None:

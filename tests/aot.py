@@ -132,8 +132,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
-    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone; "offsets" has a
-    float32 bias and offsets in the place of a tile table.
+    every optional operand and a float32 result; "bias" and "float32_bias" have a bias, with a scale where the kernel
+    takes one; "offsets" is "float32_bias" with offsets in the place of a tile table.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
@@ -155,15 +155,12 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             b = b.new_empty(num_groups, size_n, size_k).transpose(1, 2)
         table = mk.reference.tile_table(offsets, num_rows, design.tile_shape[0])
         product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
-        shapes = {"bias": (num_groups, size_n), "row_scale": (num_rows,), "scale_a": (num_rows,)}
-        shapes["scale_b"] = shapes["bias"]
-        optional = (
-            kernel.metadata.optional_operands
-            if form == "full"
-            else ("bias",)
-            if "bias" in form or form == "offsets"
-            else ()
-        )
+        per_group, per_row = (num_groups, size_n), (num_rows,)
+        shapes = {"bias": per_group, "bias_scale": per_row, "row_scale": per_row, "scale_a": per_row}
+        shapes["scale_b"] = per_group
+        biases = ("bias", "bias_scale") if "bias" in form or form == "offsets" else ()
+        names = kernel.metadata.optional_operands
+        optional = names if form == "full" else [name for name in biases if name in names]
         dtype = operands.A.dtype if form == "bias" else torch.float32
         out = product
         if epilogue is not None:
@@ -176,7 +173,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             **({"offsets": torch.zeros(num_groups, dtype=torch.int32)} if form == "offsets" else {"tile_table": table}),
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
-            **{name: torch.empty(shapes[name], dtype=dtype) for name in optional},
+            **{name: torch.empty(shapes[name], dtype=dtype if name == "bias" else torch.float32) for name in optional},
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
@@ -359,7 +356,8 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         alike = no_epilogue or not isinstance(design, mk.WarpSpecializedDesign)
         takes_bias = is_bfloat16 and alike and "bias" in kernel.metadata.optional_operands
         first = "float32_bias" if takes_bias else "plain"
-        walks = alike and takes_bias and isinstance(design, mk.WarpSpecializedDesign) and not design.gather
+        # Where a tile lies does not depend on its width.
+        walks = takes_bias and isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256
         further = "eights" if design.gather and is_bfloat16 else "offsets" if walks else None
         return (first, further) if further else (first,)
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:

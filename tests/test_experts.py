@@ -207,7 +207,9 @@ def test_opcheck(device):
             None,
             permutation.slot_to_row,
             permutation.row_to_token,
-            *table,
+            *table[:4],
+            None,
+            table.block_rows,
             0,
             "swiglu",
             None,
@@ -370,8 +372,8 @@ def test_opcheck_of_variants(device):
     tokens, weights, experts, *rest = draw_variant(Case(6, 8, 4, 3, 2), "gpt_oss", torch.float32, device)
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
-    index = (permutation.slot_to_row, permutation.row_to_token, *permutation.tile_table)
-    operands += index
+    table = permutation.tile_table
+    operands += permutation.slot_to_row, permutation.row_to_token, *table[:4], None, table.block_rows
     torch.library.opcheck(_fused_experts_op.overload, (*operands, 0, "gpt_oss", 0.5, 1.702, False, False, False))
     torch.library.opcheck(_fused_experts_op.overload, (*operands, 2, "swiglu", None, None, True, True, True))
 

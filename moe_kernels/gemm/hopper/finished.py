@@ -80,11 +80,15 @@ def load_bias(bias, group, first, end, like):
 
 
 @gluon.jit
-def plus_bias(value, loaded):
+def plus_bias(value, loaded, scale=None):  # scale [rows]
     if loaded.dtype != gl.float32:
         # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
         loaded = pinned(loaded)
-    return value + loaded.to(gl.float32)[None, :]
+    bias = loaded.to(gl.float32)[None, :]
+    if scale is None:
+        return value + bias
+    else:
+        return value + scale[:, None] * bias
 
 
 @gluon.jit
