@@ -7,9 +7,11 @@ with shapes, dtypes and devices that no kernel could compute. What one kernel as
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +44,39 @@ def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size
 def epilogue_key(epilogue: str | None) -> str:
     """Part of a table's key."""
     return "" if epilogue is None else f" epilogue={epilogue}"
+
+
+class _Readers(NamedTuple):
+    """What reads parts of keys off arguments: in one expression, as a loop over the fields takes twice as long."""
+
+    facts: Callable[[Arguments], tuple[Any, ...]]
+    replay_key: Callable[[Arguments], tuple[Any, ...]]
+
+
+@functools.cache
+def _readers(cls: type[Arguments]) -> _Readers:
+    facts = ["args.A.get_device()", "precision()"]
+    others = []  # of every field, so that none is forgotten
+    for field in dataclasses.fields(cls):
+        name = f"args.{field.name}"
+        if field.name == "tile_table":
+            aligned = ", ".join(f"table.{part}.data_ptr() % 16 == 0" for part in TileTable._fields[:4])
+            facts.append(f"None if (table := {name}) is None else (table.block_rows, {aligned})")
+            others.append(f"None if {name} is None else {name}.tiles.shape")
+        elif field.name not in cls.tensors:
+            others.append(name)
+        elif field.default is None:
+            facts.append(f"None if (x := {name}) is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)")
+            others.append(f"None if {name} is None else {name}.shape")
+        else:
+            facts.append(f"{name}.dtype, {name}.stride(), {name}.data_ptr() % 16 == 0")
+            others.append(f"{name}.shape")
+    names = {"cls": cls, "precision": torch.get_float32_matmul_precision}
+    facts_source = f"({', '.join(facts)})"
+    return _Readers(
+        eval(f"lambda args: {facts_source}", names),
+        eval(f"lambda args: (cls, {facts_source}, {', '.join(others)})", names),
+    )
 
 
 class Arguments(abc.ABC):
@@ -85,25 +120,22 @@ class Arguments(abc.ABC):
     def table_key(self) -> str:
         """The key of a table of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
-    def launch_key(self) -> tuple[Any, ...] | None:
+    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...] | None:
         """Decides both the selection key and what the chosen kernel is compiled for; None where nobody has said what
-        does. Numbers of rows as in the selection key."""
+        does. Numbers of rows as in the selection key.
+
+        Args:
+            facts: the second item of the replay key; read here if None.
+        """
         return None
 
-    def _tensor_facts(self) -> list[Any]:
-        """What kernels are compiled for of every tensor, those of a tile table too, and of how it is multiplied."""
-        fields = self.__dict__
-        facts: list[Any] = [self.A.get_device(), torch.get_float32_matmul_precision()]
-        for name in self.tensors:
-            tensor = fields[name]
-            if tensor is None:
-                facts.append(None)
-            else:
-                facts += (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
-        table = fields["tile_table"]
-        if table is not None:
-            facts += (*[tensor.data_ptr() % 16 == 0 for tensor in table[:4]], table.block_rows)
-        return facts
+    def replay_key(self) -> tuple[Any, ...] | None:
+        """Decides all of a launch but which tensors it is of: the launch key, and every number. None where that is.
+
+        The class; what kernels are compiled for of every tensor, those of a tile table too, and of how it is
+        multiplied; shapes and the other fields.
+        """
+        return None
 
     def _layouts(self) -> tuple[Any, ...]:
         return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
@@ -182,11 +214,15 @@ class GroupedGemmArguments(Arguments):
         form = self.row_to_token is not None, self.epilogue, *given, bias, self.assumed_rows, self.out.shape[0] == 0
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 
-    def launch_key(self) -> tuple[Any, ...]:
+    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         sizes, num_rows = self.B.shape, self.out.shape[0]
         rows = rows_bucket(self.num_rows, sizes[0]), num_rows == 0, num_rows < 2**31, self.A.shape[0] < 2**31
         asked = self.accumulator_type, self.epilogue, self.zero_tail, self.assumed_rows
-        return GroupedGemmArguments, sizes, *rows, *asked, *self._tensor_facts()
+        facts = _readers(GroupedGemmArguments).facts(self) if facts is None else facts
+        return GroupedGemmArguments, sizes, *rows, *asked, facts
+
+    def replay_key(self) -> tuple[Any, ...]:
+        return _readers(GroupedGemmArguments).replay_key(self)
 
     def table_key(self) -> str:
         num_groups, size_k, size_n = self.B.shape
@@ -250,10 +286,14 @@ class WgradArguments(Arguments):
         sizes = self.out.shape
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 
-    def launch_key(self) -> tuple[Any, ...]:
+    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         sizes, num_rows = self.out.shape, self.num_rows
         rows = rows_bucket(num_rows, sizes[0]), num_rows == 0
-        return WgradArguments, sizes, *rows, self.accumulator_type, self.epilogue, *self._tensor_facts()
+        facts = _readers(WgradArguments).facts(self) if facts is None else facts
+        return WgradArguments, sizes, *rows, self.accumulator_type, self.epilogue, facts
+
+    def replay_key(self) -> tuple[Any, ...]:
+        return _readers(WgradArguments).replay_key(self)
 
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))

@@ -28,8 +28,10 @@ def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
     def of_these_designs(args=None):
         return get_kernels(args, metadata_filter=lambda metadata: isinstance(metadata.design, designs))
 
-    kept = [mock.patch.dict(chosen, clear=True) for chosen in (tuning._selected, tuning._plans)]
-    with mock.patch.object(tuning, "get_kernels", of_these_designs), kept[0], kept[1]:
+    with contextlib.ExitStack() as stack:
+        for chosen in (tuning._selected, tuning._plans, tuning._replays):
+            stack.enter_context(mock.patch.dict(chosen, clear=True))
+        stack.enter_context(mock.patch.object(tuning, "get_kernels", of_these_designs))
         yield
 
 

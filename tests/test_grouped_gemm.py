@@ -226,7 +226,9 @@ def test_float32_is_rounded_once(device):
 @pytest.mark.parametrize("case", CASES)
 def test_float32_where_float64_is_slow(case, device, monkeypatch):
     monkeypatch.setattr(precision, "has_fast_float64", lambda device: False)
-    monkeypatch.setattr(tuning, "_plans", {})  # which take for granted that a device does not change
+    # What is kept takes for granted that a device does not change.
+    monkeypatch.setattr(tuning, "_plans", {})
+    monkeypatch.setattr(tuning, "_replays", {})
     check_accuracy(triton_gemm, reference.grouped_gemm, partial(draw, case, torch.float32, device), ("out", "da", "db"))
 
 

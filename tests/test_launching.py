@@ -315,6 +315,7 @@ def test_numbers_of_rows_share_a_launch_key():
 def test_a_pinned_kernel_runs_from_then_on(device, monkeypatch):
     monkeypatch.setattr(tuning, "_selected", {})
     monkeypatch.setattr(tuning, "_plans", {})
+    monkeypatch.setattr(tuning, "_replays", {})
     args = GroupedGemmArguments(
         torch.ones(40, 64, device=device).half(),
         torch.ones(3, 64, 48, device=device).half(),

@@ -27,6 +27,7 @@ def fresh_selection(monkeypatch):
     """What is tuned here is selected here alone."""
     monkeypatch.setattr(tuning, "_selected", {})
     monkeypatch.setattr(tuning, "_plans", {})
+    monkeypatch.setattr(tuning, "_replays", {})
     monkeypatch.setattr(tuning, "_copies", {})
 
 

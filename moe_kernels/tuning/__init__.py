@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from ..catalog import (
     WarpSpecializedDesign,
     get_kernels,
 )
-from ..launching import Ready, find_ready, run_launch, run_ready
+from ..launching import Launch, Ready, find_ready, run_launch, run_ready
+from ..replay import make_template
 from ..verification import verified, verify_interval
 from .table_files import Table, merged_table
 
@@ -68,10 +70,12 @@ class _Plan(NamedTuple):
 
     kernel: Kernel
     ready: Ready | None
+    make_launch: Callable[[Arguments], Launch] | None = None  # a template, for all arguments of one replay key
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}  # by the launch keys of arguments
-_MOST_PLANS = 4096  # a stride that changes from call to call makes a key each time; then all are forgotten
+_replays: dict[tuple[Any, ...], _Plan] = {}  # by their replay keys
+_MOST_PLANS = 4096  # of each; a stride or number of rows that changes from call to call makes a key each time
 
 
 def _launch(kernel: Kernel, args: Arguments) -> None:
@@ -84,22 +88,50 @@ def _run(args: Arguments) -> None:
 
 
 def _run_if_supported(args: Arguments) -> bool:
-    key = args.launch_key()
-    plan = _plans.get(key) if key is not None else None
+    key = args.replay_key()
+    if key is None:
+        kernel = find(args)
+        if kernel is not None and (launch := kernel.launch(args)):
+            run_launch(launch, None, args.A, None)
+        return kernel is not None
+    plan = _replays.get(key)
+    if plan is None:
+        return _run_as_planned(args, key)
+    if plan.make_launch is None:
+        # Made at the second launch: the keys of row counts that change have only one.
+        plan = plan._replace(make_launch=make_template(plan.kernel, args) or plan.kernel.launch)
+        _keep(_replays, key, plan)
+    run_ready(plan.make_launch(args), plan.ready, args.A)
+    return True
+
+
+def _run_as_planned(args: Arguments, replay_key: tuple[Any, ...]) -> bool:
+    """As `_run_if_supported`, where there was no launch of the replay key."""
+    key = args.launch_key(replay_key[1])
+    plan = _plans.get(key)
     if plan is not None:
         run_ready(plan.kernel.launch(args), plan.ready, args.A)
-        return True
-    kernel = find(args)
-    if kernel is None:
-        return False
-    if launch := kernel.launch(args):
+    else:
+        kernel = find(args)
+        if kernel is None:
+            return False
+        launch = kernel.launch(args)
+        if launch is None:
+            return True
         run_launch(launch, None, args.A, None)
-        # Without a GPU one compiles for some target, which is not part of the key.
-        if key is not None and (INTERPRET or torch.cuda.is_available()):
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = _Plan(kernel, find_ready(launch))
+        # Without a GPU one compiles for some target, which is not part of the keys.
+        if not (INTERPRET or torch.cuda.is_available()):
+            return True
+        plan = _Plan(kernel, find_ready(launch))
+        _keep(_plans, key, plan)
+    _keep(_replays, replay_key, plan)
     return True
+
+
+def _keep(plans: dict[tuple[Any, ...], _Plan], key: tuple[Any, ...], plan: _Plan) -> None:
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 # Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
@@ -124,6 +156,7 @@ def pin(args: Arguments, kernel: Kernel) -> None:
     """Let `select` take this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
     _plans.clear()
+    _replays.clear()
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
