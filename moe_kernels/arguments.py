@@ -167,18 +167,13 @@ class Arguments(abc.ABC):
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
-    With `bias_scale` it is bias_scale[r] * bias[g] that is added to row r.
-
     With an epilogue, `preactivation` is this without the bias, and `out` the activation of what is stored there plus
     the bias: sums that are rounded cross the limits of clamps more often. N is 2F if the activation is gated, else F.
     """
 
-    tensors = (
-        "A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "bias_scale", "row_scale",
-        "scale_a", "scale_b",
-    )  # fmt: skip
+    tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")
     operand_names = ("A", "B", "out")
-    optional_operands: ClassVar[tuple[str, ...]] = ("bias", "bias_scale", "row_scale", "scale_a", "scale_b")
+    optional_operands: ClassVar[tuple[str, ...]] = ("bias", "row_scale", "scale_a", "scale_b")
 
     A: Tensor  # [R, K]; [T, K] with row_to_token
     B: Tensor  # [G, K, N]
@@ -191,7 +186,6 @@ class GroupedGemmArguments(Arguments):
     preactivation: Tensor | None = None  # [R, N], with an epilogue
     zero_tail: bool = True  # write zeros to the rows past the last offset; otherwise they are left alone
     bias: Tensor | None = None  # [G, N]
-    bias_scale: Tensor | None = None  # [R] float32, with a bias
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
@@ -239,8 +233,6 @@ class GroupedGemmArguments(Arguments):
         gated = is_gated(self.epilogue)
         if gated and num_columns % 2:
             return f"Operand `B`: expected an even number of columns with {self.epilogue}, got {list(self.B.shape)}"
-        if self.bias_scale is not None and self.bias is None:
-            return "Operand `bias`: expected with `bias_scale`, got none"
         return (
             self._expect("B", num_groups, depth, num_columns)
             or (num_a_rows != num_rows and self.row_to_token is None and self._expect("A", num_rows, depth))
@@ -249,7 +241,6 @@ class GroupedGemmArguments(Arguments):
             or self._expect("row_to_token", num_rows, dtype=torch.int32)
             or self._expect("preactivation", num_rows, num_columns, dtype=self.out.dtype)
             or self._expect("bias", num_groups, num_columns)
-            or self._expect("bias_scale", num_rows, dtype=torch.float32)
             or self._expect("row_scale", num_rows, dtype=torch.float32)
             or self._expect("scale_a", num_a_rows, dtype=torch.float32)
             or self._expect("scale_b", num_groups, num_columns, dtype=torch.float32)

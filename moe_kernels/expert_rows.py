@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 from torch import Tensor
@@ -51,32 +50,6 @@ class Rows(NamedTuple):
         )
         launch_product(args)
         return out
-
-    def gemm_plus(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor,  # [E, N]
-        bias_scale: Tensor,  # [R] float32
-    ) -> Tensor | None:  # [R, N]
-        """One product per row, plus its own expert's bias times its scale; None if the kernel chosen for the product
-        alone does not add that."""
-        args = GroupedGemmArguments(
-            a,
-            b,
-            a.new_empty(self.row_to_token.shape[0], b.shape[2]),
-            tile_table=self.table,
-            zero_tail=False,
-            bias=bias,
-            bias_scale=bias_scale,
-            reserved_sms=self.reserved_sms,
-            assumed_rows=self.assumed_rows,
-        )
-        kernel = tuning.find(dataclasses.replace(args, bias=None, bias_scale=None))
-        if kernel is None or kernel is not tuning.find(args):
-            return None
-        tuning.run(args)
-        return args.out
 
     def activated_gemm(
         self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, *, gather: bool
@@ -137,10 +110,13 @@ class Rows(NamedTuple):
         return launch_combine(rows, topk_weights, self.slot_to_row)
 
     def row_bias(self, bias: Tensor | None) -> RowBias | None:
-        return None if bias is None else RowBias(bias, row_to_expert(self.table.bounds, len(self.row_to_token)))
+        return None if bias is None else RowBias(bias, self.row_experts())
+
+    def row_experts(self) -> Tensor:  # [R] int32
+        return row_to_expert(self.table.bounds, len(self.row_to_token))
 
     def slot_experts(self) -> Tensor:  # [T, K] int32
-        return slot_to_expert(row_to_expert(self.table.bounds, len(self.row_to_token)), self.slot_to_row)
+        return slot_to_expert(self.row_experts(), self.slot_to_row)
 
     def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
         """The sum over each expert's rows of weight * token."""

@@ -19,8 +19,8 @@ With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y i
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
-The tokens' gradient has a part that comes through the routing weights. With `w_router` it is added to the rows of dX,
-before they are rounded: see `router_term.py`.
+The tokens' gradient has a part that comes through the routing weights. With `w_router` it is added where the rows of dX
+are summed: see `router_term.py`.
 
 A gather happens inside the GEMM that wants its rows, or as a copy before it, whichever `tuning.choose_copies` says is
 faster.
@@ -40,9 +40,9 @@ from .activation import launch_weighted_activation_backward
 from .activation_spec import Activation, as_activation
 from .batch_invariance import ASSUMED_ROWS, settled, token_by_token
 from .expert_rows import Rows, Up
-from .permutation import launch_combine, launch_slot_products
+from .permutation import launch_slot_products
 from .reference import Permutation, TileTable
-from .router_term import launch_chosen_dlogits
+from .router_term import launch_combine_with_router
 from .segments import launch_segment_sum
 
 RECOMPUTE = (None, "up")
@@ -331,12 +331,13 @@ def _experts_backward_op(
         db_down = rows.bias_gradient(dout, output_weights).to(b_down.dtype)  # [E, D]
     if needs_b_up:
         db_up = launch_segment_sum(dpreactivation, bounds).to(b_up.dtype)  # [E, 2F]
-    if needs_tokens and w_router is not None:
-        dlogits = launch_chosen_dlogits(topk_weights, dweights, slot_to_row)
-        dtokens = _collect_with_router(rows, dpreactivation, w_up, w_router, dlogits)
-    elif needs_tokens or (weight_on_input and needs_weights):
+    if needs_tokens or (weight_on_input and needs_weights):
         dup_input = rows.gemm(dpreactivation, w_up)  # [R, D]
-        dtokens = rows.collect(dup_input, input_weights)
+        if w_router is None:
+            dtokens = rows.collect(dup_input, input_weights)
+        else:
+            row_experts = rows.row_experts()
+            dtokens = launch_combine_with_router(dup_input, topk_weights, dweights, slot_to_row, row_experts, w_router)
         if weight_on_input:
             dweights = launch_slot_products(tokens, dup_input, slot_to_row)
         del dup_input
@@ -346,22 +347,6 @@ def _experts_backward_op(
         dw_up = rows.wgrad(dpreactivation, up_input, gather_dout=not copy)  # [E, 2F, D]
     gradients = dtokens, dweights, dw_up, dw_down, db_up, db_down
     return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-def _collect_with_router(
-    rows: Rows,
-    dpreactivation: Tensor,  # [R, 2F or F]
-    w_up: Tensor,
-    w_router: Tensor,  # [E, D]
-    dlogits: Tensor,  # [R] float32
-) -> Tensor:  # [T, D]
-    """The gradient of the tokens through the experts and through the logits that chose them."""
-    dup_input = rows.gemm_plus(dpreactivation, w_up, w_router, dlogits)
-    if dup_input is not None:
-        return rows.collect(dup_input, None)
-    by_slot = dlogits[rows.slot_to_row]  # [T, K]
-    through_logits = launch_combine(w_router, by_slot, rows.slot_experts())
-    return rows.collect(rows.gemm(dpreactivation, w_up), None).add_(through_logits)
 
 
 @_experts_backward_op.register_fake

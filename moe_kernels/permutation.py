@@ -127,7 +127,7 @@ def launch_combine(
     d_model = rows.shape[1]
     out = rows.new_empty(num_tokens, d_model)
     if out.numel():
-        block_d = _combine_block(d_model)
+        block_d = combine_block(d_model)
         launch_kernel(
             _combine_kernel,
             (num_tokens, cdiv(d_model, block_d)),
@@ -145,7 +145,7 @@ def launch_combine(
 
 
 @functools.lru_cache
-def _combine_block(d_model: int) -> int:
+def combine_block(d_model: int) -> int:
     """Columns per program: all, but parts of 512 or more that leave no thread idle are better."""
     divisor = d_model & -d_model  # the largest power of two that divides it
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)

@@ -258,7 +258,6 @@ def grouped_gemm(
     offsets: Tensor,  # [G] int32
     *,
     bias: Tensor | None = None,  # [G, N]
-    bias_scale: Tensor | None = None,  # [R] float32
     row_scale: Tensor | None = None,  # [R] float32
     activation: str | None = None,
     scale_a: Tensor | None = None,  # [R] float32
@@ -278,8 +277,7 @@ def grouped_gemm(
     if scale_b is not None:
         rows = rows * scale_b[group]
     if bias is not None:
-        scale = 1 if bias_scale is None else bias_scale[: len(rows), None]
-        rows = rows + scale * bias.to(dtype)[group]
+        rows = rows + bias.to(dtype)[group]
     if row_scale is not None:
         rows = rows * row_scale[: len(rows), None]
     rows = functional.pad(rows.to(out_dtype), (0, 0, 0, len(tail)))

@@ -142,7 +142,6 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
         a, product = _rows_of(args.A, args.row_to_token, rows), args.product[rows]
         options = {
             "bias": None if args.bias is None or args.epilogue is not None else args.bias[g],
-            "bias_scale": _rows_of(args.bias_scale, None, rows),
             "row_scale": _rows_of(args.row_scale, None, rows),
             "scale_a": _rows_of(args.scale_a, args.row_to_token, rows),
             "scale_b": None if args.scale_b is None else args.scale_b[g],

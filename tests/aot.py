@@ -35,6 +35,7 @@ from moe_kernels.gemm.array import GroupedGemmListArguments, make_problem_table
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.jagged import make_jagged_table
 from moe_kernels.launching import CompiledArtifact, Launch, run_launch
+from moe_kernels.router_term import launch_combine_with_router
 from moe_kernels.scored_routing import _facts
 from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
 from tests.racecheck import warp_specialize_lines
@@ -132,8 +133,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
 
     `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
     leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
-    every optional operand and a float32 result; "bias" and "float32_bias" have a bias, with a scale where the kernel
-    takes one; "offsets" is "float32_bias" with offsets in the place of a tile table.
+    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone; "offsets" is
+    "float32_bias" with offsets in the place of a tile table.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
@@ -156,11 +157,9 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         table = mk.reference.tile_table(offsets, num_rows, design.tile_shape[0])
         product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
         per_group, per_row = (num_groups, size_n), (num_rows,)
-        shapes = {"bias": per_group, "bias_scale": per_row, "row_scale": per_row, "scale_a": per_row}
-        shapes["scale_b"] = per_group
-        biases = ("bias", "bias_scale") if "bias" in form or form == "offsets" else ()
-        names = kernel.metadata.optional_operands
-        optional = names if form == "full" else [name for name in biases if name in names]
+        shapes = {"bias": per_group, "row_scale": per_row, "scale_a": per_row, "scale_b": per_group}
+        has_bias = "bias" in form or form == "offsets"
+        optional = kernel.metadata.optional_operands if form == "full" else ("bias",) if has_bias else ()
         dtype = operands.A.dtype if form == "bias" else torch.float32
         out = product
         if epilogue is not None:
@@ -173,7 +172,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             **({"offsets": torch.zeros(num_groups, dtype=torch.int32)} if form == "offsets" else {"tile_table": table}),
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
-            **{name: torch.empty(shapes[name], dtype=dtype if name == "bias" else torch.float32) for name in optional},
+            **{name: torch.empty(shapes[name], dtype=dtype) for name in optional},
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
@@ -254,6 +253,8 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     for weights in (None, routed[0]):
         mk.permutation.launch_combine(rows, weights, slot_to_row)
         mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
+    w_router, row_experts = torch.empty(num_experts, d_model, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32)
+    launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, row_experts, w_router)
     many = torch.empty(4096, 2048, dtype=dtype)
     index = torch.empty(4096, top_k, dtype=torch.int32)
     mk.permutation.launch_spread(many, None, index, torch.empty(4096 * top_k, 2048, dtype=dtype))
@@ -356,10 +357,11 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         alike = no_epilogue or not isinstance(design, mk.WarpSpecializedDesign)
         takes_bias = is_bfloat16 and alike and "bias" in kernel.metadata.optional_operands
         first = "float32_bias" if takes_bias else "plain"
-        # Where a tile lies does not depend on its width.
-        walks = takes_bias and isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256
-        further = "eights" if design.gather and is_bfloat16 else "offsets" if walks else None
-        return (first, further) if further else (first,)
+        if design.gather:
+            return (first, "eights") if is_bfloat16 else (first,)
+        # Where a tile lies has nothing to do with how wide it is, nor with the layout of B.
+        walks = isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256 and takes_bias
+        return ("offsets",) if walks and operands.B.layout == "column" else (first,)
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.

@@ -6,18 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_kernels import (
-    GroupedGemmArguments,
-    fused_experts,
-    get_kernels,
-    linear_routing,
-    reference,
-    sort_by_expert,
-    tuning,
-)
+from moe_kernels import fused_experts, linear_routing, reference, routing, sort_by_expert
 from moe_kernels.experts import _fused_experts_op
-from moe_kernels.router_term import launch_chosen_dlogits
-from moe_kernels.testing import CASES, Case, assert_accurate, check_accuracy, make_inputs
+from moe_kernels.router_term import launch_combine_with_router
+from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_layers import BalanceLosses, MoEFeedForward, RouterNoise, TopKRouter
 from moe_layers.router_gradient import experts_can_pass_it_on
 
@@ -78,17 +70,6 @@ def test_worked_by_hand(device):
     assert tokens.grad.item() == pytest.approx((high - low) / 2e-4, rel=1e-5)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8])
-def test_dlogits_lie_at_their_rows(top_k, device):
-    generator = torch.Generator().manual_seed(0)
-    weights, dweights = torch.rand(2, 700, top_k, generator=generator).to(device)
-    slot_to_row = torch.randperm(700 * top_k, generator=generator).int().view(700, top_k).to(device)
-    actual = launch_chosen_dlogits(weights, dweights, slot_to_row)[slot_to_row]
-    exact = weights.double() * (dweights.double() - (weights.double() * dweights.double()).sum(1, keepdim=True))
-    baseline = weights * (dweights - (weights * dweights).sum(1, keepdim=True))
-    assert_accurate(actual, baseline, exact)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -108,64 +89,41 @@ def test_errors(changes, message):
         fused_experts(tokens, torch.zeros(72, 2), w_up=w_up, w_down=w_down, **operands)
 
 
-WITH_SCALE = get_kernels(metadata_filter=lambda metadata: "bias_scale" in metadata.optional_operands)
+def test_dropped_slots_and_nan_rows_add_nothing(device):
+    generator = torch.Generator().manual_seed(0)
+    weights, dweights = torch.rand(2, 5, 3, generator=generator).to(device)
+    rows, w_router = torch.randn(14, 40, generator=generator).to(device), torch.randn(4, 40, generator=generator)
+    slot_to_row = torch.arange(15).int().view(5, 3) - 1  # the first slot has none
+    row_to_expert = torch.arange(14).int() % 4
+    rows[13] = torch.nan
+    out = launch_combine_with_router(
+        rows, weights, dweights, slot_to_row.to(device), row_to_expert.to(device), w_router.to(device)
+    )
+    dlogits = (weights * (dweights - (weights * dweights).sum(1, keepdim=True))).flatten()[1:]
+    expected = rows + dlogits[:, None] * w_router.to(device)[row_to_expert.to(device).long()]
+    expected = torch.cat([expected.new_zeros(1, 40), expected]).view(5, 3, 40).sum(1)
+    assert out[4].isnan().all()
+    torch.testing.assert_close(out[:4], expected[:4])
+
+
+def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):
+    """No product with the gradient of all logits gives the tokens anything."""
+    layer, x, needs = make_layer(device), make_x(device), []
+    gradients = routing.router_gradients
+    monkeypatch.setattr(routing, "router_gradients", lambda *args: needs.append(args[3]) or gradients(*args))
+    layer(x).sum().backward()
+    assert needs == [(False, True)] and x.grad is not None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bias_dtype", [torch.float32, None], ids=str)
-@pytest.mark.parametrize("kernel", WITH_SCALE, ids=repr)
-def test_kernels_scale_the_bias_of_each_row(kernel, bias_dtype, device):
-    if kernel.obstacle:
-        pytest.skip(kernel.obstacle)
-    dtype, operands = kernel.metadata.operands.A.dtype, kernel.metadata.operands
-    generator = torch.Generator(device).manual_seed(0)
-    for num_columns in (512, 328):  # the last tile whole; narrow and ragged
-        a, b = (
-            torch.randn(900, 136, device=device, generator=generator),
-            torch.randn(5, 136, num_columns, device=device),
-        )
-        bias, scale = torch.randn(5, num_columns, device=device), torch.randn(900, device=device)
-        offsets = torch.tensor([300, 300, 301, 700, 850], dtype=torch.int32, device=device)
-        a, b, bias = a.to(dtype), b.to(dtype), bias.to(bias_dtype or dtype)
-        expected = [
-            reference.grouped_gemm(*given, offsets, bias=bias.to(given[0].dtype), bias_scale=scale.to(given[0].dtype))
-            for given in ((a, b), (a.double(), b.double()))
-        ]
-        a[850:] = scale[850:] = torch.nan
-        if operands.B.layout == "column":
-            b = b.transpose(1, 2).contiguous().transpose(1, 2)
-        index = torch.arange(900, device=device).int() if kernel.metadata.design.gather else None
-        out = torch.full((900, num_columns), torch.nan, device=device, dtype=dtype)
-        args = GroupedGemmArguments(a, b, out, offsets=offsets, row_to_token=index, bias=bias, bias_scale=scale)
-        assert kernel.supports(args)
-        kernel.run(args)
-        assert_accurate(out, expected[0].to(dtype), expected[1])
-
-
-def test_a_scale_needs_a_bias_and_a_kernel(device):
-    a, b, out = (torch.zeros(shape).bfloat16() for shape in ((6, 8), (2, 8, 8), (6, 8)))
-    offsets, scale = torch.tensor([3, 6], dtype=torch.int32), torch.zeros(6)
-    args = GroupedGemmArguments(a, b, out, offsets=offsets, bias_scale=scale)
-    assert args.error() == "Operand `bias`: expected with `bias_scale`, got none"
-    args = GroupedGemmArguments(a, b, out, offsets=offsets, bias=out[:2], bias_scale=scale)
-    (kernel,) = get_kernels(metadata_filter=lambda m: m.kernel_name == "grouped_gemm_pointer_bfloat16_128x128x64_w8_s3")
-    assert kernel.supports(args).error == "Operand `bias_scale`: this kernel takes none"
-
-
-@pytest.mark.gpu
-def test_one_product_adds_it_on_hopper(device, monkeypatch):
-    if get_kernels(metadata_filter=lambda m: "bias_scale" in m.optional_operands)[0].obstacle:
-        pytest.skip("no such kernel runs here")
-    case, launched = Case(4096, 512, 512, 8, 2), []
-    run = tuning.run
-    monkeypatch.setattr(tuning, "run", lambda args: (launched.append(args), run(args)))
+def test_never_waits(device):
+    case = Case(4096, 512, 512, 8, 2)
     experts = choice(case, torch.bfloat16, device)
     tokens, w_router, *weights = (leaf.requires_grad_() for leaf in draw(case, torch.bfloat16, device))
     topk_weights = torch.full(experts.shape, 0.5, device=device)
     permutation = sort_by_expert(experts, case.num_experts)
     with waiting_is_an_error():
         triton_experts(tokens, topk_weights, permutation, *weights, w_router=w_router).sum().backward()
-    assert sum(getattr(args, "bias_scale", None) is not None for args in launched) == 1
 
 
 def make_layer(device, dtype=torch.float32, **options):

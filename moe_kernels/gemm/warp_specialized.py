@@ -137,8 +137,6 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             gated = is_gated(self.metadata.epilogue)
             if args.bias.shape[-1] % (16 if gated else 8):
                 return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
-            if args.bias_scale is not None and not args.bias_scale.is_contiguous():
-                return Status(f"Operand `bias_scale`: expected contiguous, got strides {args.bias_scale.stride()}")
             # Registers do not suffice for float32 beside a gated activation.
             return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
         return status
@@ -170,7 +168,6 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 _descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
                 args.bias,
                 None if args.bias is None else args.bias.stride(0),
-                args.bias_scale,
                 out_desc,
                 activated_desc,
                 *table,
@@ -305,7 +302,7 @@ def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, e
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
     # Beside a gather and an activation there are no registers left for a bias.
-    optional = ("bias", "bias_scale") if epilogue is None else () if design.gather else ("bias",)
+    optional = () if design.gather and epilogue is not None else ("bias",)
     cls = WarpSpecializedGroupedGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
 

@@ -80,15 +80,11 @@ def load_bias(bias, group, first, end, like):
 
 
 @gluon.jit
-def plus_bias(value, loaded, scale=None):  # scale [rows]
+def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
         # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
         loaded = pinned(loaded)
-    bias = loaded.to(gl.float32)[None, :]
-    if scale is None:
-        return value + bias
-    else:
-        return value + scale[:, None] * bias
+    return value + loaded.to(gl.float32)[None, :]
 
 
 @gluon.jit

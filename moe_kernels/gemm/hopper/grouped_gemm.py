@@ -159,11 +159,8 @@ def _reduce_tile(
     step,
     num_steps,
     group,
-    tile_row,
-    tile_end,
     column_tile,
     bias,
-    bias_scale_ptr,
     left,
     right,
     at,  # Finished
@@ -191,11 +188,6 @@ def _reduce_tile(
         # Loaded while the rest is multiplied, into the registers that the finished tile has left. Rows are multiples of
         # 8 values, which the compiler learns here.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
-        scale = None
-        if bias_scale_ptr is not None:
-            rows = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, total.type.layout))
-            row = tile_row + WARPGROUP * total.shape[0] + rows
-            scale = gl.load(bias_scale_ptr + row, mask=row < tile_end, other=0.0)
     for _ in range(PARTS, num_steps):
         total = _multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
         total = warpgroup_mma_wait(1, deps=(total,))
@@ -204,7 +196,7 @@ def _reduce_tile(
     total = warpgroup_mma_wait(0, deps=(total,))
     release_previous(ring, step)
     if bias is not None and PIECES == 0:
-        total = plus_bias(total, loaded, scale)
+        total = plus_bias(total, loaded)
     return total, step
 
 
@@ -221,7 +213,6 @@ def _consume(
     ring,
     bias_ptr,
     bias_stride,
-    bias_scale_ptr,
     out_desc,
     activated_desc,
     buffer,
@@ -254,7 +245,7 @@ def _consume(
             if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
                 narrow, step = _reduce_tile(
-                    narrow, ring, step, tiles.num_steps, group, tile_row, tile_end, tile_column, bias, bias_scale_ptr,
+                    narrow, ring, step, tiles.num_steps, group, tile_column, bias,
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
@@ -264,7 +255,7 @@ def _consume(
                     left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
             else:
                 total, step = _reduce_tile(
-                    total, ring, step, tiles.num_steps, group, tile_row, tile_end, tile_column, bias, bias_scale_ptr,
+                    total, ring, step, tiles.num_steps, group, tile_column, bias,
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
@@ -300,7 +291,6 @@ def grouped_gemm_kernel(
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
     bias_ptr,  # [G, N], or None; with an activation of that alone
     bias_stride,
-    bias_scale_ptr,  # [R], or None; not with an activation
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F], or None; with an activation
     bounds_ptr,  # [G + 2]; offsets [G] if there is no table
@@ -350,14 +340,14 @@ def grouped_gemm_kernel(
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, bias_scale_ptr,
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride,
                     out_desc, activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, bias_scale_ptr,
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride,
                     out_desc, activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
