@@ -215,7 +215,7 @@ def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
     del functions["kernel"]
     for kernel in _one_of_each_design(get_kernels(args)):
         artifact, name = kernel.compile(args), kernel.metadata.kernel_name
-        made = kernel.with_metadata(args, None)  # the tile table of its own height
+        made = kernel.with_metadata(args, None)  # the tile table of its own height, if it reads one
         functions[f"run {name}"] = partial(kernel.run, made)
         functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)

@@ -58,12 +58,8 @@ def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[to
 
 
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
-    """Whether the ops compute this tensor, with this `implementation`, by Triton kernels.
-
-    Raises:
-        ValueError, NotImplementedError: as the ops would.
-    """
-    return choose("runs_kernels", implementation, tensor) == "triton"
+    """Whether the ops compute this tensor, with this `implementation`, by Triton kernels; where they raise, no."""
+    return implementation in (None, "triton") and kernel_obstacle(tensor) is None
 
 
 def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

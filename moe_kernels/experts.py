@@ -325,7 +325,7 @@ def _experts_backward_op(
     if needs_down:
         dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]
     del drows, weighted
-    if b_down is not None and needs_weights and not weight_on_input:
+    if b_down is not None and (needs_weights or w_router is not None) and not weight_on_input:
         dweights += launch_slot_products(dout, b_down, rows.slot_experts())
     if needs_b_down:
         db_down = rows.bias_gradient(dout, output_weights).to(b_down.dtype)  # [E, D]

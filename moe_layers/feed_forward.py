@@ -303,6 +303,7 @@ class MoEFeedForward(nn.Module):
             given["token_mask"] = said["token_mask"]
         attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
         is_read = return_routing or attaches or token_mask is not None or topk_experts is not None
+        is_read |= self.observer is not None and type(self.observer) is not RoutingObserver
         passes_on = not is_read and experts_can_pass_it_on(self, tokens)
         routed = self.router(tokens.detach() if passes_on else tokens, **given)
         chosen = routed.topk_experts

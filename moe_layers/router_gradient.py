@@ -5,11 +5,13 @@ weights are a softmax over the logits of the chosen experts, the op of the exper
 next to nothing, instead of a product with the gradient of all logits and a pass that adds it. The router then gets the
 tokens without their graph. That is right only if nobody but the experts reads what the router returns, and reads
 it as the router returned it: so in training with auxiliary losses, with hooks on either of them, or where `forward`
-returns the routing, autograd has to find its own way.
+returns the routing, autograd has to find its own way. A hook that comes or goes between a checkpointed forward and its
+recomputation changes what is kept, and PyTorch reports that as an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,12 +48,22 @@ def experts_can_pass_it_on(layer: MoEFeedForward, tokens: Tensor) -> bool:
         and not experts.batch_invariant
         and layer.w_latent_in is None
         and layer.capacity is None
-        and not _has_hooks(router)
-        and not _has_hooks(experts)
+        and _is_called_as_written(router)
+        and _is_called_as_written(experts)
         and runs_kernels(experts.implementation, tokens)
     )
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def watches_choice(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks a router's forward hook that reads the chosen experts alone."""
+    hook.watches_choice = True
+    return hook
+
+
+def _is_called_as_written(module: nn.Module) -> bool:
+    """No hook, nor another `forward` in this instance, as some libraries put there."""
     everywhere = torch.nn.modules.module
-    return any(getattr(module, name) or getattr(everywhere, "_global" + name) for name in _HOOKS)
+    hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
+    if any(getattr(everywhere, "_global" + name) for name in _HOOKS) or "forward" in vars(module):
+        return False
+    return all(hasattr(hook, "watches_choice") for hook in hooks)

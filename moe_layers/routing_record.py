@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .recomputation import is_recomputing, replayed_choice
 from .router import TopKRouter
+from .router_gradient import watches_choice
 
 
 class RoutingRecord:
@@ -58,6 +59,7 @@ class RoutingRecord:
         captured = 0
 
         def hook(name: str):
+            @watches_choice
             def add(router, inputs, routed):
                 nonlocal captured
                 if not is_recomputing():

@@ -4,10 +4,19 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import GemmArguments, PointerDesign, batched_gemm, get_kernels, reference, tuning
+from moe_kernels import (
+    GemmArguments,
+    PointerDesign,
+    WarpSpecializedDesign,
+    batched_gemm,
+    get_kernels,
+    reference,
+    tuning,
+)
 from moe_kernels.activation_functions import PLAIN_EPILOGUES
 from moe_kernels.batched_gemm import _batched_gemm_op
 from moe_kernels.catalog import Operand, device_cc
+from moe_kernels.gemm.batched import BatchedGemm
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from .dtypes import DTYPES
@@ -209,3 +218,14 @@ def test_compiles_without_graph_break(device):
 def test_bad_input(a, b, options, message):
     with pytest.raises(ValueError, match=message):
         batched_gemm(a, b, **options)
+
+
+def test_every_kernel_has_the_table_that_it_says():
+    """Whatever its kernel for grouped GEMM does with offsets, of which a batch has none."""
+    a, b, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4, 256, 512), (4, 512, 768), (4, 256, 768)))
+    args = GemmArguments(a, b, out)
+    kernels = get_kernels(metadata_filter=lambda metadata: issubclass(metadata.kernel_class, BatchedGemm))
+    assert any(isinstance(kernel.metadata.design, WarpSpecializedDesign) for kernel in kernels)
+    for kernel in kernels:
+        assert kernel.metadata_bytes(args) > 0 and kernel.estimate(args) > 0
+        assert kernel.with_metadata(args, None, write=False).tile_table is not None

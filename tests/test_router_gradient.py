@@ -5,12 +5,21 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import fused_experts, linear_routing, reference, routing, sort_by_expert
 from moe_kernels.experts import _fused_experts_op
 from moe_kernels.router_term import launch_combine_with_router
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
-from moe_layers import BalanceLosses, MoEFeedForward, RouterNoise, TopKRouter
+from moe_layers import (
+    BalanceLosses,
+    MoEFeedForward,
+    RouterNoise,
+    RoutingObserver,
+    RoutingRecord,
+    TopKRouter,
+    save_routing,
+)
 from moe_layers.router_gradient import experts_can_pass_it_on
 
 from .dtypes import DTYPES
@@ -19,41 +28,43 @@ from .gpu import waiting_is_an_error
 triton_experts = partial(fused_experts, implementation="triton")
 
 
-def draw(case, dtype, device, seed=0):
-    """(tokens, w_router, w_up, w_down), a router that is as large as the experts in the gradient."""
+def draw(case, dtype, device, seed=0, *, biases=False):
+    """(tokens, w_router, w_up, w_down, perhaps b_up, b_down), the router as large as the experts in the gradient."""
     inputs = make_inputs(case, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed)
     w_router = torch.randn(case.num_experts, case.d_model, device=device, generator=generator) * case.d_model**-0.5
-    return inputs.tokens, w_router.to(dtype), inputs.w_up, inputs.w_down
+    drawn = [torch.randn(len(w), w.shape[1], device=device, generator=generator) for w in (inputs.w_up, inputs.w_down)]
+    return inputs.tokens, w_router.to(dtype), inputs.w_up, inputs.w_down, *(b.to(dtype) for b in drawn if biases)
 
 
-def whole(tokens, w_router, w_up, w_down, *, experts, op, passes_on):
+def whole(tokens, w_router, w_up, w_down, *biases, experts, op, passes_on):
     """Router and experts, the choice being given: another dtype may choose others."""
     logits = (tokens.detach() if passes_on else tokens).float() @ w_router.float().T
     if tokens.dtype == torch.float64:
         logits = tokens @ w_router.T
     weights = logits.gather(1, experts.long()).softmax(1)
     permutation = reference.sort_by_expert(experts, len(w_up))
-    given = {"w_router": w_router} if passes_on else {}
+    given = dict(zip(("b_up", "b_down"), biases, strict=False)) | ({"w_router": w_router} if passes_on else {})
     return op(tokens, weights, permutation, w_up, w_down, **given)
 
 
 def choice(case, dtype, device, seed=0):
-    tokens, w_router, _, _ = draw(case, dtype, device, seed)
+    tokens, w_router, *_ = draw(case, dtype, device, seed)
     return reference.linear_routing(tokens, w_router, case.top_k).topk_experts
 
 
 @pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*CASES, "aligned"])
-def test_the_op_gives_tokens_the_gradient_of_both_parts(case, dtype, op, device):
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_op_gives_tokens_the_gradient_of_both_parts(biases, case, dtype, op, device):
     case = CASES.get(case, Case(300, 512, 256, 6, 3))
     experts = choice(case, dtype, device)
     check_accuracy(
         partial(whole, experts=experts, op=op, passes_on=True),
         partial(whole, experts=experts, op=reference.fused_experts, passes_on=False),
-        partial(draw, case, dtype, device),
-        ("out", "dtokens", "dw_router", "dw_up", "dw_down"),
+        partial(draw, case, dtype, device, biases=biases),
+        ("out", "dtokens", "dw_router", "dw_up", "dw_down", *["db_up", "db_down"] * biases),
     )
 
 
@@ -171,7 +182,29 @@ def with_other_router(layer):
 
 
 def observed(layer):
+    layer.observer = RoutingObserver(layer.router, layer.num_experts)
+
+
+def noted(layer):
     layer.observer = Noted()
+
+
+def biased(layer):
+    for bias in (layer.experts.b_up, layer.experts.b_down):
+        nn.init.normal_(bias)
+
+
+def biased_and_frozen(layer):
+    biased(layer)
+    frozen(layer)
+
+
+def other_forward(part):
+    def change(layer):
+        module = getattr(layer, part)
+        module.forward = lambda *args, **given: type(module).forward(module, *args, **given)
+
+    return change
 
 
 def frozen(layer):
@@ -182,9 +215,13 @@ def frozen(layer):
 SITUATIONS = {
     "plain": ({}, None, {}, True),
     "shared": ({"shared_d_ff": 16}, None, {}, True),
-    "biases": ({"bias": True, "activation": "gpt_oss"}, None, {}, True),
+    "biases": ({"bias": True, "activation": "gpt_oss"}, biased, {}, True),
     "observed": ({}, observed, {}, True),
     "frozen": ({}, frozen, {}, True),
+    "biases_and_frozen": ({"bias": True}, biased_and_frozen, {}, True),
+    "other_observer": ({}, noted, {}, False),
+    "router_forward": ({}, other_forward("router"), {}, False),
+    "experts_forward": ({}, other_forward("experts"), {}, False),
     "recompute": ({"recompute": "up"}, None, {}, True),
     "reference": ({"implementation": "reference"}, None, {}, False),
     "probabilities": ({"normalize": False}, None, {}, False),
@@ -260,6 +297,16 @@ def test_a_loss_that_a_hook_adds_reaches_the_tokens(device):
     logits = x.detach().view(21, 32) @ layer.router.weight.detach().T
     of_the_loss = (2 * logits @ layer.router.weight.detach()).view_as(x)
     torch.testing.assert_close(dx - without, of_the_loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("context", [{}, {"context_fn": save_routing}], ids=len)
+def test_a_captured_forward_may_be_recomputed_outside(context, device):
+    layer, x = make_layer(device), make_x(device)
+    (expected,) = torch.autograd.grad(layer(x).sin().sum(), x)
+    with RoutingRecord().capture(layer):
+        out = checkpoint(layer, x, use_reentrant=False, **context)
+    (dx,) = torch.autograd.grad(out.sin().sum(), x)
+    assert torch.equal(dx, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function

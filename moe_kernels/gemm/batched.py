@@ -56,7 +56,8 @@ class BatchedGemm(Kernel):
             return None
         grouped = _grouped(args)
         if args.tile_table is None:
-            grouped = self.grouped.with_metadata(_with_offsets(grouped), None)
+            table = self.grouped.tile_table(_with_offsets(grouped))
+            grouped = dataclasses.replace(grouped, tile_table=table)
         return self.grouped.launch(grouped)
 
     def scratch_bytes(self, args: GemmArguments) -> int:
@@ -75,8 +76,7 @@ class BatchedGemm(Kernel):
             num_bytes = _offsets_bytes(args)
             grouped = _with_offsets(grouped, memory[:num_bytes].view(torch.int32)[: len(grouped.B)])
             memory = memory[num_bytes:]
-        grouped = self.grouped.with_metadata(grouped, memory, write=write)
-        return dataclasses.replace(args, tile_table=grouped.tile_table)
+        return dataclasses.replace(args, tile_table=self.grouped.tile_table(grouped, memory, write=write))
 
 
 def _rows(tensor: Tensor) -> Tensor:

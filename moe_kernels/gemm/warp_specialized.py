@@ -40,10 +40,10 @@ if OBSTACLE is None:
 
     from .hopper.activations import FORWARD
     from .hopper.grouped_gemm import grouped_gemm_kernel
-    from .hopper.tiles import MOST_WALKED
     from .hopper.wgrad import wgrad_kernel
 
 
+_MOST_WALKED = 32  # groups: as many as `hopper/tiles.py` has lanes for
 _PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
 
 
@@ -192,7 +192,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         """Whether every tile is found by walking the offsets: of few groups that takes less than a table's launch."""
         if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
             return False
-        return len(args.offsets) <= MOST_WALKED.value and args.offsets.is_contiguous()
+        return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()
 
 
 @functools.lru_cache(maxsize=4096)

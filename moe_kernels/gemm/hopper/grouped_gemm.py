@@ -316,18 +316,18 @@ def grouped_gemm_kernel(
 ):
     """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
     if NUM_GROUPS is None:
-        entries_ptr = tiles_ptr
+        entries = tiles_ptr
         num_row_tiles = gl.load(num_tiles_ptr)
         num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
     else:
-        entries_ptr = bounds_ptr
+        entries = bounds_ptr
         tile_ends, ends = walk(bounds_ptr, num_rows, BLOCK_M, NUM_GROUPS)
         num_row_tiles = gl.max(tile_ends, 0)
         num_all_row_tiles = num_row_tiles
         if ZERO_TAIL:
             num_all_row_tiles += (num_rows - gl.max(ends, 0) + BLOCK_M - 1) // BLOCK_M
     tiles = Tiles(
-        entries_ptr, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, NUM_GROUPS
+        entries, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, NUM_GROUPS
     )
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)

@@ -13,8 +13,8 @@ MOST_WALKED = gl.constexpr(32)  # groups, one to a lane, whose offsets take the 
 class Tiles:
     """The tiles of the product: row tiles from the table, or of few groups from their offsets, times column tiles."""
 
-    tiles_ptr: gl.tensor  # [capacity, 2]; without a table [MOST_WALKED] how many tiles end with each group
-    bounds_ptr: gl.tensor  # [G + 2]; without a table [MOST_WALKED] the end row of each group
+    entries: gl.tensor  # pointer to [capacity, 2]; without a table [MOST_WALKED], how many tiles end with each group
+    bounds: gl.tensor  # pointer to [G + 2]; without a table [MOST_WALKED], the end row of each group
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
@@ -26,8 +26,8 @@ class Tiles:
     @gluon.constexpr_function
     def __init__(
         self,
-        tiles_ptr,
-        bounds_ptr,
+        entries,
+        bounds,
         num_rows,
         num_row_tiles,
         num_column_tiles,
@@ -36,8 +36,8 @@ class Tiles:
         group_tiles,
         num_groups,
     ):
-        self.tiles_ptr = tiles_ptr
-        self.bounds_ptr = bounds_ptr
+        self.entries = entries
+        self.bounds = bounds
         self.num_rows = num_rows
         self.num_row_tiles = num_row_tiles
         self.num_column_tiles = num_column_tiles
@@ -77,7 +77,7 @@ def with_walk(tiles):
     if tiles.num_groups is None:
         return tiles
     else:
-        tile_ends, ends = walk(tiles.bounds_ptr, tiles.num_rows, tiles.block_m, tiles.num_groups)
+        tile_ends, ends = walk(tiles.bounds, tiles.num_rows, tiles.block_m, tiles.num_groups)
         return Tiles(
             tile_ends, ends, tiles.num_rows, tiles.num_row_tiles, tiles.num_column_tiles, tiles.num_steps,
             tiles.block_m, tiles.group_tiles, tiles.num_groups,
@@ -88,15 +88,15 @@ def with_walk(tiles):
 def row_tile_at(tiles, row_tile):
     """(group, first row, end row of the group)."""
     if tiles.num_groups is None:
-        group = gl.load(tiles.tiles_ptr + 2 * row_tile)
-        block = gl.load(tiles.tiles_ptr + 2 * row_tile + 1)
-        return group, gl.load(tiles.bounds_ptr + group) + block * tiles.block_m, gl.load(tiles.bounds_ptr + group + 1)
+        group = gl.load(tiles.entries + 2 * row_tile)
+        block = gl.load(tiles.entries + 2 * row_tile + 1)
+        return group, gl.load(tiles.bounds + group) + block * tiles.block_m, gl.load(tiles.bounds + group + 1)
     else:
-        is_before = tiles.tiles_ptr <= row_tile  # [MOST_WALKED]
+        is_before = tiles.entries <= row_tile  # [MOST_WALKED]
         group = min(gl.sum(is_before.to(gl.int32), 0), tiles.num_groups)
-        block = row_tile - gl.max(gl.where(is_before, tiles.tiles_ptr, 0), 0)
-        start = gl.max(gl.where(is_before, tiles.bounds_ptr, 0), 0)
-        end = gl.min(gl.where(is_before, tiles.num_rows, tiles.bounds_ptr), 0)
+        block = row_tile - gl.max(gl.where(is_before, tiles.entries, 0), 0)
+        start = gl.max(gl.where(is_before, tiles.bounds, 0), 0)
+        end = gl.min(gl.where(is_before, tiles.num_rows, tiles.bounds), 0)
         return group, start + block * tiles.block_m, end
 
 
