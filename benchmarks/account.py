@@ -96,6 +96,7 @@ def bytes_by_kernel(shape: Shape, itemsize: int) -> dict[str, int]:
     return {
         "_spread_kernel": tokens + rows + integers,
         "_combine_kernel": rows + tokens + integers,
+        "_combine_with_router_kernel": rows + tokens + 4 * integers,  # the router comes from caches
         "_weighted_activation_backward_kernel": 6 * activated + 3 * integers,  # reads H, dA', writes dH, A_w
         "_topk_kernel": logits + 2 * integers,
         "_topk_backward_kernel": logits + 3 * integers,
