@@ -137,18 +137,18 @@ def test_never_waits(device):
         triton_experts(tokens, topk_weights, permutation, *weights, w_router=w_router).sum().backward()
 
 
-def make_layer(device, dtype=torch.float32, **options):
+def make_layer(device, **options):
     torch.manual_seed(0)
     options = {"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, "implementation": "triton", **options}
-    return MoEFeedForward(init_std=0.2, device=device, dtype=dtype, **options)
+    return MoEFeedForward(init_std=0.2, device=device, **options)
 
 
-def make_x(device, dtype=torch.float32):
+def make_x(device):
     x = torch.randn(3, 7, 32, device=device, generator=torch.Generator(device).manual_seed(1))
-    return x.to(dtype).requires_grad_()
+    return x.requires_grad_()
 
 
-def tokens_of_the_router(layer, monkeypatch):
+def tokens_of_the_router(monkeypatch):
     """What the router is given, without a hook, which would change it."""
     seen, forward = [], TopKRouter.forward
     monkeypatch.setattr(
@@ -168,9 +168,9 @@ class Noted:
         self.routing = routing
 
 
-def hooked(part, register, hook=lambda *_: None):
+def hooked(part, register):
     def change(layer):
-        getattr(getattr(layer, part), register)(hook)
+        getattr(getattr(layer, part), register)(lambda *_: None)
 
     return change
 
@@ -258,7 +258,7 @@ def test_layers_pass_it_on_only_where_that_is_all(name, device, monkeypatch):
     if change is not None:
         change(layer)
     given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-    seen = tokens_of_the_router(layer, monkeypatch)
+    seen = tokens_of_the_router(monkeypatch)
     torch.manual_seed(2)
     out, actual = gradients(layer, x, given)
     assert seen[0].requires_grad != passes_on
