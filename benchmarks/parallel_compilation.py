@@ -11,6 +11,8 @@ from torch.distributed import DeviceMesh
 
 from moe_layers import MoEFeedForward
 from moe_layers.collectives import Ranks
+from moe_layers.overlapped import OverlappedDispatcher
+from moe_layers.transport import CollectiveTransport
 
 from .layer import make_tokens
 from .parallel_layers import BASELINE, local_layer, make_implementation, make_layer, results
@@ -34,6 +36,8 @@ def stand_in(module: MoEFeedForward) -> MoEFeedForward:
     """The layer, which no longer communicates."""
     ranks = module.dispatcher.ranks
     module.dispatcher.ranks = StandIn(ranks.name, ranks.size, ranks.rank)
+    if isinstance(module.dispatcher, OverlappedDispatcher):
+        module.dispatcher.transport = lambda ranks, _: CollectiveTransport(ranks)
     return module
 
 

@@ -30,6 +30,10 @@ STYLES = {
     for form, options in FORMS.items()
     for dispatcher in ("allgather", "alltoall")
 }
+for chunks, reserved_sms in ((1, 4), (2, 2), (2, 4), (2, 8), (3, 4)):
+    STYLES[f"overlapped/{chunks} chunks, {reserved_sms} SMs reserved"] = ExpertParallel(
+        "overlapped", mean_grads=False, chunks=chunks, reserved_sms=reserved_sms
+    )
 BASELINE = "torch_grouped_mm"
 IMPLEMENTATIONS = (*STYLES, BASELINE)
 

@@ -19,6 +19,7 @@ from .catalog import (
     is_device_cc_supported,
 )
 from .experts import RECOMPUTE, fused_experts
+from .experts_in_parts import ExpertsInParts, ExpertWeights, PartForward
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
@@ -37,12 +38,15 @@ __all__ = [
     "RECOMPUTE",
     "Activation",
     "CompiledArtifact",
+    "ExpertWeights",
+    "ExpertsInParts",
     "GemmArguments",
     "GroupedGemmArguments",
     "GroupedGemmListArguments",
     "GroupedProblem",
     "JaggedGemmArguments",
     "PackedGroups",
+    "PartForward",
     "Permutation",
     "PointerDesign",
     "RouterSpec",

@@ -246,6 +246,14 @@ def _activation_backward_kernel(
     tl.store(out, dgate.to(dpreactivation_ptr.dtype.element_ty), mask=mask)
 
 
+class Destination(NamedTuple):
+    """Where the rows of some slots go instead of among their own."""
+
+    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous
+    weighted: Tensor  # [S, F] contiguous
+    slot_to_row: Tensor  # [T, K] contiguous, in [0, S); -1 for a dropped slot
+
+
 def launch_weighted_activation_backward(
     preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous
     dweighted: Tensor,  # [R, F] contiguous: gradient of the weighted activation, weight not yet applied
@@ -253,67 +261,98 @@ def launch_weighted_activation_backward(
     slot_to_row: Tensor,  # [T, K] contiguous
     activation: Activation,
     bias: RowBias | None = None,
+    *,
+    row_to_token: Tensor | None = None,  # [R] int32
+    destination: Destination | None = None,
 ) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
     """The elementwise middle of the expert op's backward, one read of H and dA'.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
-    recomputed from H as stored, plus the bias. A_w takes the place of dA' in `dweighted`. Rows of dropped slots are not
-    written.
+    recomputed from H as stored, plus the bias. A_w takes the place of dA' in `dweighted`, unless there is a
+    destination, which gets dH and A_w. Rows of dropped slots are not written.
+
+    Args:
+        row_to_token: where most slots may be dropped. If there are fewer rows than slots, programs go by row then.
     """
-    d_ff, num_slots = dweighted.shape[1], slot_to_row.numel()
-    dpreactivation = torch.empty_like(preactivation)
-    dweights = torch.empty_like(topk_weights)
+    (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
+    num_slots = num_tokens * top_k
+    by_row = row_to_token is not None and num_rows < num_slots
+    dpreactivation = torch.empty_like(preactivation) if destination is None else destination.dpreactivation
+    dweights = torch.zeros_like(topk_weights) if by_row else torch.empty_like(topk_weights)
     if num_slots:
         block_s, block_f = (8, 128) if d_ff <= 512 else (4, 256) if d_ff < 2048 else (1, 1024)
         launch_kernel(
             _weighted_activation_backward_kernel,
-            (cdiv(num_slots, block_s),),
+            (cdiv(num_rows if by_row else num_slots, block_s),),
             preactivation,
             *_bias_arguments(bias),
             dweighted,
             topk_weights,
             slot_to_row,
+            row_to_token if by_row else None,
             dpreactivation,
+            dweighted if destination is None else destination.weighted,
+            None if destination is None else destination.slot_to_row,
             dweights,
-            num_slots,
+            num_rows if by_row else num_slots,
             d_ff,
             activation.limit,
             activation.alpha,
             BACKWARD=ACTIVATIONS[activation.name].backward,
             GATED=activation.gated,
+            TOP_K=top_k if by_row else None,
             BLOCK_S=block_s,
             BLOCK_F=block_f,
         )
     return dpreactivation, dweights
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_items"])
 def _weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
-    dweighted_ptr,  # [R, F] contiguous; becomes the weighted activation
+    dweighted_ptr,  # [R, F] contiguous
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
-    dpreactivation_ptr,  # as preactivation, contiguous
-    dweights_ptr,  # [T * K]
-    num_slots,
+    row_to_token_ptr,  # [R], or None to go by slot
+    dpreactivation_ptr,  # as preactivation, contiguous; of the destination if there is one
+    weighted_ptr,  # dweighted_ptr, or the destination's
+    destination_ptr,  # [T * K] rows of the destination, or None
+    dweights_ptr,  # [T * K]; zeros if by row
+    num_items,  # slots, or rows
     F,
     limit,
     alpha,
     BACKWARD: tl.constexpr,
     GATED: tl.constexpr,
+    TOP_K: tl.constexpr,  # by row
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes the rows of BLOCK_S slots and their weights' gradients. Grid: (cdiv(T * K, BLOCK_S),)."""
-    slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
-    row = tl.load(slot_to_row_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int64)[:, None]
-    weight = tl.load(weights_ptr + slot, mask=slot < num_slots, other=0.0)
+    """One program writes the rows of BLOCK_S slots, or BLOCK_S rows, and their weights' gradients.
+
+    Grid: (cdiv(num_items, BLOCK_S),).
+    """
+    item = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+    if row_to_token_ptr is None:
+        slot, is_kept = item, item < num_items
+        row = tl.load(slot_to_row_ptr + slot, mask=is_kept, other=-1).to(tl.int64)[:, None]
+    else:
+        first = tl.load(row_to_token_ptr + item, mask=item < num_items, other=0).to(tl.int64) * TOP_K
+        slot = tl.full((BLOCK_S,), -1, tl.int64)
+        for k in tl.static_range(TOP_K):
+            slot = tl.where(tl.load(slot_to_row_ptr + first + k) == item, first + k, slot)
+        is_kept = (slot >= 0) & (item < num_items)
+        row = tl.where(is_kept, item, -1)[:, None]
+    weight = tl.load(weights_ptr + slot, mask=is_kept, other=0.0)
     dtype: tl.constexpr = dweighted_ptr.dtype.element_ty
     products = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)  # [BLOCK_S, BLOCK_F]
     if bias_ptr is not None:
         expert = tl.load(row_to_expert_ptr + row, mask=row >= 0, other=0).to(tl.int64)  # [BLOCK_S, 1]
+    out_row = row
+    if destination_ptr is not None:
+        out_row = tl.load(destination_ptr + slot, mask=is_kept, other=-1).to(tl.int64)[:, None]
     for first in range(0, F, BLOCK_F):
         f = first + tl.arange(0, BLOCK_F)[None, :]
         mask = (f < F) & (row >= 0)
@@ -332,8 +371,10 @@ def _weighted_activation_backward_kernel(
         # Forward multiplied by the rounded activation, so its rounded value is what the weight's gradient sees.
         activated = activated.to(dtype).to(tl.float32)
         products += dweighted * activated
-        tl.store(dweighted_ptr + row * F + f, (weight[:, None] * activated).to(dtype), mask=mask)
+        mask = mask & (out_row >= 0)
+        tl.store(weighted_ptr + out_row * F + f, (weight[:, None] * activated).to(dtype), mask=mask)
+        offset = out_row * (2 * F if GATED else F) + f
         tl.store(dpreactivation_ptr + offset, dgate.to(dtype), mask=mask)
         if GATED:
             tl.store(dpreactivation_ptr + offset + F, dup.to(dtype), mask=mask)
-    tl.store(dweights_ptr + slot, tl.sum(products, 1), mask=slot < num_slots)
+    tl.store(dweights_ptr + slot, tl.sum(products, 1), mask=is_kept)

@@ -321,6 +321,7 @@ def _experts_backward_op(
         slot_to_row,
         kind,
         rows.row_bias(_contiguous(b_up)),
+        row_to_token=row_to_token,
     )  # and dA' has become A_w
     if needs_down:
         dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]

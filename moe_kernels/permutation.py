@@ -139,6 +139,7 @@ def launch_combine(
             d_model,
             TOP_K=top_k,
             BLOCK_D=block_d,
+            SKIP=len(rows) < slot_to_row.numel(),
             num_warps=max(1, block_d // 256),  # so that a thread has 8 columns, 16 bytes at a time
         )
     return out
@@ -231,6 +232,7 @@ def _combine_kernel(
     D,
     TOP_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SKIP: tl.constexpr,  # most slots may be dropped
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
@@ -238,13 +240,23 @@ def _combine_kernel(
     total = tl.zeros((BLOCK_D,), tl.float32)
     for k in range(TOP_K):
         row = tl.load(slot_to_row_ptr + t * TOP_K + k).to(tl.int64)
-        pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
-        kept = tl.where(row >= 0, D, 0)
-        value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            value = tl.where(d < kept, value * tl.load(weights_ptr + t * TOP_K + k), 0.0)
-        total += value
+        if SKIP:
+            if row >= 0:
+                total += _weighted_row(rows_ptr, rows_strides, weights_ptr, row, t * TOP_K + k, d, D)
+        else:
+            total += _weighted_row(rows_ptr, rows_strides, weights_ptr, row, t * TOP_K + k, d, D)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
+    """Columns d of the row of a slot, in float32; zeros if it is dropped."""
+    pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
+    kept = tl.where(row >= 0, D, 0)
+    value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)
+    if weights_ptr is not None:
+        value = tl.where(d < kept, value * tl.load(weights_ptr + slot), 0.0)
+    return value
 
 
 @registered_op("combine_drows")

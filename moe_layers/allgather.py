@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moe_kernels import sort_by_expert
+from moe_kernels import Permutation, sort_by_expert
 
 from .collectives import check_on_device, wait
 from .experts import GroupedExperts
@@ -28,26 +29,25 @@ class AllGatherDispatcher(RankDispatcher):
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
         ranks, implementation = self.ranks, experts.implementation
         num_local = experts.num_experts // ranks.size
-        offsets = [
-            sort_by_expert(slots.topk_experts, experts.num_experts, implementation=implementation).offsets
-            for _, slots in chunks
-        ]
-        num_rows = self._count_rows(chunks, offsets)  # [P, chunks]
-        max_rows = None if self.row_bound is None else self._bounds(num_rows, chunks)
+        num_rows, offsets = self._count_rows(chunks, experts)
+        bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
         choices = [ranks.all_gather(slots.topk_experts) for _, slots in chunks]
         gathered = [(ranks.gathering(slots.topk_weights), ranks.gathering(tokens)) for tokens, slots in chunks]
-        if max_rows is None:
-            max_rows = num_rows[ranks.rank].tolist()  # waits for the GPU, but not for the tokens
+        choices = [wait(choice) - ranks.rank * num_local for choice in choices]  # [P * T, K]
+        permutations = local_permutations(choices, num_rows[ranks.rank], bounds, num_local, implementation)
         returning = []
-        for choice, (topk_weights, tokens), most in zip(choices, gathered, max_rows, strict=True):
-            local = wait(choice) - ranks.rank * num_local  # [P * T, K]
-            permutation = sort_by_expert(local, num_local, max_rows=max(most, 1), implementation=implementation)
+        for permutation, (topk_weights, tokens) in zip(permutations, gathered, strict=True):
             shares = experts(tokens.arrive(), topk_weights.arrive(), permutation)  # [P * T, D]
             returning.append(ranks.scattering(shares).arrive)
         return returning, offsets
 
-    def _count_rows(self, chunks: list[Chunk], offsets: list[Tensor]) -> Tensor:  # [P, chunks]
-        """The slots for the experts of each process. Raises ValueError unless all have tensors of one size."""
+    def _count_rows(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[Tensor, list[Tensor]]:
+        """The slots for the experts of each process [P, chunks], and the offsets [E] of each chunk's sorted slots.
+        Raises ValueError unless all have tensors of one size."""
+        offsets = [
+            sort_by_expert(slots.topk_experts, experts.num_experts, implementation=experts.implementation).offsets
+            for _, slots in chunks
+        ]
         num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
         counts = torch.diff(torch.stack(offsets), prepend=offsets[0].new_zeros(len(offsets), 1))  # [chunks, E]
         own = [counts.new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
@@ -60,7 +60,7 @@ class AllGatherDispatcher(RankDispatcher):
         if sizes.device.type == "cpu":
             message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
-        return facts[:, len(own) :].view(self.ranks.size, len(offsets), self.ranks.size, -1).sum((0, 3)).t()
+        return facts[:, len(own) :].view(self.ranks.size, len(offsets), self.ranks.size, -1).sum((0, 3)).t(), offsets
 
     def _bounds(self, num_rows: Tensor, chunks: list[Chunk]) -> list[int]:
         """Rows computed for each chunk at most. Raises ValueError if some process has more."""
@@ -72,3 +72,23 @@ class AllGatherDispatcher(RankDispatcher):
                 "got more",
             )
         return bounds
+
+
+def local_permutations(
+    choices: list[Tensor],  # [P * n, K] of each chunk; experts that are not here lie outside [0, num_local)
+    num_rows: Tensor,  # [chunks]: the slots for experts that are here
+    bounds: list[int] | None,  # rows of each chunk at most; None to have just as many as there are
+    num_local: int,
+    implementation: str | None,
+) -> list[Permutation]:
+    """Of each chunk's slots for the experts that are here. Without bounds it waits for the GPU, after all is sorted, so
+    that what comes next can be launched at once; but not for the tokens."""
+    sort = partial(sort_by_expert, num_experts=num_local, implementation=implementation)
+    if bounds is not None:
+        return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]
+    permutations, counts = list(map(sort, choices)), num_rows.tolist()
+    # No kept slot lies behind so many rows.
+    return [
+        permutation._replace(row_to_token=permutation.row_to_token[: max(count, 1)])
+        for permutation, count in zip(permutations, counts, strict=True)
+    ]

@@ -30,8 +30,9 @@ from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
 from .dispatcher import LocalDispatcher
 from .experts import GroupedExperts
+from .overlapped import OverlappedDispatcher
 
-DISPATCHERS = ("auto", "allgather", "alltoall")
+DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 
 
 class ExpertParallel(ParallelStyle):
@@ -49,6 +50,8 @@ class ExpertParallel(ParallelStyle):
         dispatcher: "alltoall" sends each token to the processes of its experts; the host waits once per forward.
             "allgather" sends all tokens to all processes, and needs equally many in each; the host waits for a count
             while the tokens are under way. "auto" is the latter while P is at most top_k, where it moves no more.
+            "overlapped" is like "allgather", and hides most of the communication of two `chunks` behind what is
+            computed; the GPUs must be of one host and keep P times their tokens for it, see `OverlappedDispatcher`.
         mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
         row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
             is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture the layer. None
@@ -58,6 +61,7 @@ class ExpertParallel(ParallelStyle):
         reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.
 
     Raises:
+        NotImplementedError: when applied with "overlapped": weights on the input, `recompute`, `batch_invariant`.
         ValueError: an unknown dispatcher, `row_bound` is less than 1, `chunks` is not positive or `reserved_sms`
             negative. When applied: the module is no layer with experts, the mesh has several dimensions, its size does
             not divide the experts, or they are sharded already.
@@ -98,8 +102,9 @@ class ExpertParallel(ParallelStyle):
         experts.local_share = local_share
         by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
         chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
-        make = AllGatherDispatcher if chosen == "allgather" else AllToAllDispatcher
-        module.dispatcher = make(
+        if chosen == "overlapped":
+            _check_overlaps(experts)
+        module.dispatcher = _DISPATCHERS[chosen](
             Ranks.of(device_mesh.get_group()),
             row_bound=self.row_bound,
             chunks=self.chunks,
@@ -114,6 +119,19 @@ class ExpertParallel(ParallelStyle):
         if len(held) > len(share):
             held = held[share.start : share.stop].clone()  # which lets go of the others
         return DTensor.from_local(held, mesh, [Shard(0)], run_check=False)
+
+
+_DISPATCHERS = {
+    "allgather": AllGatherDispatcher,
+    "alltoall": AllToAllDispatcher,
+    "overlapped": OverlappedDispatcher,
+}
+
+
+def _check_overlaps(experts: GroupedExperts) -> None:
+    settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
+    if any(settings.values()):
+        raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
 
 
 def expert_share(mesh: DeviceMesh, num_experts: int) -> range:

@@ -12,10 +12,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import IMPLEMENTATIONS, RECOMPUTE, Activation, Permutation, as_activation, fused_experts
+from moe_kernels import (
+    IMPLEMENTATIONS,
+    RECOMPUTE,
+    Activation,
+    ExpertWeights,
+    Permutation,
+    as_activation,
+    fused_experts,
+)
 
 from ._checks import check_choice, check_positive
 from ._precision import call_with_autocast_rules
+
+Computation = Callable[[Tensor, Tensor, ExpertWeights], Tensor]  # of tokens [T, D], topk_weights [T, K] and weights
 
 
 class GroupedExperts(nn.Module):
@@ -89,9 +99,10 @@ class GroupedExperts(nn.Module):
         self,
         tokens: Tensor,  # [T, D]
         topk_weights: Tensor,  # [T, K] float32
-        permutation: Permutation,
+        permutation: Permutation | Computation,
         w_router: Tensor | None = None,  # [E, D]; see `fused_experts`
     ) -> Tensor:  # [T, D]
+        """`permutation` is that of the slots, or what computes them in its own way."""
         if topk_weights.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
@@ -99,6 +110,8 @@ class GroupedExperts(nn.Module):
             )
 
         def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *others: Tensor) -> Tensor:
+            if not isinstance(permutation, Permutation):
+                return permutation(tokens, topk_weights, ExpertWeights(w_up, w_down, *others))
             return fused_experts(
                 tokens,
                 topk_weights,

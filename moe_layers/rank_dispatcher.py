@@ -43,8 +43,14 @@ class RankDispatcher(ABC):
     ) -> Dispatched:
         tokens = _scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=_scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
-        returning, offsets = self.dispatch(_split(tokens, slots, self.chunks), experts)
+        returning, offsets = self.start(tokens, slots, experts)
         return Dispatched(_Arrival(returning, self.gradient_scale), reduce(torch.add, offsets))
+
+    def start(
+        self, tokens: Tensor, slots: Slots, experts: GroupedExperts
+    ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        """What waits for the outputs, part after part, which are under way, and offsets [E] that add up."""
+        return self.dispatch(split(tokens, slots, self.chunks), experts)
 
     @abstractmethod
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
@@ -60,7 +66,7 @@ def row_bytes(tokens: Tensor) -> int:
     return tokens.shape[1] * tokens.element_size()
 
 
-def _split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
+def split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):  # as the experts would
         tokens = tokens.to(torch.get_autocast_dtype(device_type))

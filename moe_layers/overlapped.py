@@ -1,0 +1,171 @@
+"""Expert parallelism by all-gather in which communication hides behind what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_kernels import ExpertsInParts, ExpertWeights, Permutation, runs_kernels, sort_by_expert
+
+from .allgather import AllGatherDispatcher, local_permutations
+from .collectives import Ranks, wait
+from .dropping import Slots
+from .experts import GroupedExperts
+from .rank_dispatcher import split
+from .transport import Scattering, Transport, transport_for
+
+
+class OverlappedDispatcher(AllGatherDispatcher):
+    """Gather the tokens of all processes, compute the slots of the experts that are here, and scatter the sums.
+
+    As `AllGatherDispatcher`, but a chunk's tokens travel while the chunk before it is computed, and its outputs while
+    the next one is. In backward the gradients of outputs travel so, and those of tokens while the gradients of the
+    weights are computed, of all chunks in one product each: chunks cost no second gradient. On GPUs the tokens are
+    copied from GPU to GPU, see `PeerCopies`. What a checkpointed region computes again it also communicates again.
+
+    With the reference implementation it is an `AllGatherDispatcher` of as many chunks.
+    """
+
+    transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
+
+    def start(
+        self, tokens: Tensor, slots: Slots, experts: GroupedExperts
+    ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        if not runs_kernels(experts.implementation, tokens):
+            return super().start(tokens, slots, experts)
+        chunks = split(tokens, slots, self.chunks)
+        num_rows, offsets = self._count_rows(chunks, experts)
+        bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
+        transport = self.transport(self.ranks, tokens.device)
+        plan = _Plan(
+            self.ranks,
+            transport,
+            [slots.topk_experts for _, slots in chunks],
+            num_rows[self.ranks.rank],
+            bounds,
+            experts,
+        )
+        out = experts(tokens, slots.topk_weights, plan)
+        return [lambda: plan.arrive(out)], offsets
+
+
+class _Plan:
+    """Of one call: which rows there are, and how they are computed by these experts."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        transport: Transport,
+        choices: list[Tensor],  # [n, K] int32 of each chunk
+        num_rows: Tensor,  # [chunks]
+        bounds: list[int] | None,  # rows of each chunk at most; None where the host is to wait for their number
+        experts: GroupedExperts,
+    ):
+        self.ranks = ranks
+        self.transport = transport
+        self.lengths = [len(choice) for choice in choices]
+        self.num_local = experts.num_experts // ranks.size
+        self.activation = experts.activation
+        self.reserved_sms = experts.reserved_sms
+        self._choices = [ranks.all_gather(choice) for choice in choices]
+        self._num_rows = num_rows
+        self._bounds = bounds
+        self._parts: list[Permutation] | None = None
+        self.scatterings: list[Scattering] = []  # of the outputs, while they are under way
+
+    def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor:  # [T, D]
+        """Has its values after `arrive`."""
+        return _Overlapped.apply(self, tokens, topk_weights.float(), *weights)
+
+    def arrive(self, out: Tensor) -> Tensor:
+        with torch.no_grad():
+            arrive(self.scatterings, out.detach(), self.lengths)
+        self.scatterings = []
+        return out
+
+    def share_bytes(self, tensor: Tensor) -> list[int]:
+        """What each chunk's share of the sums takes, of which this process gets [T, ...]."""
+        row = _num_bytes(tensor) // max(len(tensor), 1)
+        return [self.ranks.size * length * row for length in self.lengths]
+
+    def parts(self) -> list[Permutation]:
+        """Of each chunk's slots. Waits for the GPU the first time, unless there are bounds."""
+        if self._parts is None:
+            self._choices = [wait(choice) - self.ranks.rank * self.num_local for choice in self._choices]
+            sort = partial(local_permutations, num_local=self.num_local, implementation="triton")
+            self._parts = sort(self._choices, self._num_rows, self._bounds)
+        return self._parts
+
+    def whole(self) -> Permutation:
+        """Of the slots of all chunks, one after another."""
+        if len(self._parts) == 1:
+            return self._parts[0]
+        num_rows = sum(len(part.row_to_token) for part in self._parts)
+        max_rows = None if self._bounds is None else max(num_rows, 1)
+        choice = torch.cat(self._choices)
+        permutation = sort_by_expert(choice, self.num_local, max_rows=max_rows, implementation="triton")
+        return permutation._replace(row_to_token=permutation.row_to_token[:num_rows])
+
+    def experts(self, weights: tuple[Tensor | None, ...]) -> ExpertsInParts:
+        return ExpertsInParts(ExpertWeights(*weights), self.activation, self.parts(), reserved_sms=self.reserved_sms)
+
+
+class _Overlapped(torch.autograd.Function):
+    """(plan, tokens [T, D], topk_weights [T, K], weights of the experts) -> their sums [T, D], once they arrive."""
+
+    @staticmethod
+    def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
+        tokens, transport = tokens.contiguous(), plan.transport
+        transport.begin(_num_bytes(tokens), *plan.share_bytes(tokens))
+        gathering = transport.gather(tokens, plan.lengths)
+        topk_weights = [plan.ranks.all_gather(part) for part in topk_weights.split(plan.lengths)]
+        experts = plan.experts(weights)
+        topk_weights = list(map(wait, topk_weights))
+        preactivations, scatterings = [], []
+        for part, weights_of_part in enumerate(topk_weights):
+            out, preactivation = experts.forward(part, gathering.arrive(part), weights_of_part)
+            scatterings.append(transport.scatter(out))
+            preactivations.append(preactivation)
+        plan.scatterings = scatterings
+        ctx.plan = plan
+        ctx.save_for_backward(gathering.whole, *weights, *topk_weights, *preactivations)
+        return torch.empty_like(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor):
+        plan, dout = ctx.plan, dout.contiguous()
+        saved, num_parts, transport = list(ctx.saved_tensors), len(plan.lengths), plan.transport
+        tokens, weights = saved[0], saved[1:5]
+        topk_weights, preactivations = saved[5 : 5 + num_parts], saved[5 + num_parts :]
+        _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad
+        dtopk_weights = topk_weights[0].new_empty(len(dout), topk_weights[0].shape[1])
+        transport.begin(_num_bytes(dout), *plan.share_bytes(dtopk_weights), *plan.share_bytes(dout))
+        gathering = transport.gather(dout, plan.lengths)
+        backward = plan.experts(weights).backward(plan.whole())
+        of_topk_weights, of_tokens = [], []
+        for part, operands in enumerate(zip(topk_weights, preactivations, strict=True)):
+            share = backward.backward_part(part, gathering.arrive(part), *operands)
+            of_topk_weights.append(transport.scatter(share))
+        if needs_tokens:
+            shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
+            of_tokens = list(map(transport.scatter, shares))
+        gradients = backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), tuple(needed))
+        arrive(of_topk_weights, dtopk_weights, plan.lengths)
+        dtokens = torch.empty_like(dout) if needs_tokens else None
+        arrive(of_tokens, dtokens, plan.lengths)
+        return None, dtokens, dtopk_weights if needs_topk_weights else None, *gradients
+
+
+def arrive(scatterings: list[Scattering], out: Tensor, lengths: list[int]) -> None:
+    """Write what they bring to `out`, one after another."""
+    for scattering, part in zip(scatterings, out.split(lengths) if scatterings else (), strict=True):
+        scattering.arrive(part)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

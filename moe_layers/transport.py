@@ -1,0 +1,216 @@
+"""Gathering tokens in parts, and adding up what all processes computed for them, while something else is computed.
+
+`CollectiveTransport` does so by PyTorch's collectives. `PeerCopies` does so by copies between the memories of the GPUs
+of one host, which their copy engines make: a GEMM beside them keeps all its multiprocessors but the few that the
+barriers need. NCCL's kernels take 16 to 32, and a GEMM that fills the GPU lets them wait, or waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup, _symmetric_memory
+
+from .collectives import Ranks, wait
+
+
+class Gathering(ABC):
+    """Of all processes' tensors. `whole` holds part after part, and of each part process after process."""
+
+    whole: Tensor  # [P * N, ...]
+
+    @abstractmethod
+    def arrive(self, part: int) -> Tensor:  # [P * n, ...]
+        """That part of `whole`, which may be read now on the current stream. To be called for each part, in turn."""
+
+
+class Scattering(ABC):
+    """Of the sums over all processes."""
+
+    @abstractmethod
+    def arrive(self, out: Tensor) -> None:  # [n, ...]
+        """Write this process's part of the sum. To be called once."""
+
+
+class Transport(ABC):
+    """Every process must start the same in the same order. Tensors are contiguous, and alike in all processes."""
+
+    @abstractmethod
+    def begin(self, *sizes: int) -> None:
+        """What was started before has arrived; so many bytes of each process will be gathered, or scattered, each."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
+        """Start to gather [N, ...] in parts of so many rows."""
+
+    @abstractmethod
+    def scatter(self, shares: Tensor) -> Scattering:
+        """Start to add up [P * n, ...] and to keep this process's [n, ...]."""
+
+
+class CollectiveTransport(Transport):
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def begin(self, *sizes: int) -> None:
+        pass
+
+    def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
+        return _CollectiveGathering(self.ranks, tensor, lengths)
+
+    def scatter(self, shares: Tensor) -> Scattering:
+        return _CollectiveScattering(self.ranks, shares)
+
+
+class _CollectiveGathering(Gathering):
+    def __init__(self, ranks: Ranks, tensor: Tensor, lengths: list[int]):
+        self.whole = tensor.new_empty(ranks.size * len(tensor), *tensor.shape[1:])
+        self._parts = self.whole.split([ranks.size * length for length in lengths])
+        self._under_way = [ranks.all_gather(part) for part in tensor.split(lengths)]
+
+    def arrive(self, part: int) -> Tensor:
+        return self._parts[part].copy_(wait(self._under_way[part]))
+
+
+class _CollectiveScattering(Scattering):
+    def __init__(self, ranks: Ranks, shares: Tensor):
+        self._under_way = ranks.reduce_scatter(shares)
+
+    def arrive(self, out: Tensor) -> None:
+        out.copy_(wait(self._under_way))
+
+
+class PeerCopies(Transport):
+    """Through memory that all GPUs of the group map: what is gathered is read from the others, a share of a sum is
+    written to the process that adds it up, in float32 and in the order of the processes.
+
+    Beside it runs a stream of its own. Each start waits there for all processes (so nobody reads what is not written,
+    or writes what is still read), and each end of a scattering does, too.
+
+    Raises:
+        RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A process that does not come to a
+            barrier within the group's timeout fails the others on the GPU.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self.device = device
+        self.rank, self.size, self.group_name = group.rank(), group.size(), group.group_name
+        timeout = group._get_backend(device).options._timeout
+        self.timeout_ms = int(timeout.total_seconds() * 1000)
+        self.stream = torch.cuda.Stream(device)
+        self._memory: Tensor | None = None
+        self._used_bytes = 0
+        self._gathered = torch.cuda.Event()  # when the others have read what this process had to be gathered
+
+    @classmethod
+    def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
+        """One for all layers: its memory is used by turns."""
+        group = distributed.distributed_c10d._resolve_process_group(ranks.name)
+        if group not in _PEER_COPIES:
+            _PEER_COPIES[group] = cls(group, device)
+        return _PEER_COPIES[group]
+
+    def begin(self, *sizes: int) -> None:
+        total = max(sum(map(_aligned, sizes)), _ALIGNMENT)
+        if self._memory is None or self._memory.numel() < total:
+            torch.cuda.synchronize(self.device)
+            self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
+            self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
+        self._used_bytes = 0
+        torch.cuda.current_stream().wait_event(self._gathered)
+
+    def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
+        return _CopiedGathering(self, tensor, lengths)
+
+    def scatter(self, shares: Tensor) -> Scattering:
+        return _CopiedScattering(self, shares)
+
+    def buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """Memory of each process for such a tensor, none of it used since `begin`."""
+        start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
+        self._used_bytes += _aligned(num_bytes)
+        assert self._used_bytes <= self._memory.numel(), "begin was told of less"
+        place = start // dtype.itemsize
+        return [self._handle.get_buffer(peer, shape, dtype, place) for peer in range(self.size)]
+
+    def others(self) -> list[int]:
+        """In an order in which no two processes turn to the same one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def barrier(self) -> None:
+        self._handle.barrier(channel=0, timeout_ms=self.timeout_ms)
+
+    def departed(self, event: torch.cuda.Event) -> None:
+        self._gathered = event
+
+
+_PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()
+_ALIGNMENT = 256
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _by_process(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
+    return tensor.view(size, len(tensor) // size, *tensor.shape[1:])
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class _CopiedGathering(Gathering):
+    def __init__(self, copies: PeerCopies, tensor: Tensor, lengths: list[int]):
+        self.whole = tensor.new_empty(copies.size * len(tensor), *tensor.shape[1:])
+        buffers = copies.buffers(tensor.shape, tensor.dtype)
+        buffers[copies.rank].copy_(tensor)
+        self._parts = self.whole.split([copies.size * length for length in lengths])
+        places = [_by_process(part, copies.size) for part in self._parts]
+        for place, own in zip(places, tensor.split(lengths), strict=True):
+            place[copies.rank].copy_(own)
+        sources = [buffer.split(lengths) for buffer in buffers]
+        self._events = []
+        copies.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies.stream):
+            copies.barrier()
+            for part, place in enumerate(places):
+                for peer in copies.others():
+                    place[peer].copy_(sources[peer][part])
+                self._events.append(_recorded())
+            copies.barrier()
+            copies.departed(_recorded())
+
+    def arrive(self, part: int) -> Tensor:
+        torch.cuda.current_stream().wait_event(self._events[part])
+        return self._parts[part]
+
+
+class _CopiedScattering(Scattering):
+    def __init__(self, copies: PeerCopies, shares: Tensor):
+        self._shares = _by_process(shares, copies.size)  # kept until they are copied
+        buffers = copies.buffers(self._shares.shape, shares.dtype)
+        self._received = buffers[copies.rank]
+        self._received[copies.rank].copy_(self._shares[copies.rank])
+        copies.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies.stream):
+            copies.barrier()
+            for peer in copies.others():
+                buffers[peer][copies.rank].copy_(self._shares[peer])
+            copies.barrier()
+            self._event = _recorded()
+
+    def arrive(self, out: Tensor) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+        torch.sum(self._received, 0, out=out)
+        self._shares = self._received = None
+
+
+def transport_for(ranks: Ranks, device: torch.device) -> Transport:
+    return PeerCopies.of(ranks, device) if device.type == "cuda" else CollectiveTransport(ranks)
