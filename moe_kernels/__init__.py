@@ -19,7 +19,7 @@ from .catalog import (
     is_device_cc_supported,
 )
 from .experts import RECOMPUTE, fused_experts
-from .experts_in_parts import ExpertsInParts, ExpertWeights, PartForward
+from .experts_in_parts import ExpertsInParts, ExpertWeights
 from .gemm.array import GroupedGemmListArguments
 from .gemm.jagged import JaggedGemmArguments
 from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
@@ -46,7 +46,6 @@ __all__ = [
     "GroupedProblem",
     "JaggedGemmArguments",
     "PackedGroups",
-    "PartForward",
     "Permutation",
     "PointerDesign",
     "RouterSpec",

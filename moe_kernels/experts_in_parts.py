@@ -32,9 +32,9 @@ class ExpertWeights(NamedTuple):
     b_down: Tensor | None = None  # [E, D]
 
 
-class PartForward(NamedTuple):
-    out: Tensor  # [T, D]
+class Activated(NamedTuple):
     preactivation: Tensor  # [R, 2F or F], for backward
+    activated: Tensor  # [R, F]
 
 
 class ExpertsInParts:
@@ -62,17 +62,24 @@ class ExpertsInParts:
         self.parts = [_rows(part, reserved_sms) for part in parts]
         self.reserved_sms = reserved_sms
 
-    def forward(
+    def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
+        """The first half of the forward of a part."""
+        rows, weights = self.parts[part], self.weights
+        copy = rows.choose_copies(tokens, weights.w_up).tokens_forward
+        return Activated(*Up(tokens, weights.w_up, weights.b_up, self.activation, None, copy)(rows))
+
+    def outputs(
         self,
         part: int,
-        tokens: Tensor,  # [T, D]
+        activated: Tensor,  # [R, F]
         topk_weights: Tensor,  # [T, K] float32 contiguous
-    ) -> PartForward:
-        rows, (w_up, w_down, b_up, b_down) = self.parts[part], self.weights
-        copy = rows.choose_copies(tokens, w_up).tokens_forward
-        preactivation, activated = Up(tokens, w_up, b_up, self.activation, None, copy)(rows)
-        expert_out = rows.gemm(activated, w_down.transpose(1, 2), bias=b_down)  # [R, D]
-        return PartForward(rows.collect(expert_out, topk_weights), preactivation)
+        columns: slice = slice(None),
+    ) -> Tensor:  # [T, columns]
+        """The second half, of all columns or of some neighbours, so that these can travel before the others."""
+        rows, (_, w_down, _, b_down) = self.parts[part], self.weights
+        bias = None if b_down is None else b_down[:, columns].contiguous()
+        expert_out = rows.gemm(activated, w_down[:, columns].transpose(1, 2), bias=bias)  # [R, columns]
+        return rows.collect(expert_out, topk_weights)
 
     def backward(self, whole: Permutation) -> BackwardInParts:
         """

@@ -18,6 +18,8 @@ from .experts import GroupedExperts
 from .rank_dispatcher import split
 from .transport import Scattering, Transport, transport_for
 
+_TILE_COLUMNS = 256  # of a GEMM, which halves of its columns should have a multiple of
+
 
 class OverlappedDispatcher(AllGatherDispatcher):
     """Gather the tokens of all processes, compute the slots of the experts that are here, and scatter the sums.
@@ -75,7 +77,8 @@ class _Plan:
         self._num_rows = num_rows
         self._bounds = bounds
         self._parts: list[Permutation] | None = None
-        self.scatterings: list[Scattering] = []  # of the outputs, while they are under way
+        # Parts and columns of the outputs, while they are under way.
+        self.scatterings: list[tuple[int, slice, Scattering]] = []
 
     def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor:  # [T, D]
         """Has its values after `arrive`."""
@@ -83,9 +86,18 @@ class _Plan:
 
     def arrive(self, out: Tensor) -> Tensor:
         with torch.no_grad():
-            arrive(self.scatterings, out.detach(), self.lengths)
+            parts = out.detach().split(self.lengths)
+            for part, columns, scattering in self.scatterings:
+                scattering.arrive(parts[part][:, columns])
         self.scatterings = []
         return out
+
+    def columns(self, part: int, tokens: Tensor) -> list[slice]:
+        """In which the outputs of a part leave: of the last one in halves, as nothing follows that would hide it."""
+        d_model = tokens.shape[1]
+        if part < len(self.lengths) - 1 or d_model % (2 * _TILE_COLUMNS):
+            return [slice(None)]
+        return [slice(0, d_model // 2), slice(d_model // 2, d_model)]
 
     def share_bytes(self, tensor: Tensor) -> list[int]:
         """What each chunk's share of the sums takes, of which this process gets [T, ...]."""
@@ -125,12 +137,14 @@ class _Overlapped(torch.autograd.Function):
         topk_weights = [plan.ranks.all_gather(part) for part in topk_weights.split(plan.lengths)]
         experts = plan.experts(weights)
         topk_weights = list(map(wait, topk_weights))
-        preactivations, scatterings = [], []
+        preactivations = []
         for part, weights_of_part in enumerate(topk_weights):
-            out, preactivation = experts.forward(part, gathering.arrive(part), weights_of_part)
-            scatterings.append(transport.scatter(out))
+            preactivation, activated = experts.activate(part, gathering.arrive(part))
             preactivations.append(preactivation)
-        plan.scatterings = scatterings
+            for columns in plan.columns(part, tokens):
+                out = experts.outputs(part, activated, weights_of_part, columns)
+                plan.scatterings.append((part, columns, transport.scatter(out)))
+            del preactivation, activated
         ctx.plan = plan
         ctx.save_for_backward(gathering.whole, *weights, *topk_weights, *preactivations)
         return torch.empty_like(tokens)
@@ -155,14 +169,14 @@ class _Overlapped(torch.autograd.Function):
             shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
             of_tokens = list(map(transport.scatter, shares))
         gradients = backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), tuple(needed))
-        arrive(of_topk_weights, dtopk_weights, plan.lengths)
+        _arrive(of_topk_weights, dtopk_weights, plan.lengths)
         dtokens = torch.empty_like(dout) if needs_tokens else None
-        arrive(of_tokens, dtokens, plan.lengths)
+        _arrive(of_tokens, dtokens, plan.lengths)
         return None, dtokens, dtopk_weights if needs_topk_weights else None, *gradients
 
 
-def arrive(scatterings: list[Scattering], out: Tensor, lengths: list[int]) -> None:
-    """Write what they bring to `out`, one after another."""
+def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
+    """Write what they bring to `out`, one part after another."""
     for scattering, part in zip(scatterings, out.split(lengths) if scatterings else (), strict=True):
         scattering.arrive(part)
 

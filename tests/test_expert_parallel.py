@@ -341,7 +341,10 @@ def test_two_processes(case, failures):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dispatcher": "ring"}, r"dispatcher must be one of \('auto', 'allgather', 'alltoall', 'overlapped'\), got 'ring'"),
+        (
+            {"dispatcher": "ring"},
+            r"dispatcher must be one of \('auto', 'allgather', 'alltoall', 'overlapped'\), got 'ring'",
+        ),
         ({"row_bound": 0.5}, "row_bound must be at least 1, or None, got 0.5"),
         ({"row_bound": float("nan")}, "row_bound must be at least 1"),
         ({"chunks": 0}, "chunks must be a positive integer, got 0"),

@@ -36,7 +36,7 @@ def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, r
     whole = permutation_of(chosen) if len(lengths) > 1 else parts[0]
     experts = ExpertsInParts(weights, as_activation("test", activation), parts, reserved_sms=reserved_sms)
     split = [tensor.split(lengths) for tensor in (tokens, topk_weights, dout)]
-    forward = [experts.forward(n, part, w) for n, (part, w, _) in enumerate(zip(*split, strict=True))]
+    forward = [experts.activate(n, part) for n, part in enumerate(split[0])]
     backward = experts.backward(whole)
     dweights = [
         backward.backward_part(n, d, w, made.preactivation)
@@ -45,7 +45,13 @@ def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, r
     needed = tuple(weight is not None for weight in weights)
     gradients = backward.weight_gradients(tokens, dout, topk_weights, needed)
     assert [gradient is None for gradient in gradients] == [weight is None for weight in weights]
-    out = torch.cat([made.out for made in forward])
+    halves = slice(tokens.shape[1] // 2), slice(tokens.shape[1] // 2, None)
+    out = torch.cat(
+        [
+            torch.cat([experts.outputs(n, made.activated, w, columns) for columns in halves], 1)
+            for n, (made, w) in enumerate(zip(forward, split[1], strict=True))
+        ]
+    )
     results = [out, backward.tokens_gradient(), torch.cat(dweights), *gradients]
     return [result for result in results if result is not None]
 
