@@ -33,14 +33,18 @@ VARIANTS = {
 COLUMNS = ("shape", "pass", "variant", "ms", "dense_bound_ms", "share_of_dense_bound", "points")
 
 
+def make_variant(shape: Shape, variant: str, device: str, dtype: torch.dtype) -> MoEFeedForward:
+    torch.manual_seed(0)
+    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    return MoEFeedForward(*sizes, device=device, dtype=dtype, **VARIANTS[variant])
+
+
 def bench_shape(shape: Shape, variants: list[str], device: str, rounds: int, round_ms: float) -> list[dict]:
     """Rows of results for one shape, even routing, bfloat16. The variants must have "swiglu" among them."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     functions, gated = {}, {}
     for variant in variants:
-        torch.manual_seed(0)
-        sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-        layer = MoEFeedForward(*sizes, device=device, dtype=dtype, **VARIANTS[variant])
+        layer = make_variant(shape, variant, device, dtype)
         gated[variant] = layer.experts.activation.gated
         run = passes(layer, make_tokens(layer, shape, "even", dtype))
         assert run["forward"]().isfinite().all(), variant
