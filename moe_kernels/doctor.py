@@ -129,12 +129,12 @@ def _is_in_table(args: Arguments, kernel: Kernel | None, target: Target) -> bool
 def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:
     """What the expert op runs for a layer."""
     forms = layer.all()
-    num_rows = len(forms["down"].A)
+    num_rows, d_ff = len(forms["down"].A), layer.w_down.shape[2]
     if target.is_here:
-        copies = tuning.choose_copies(layer.tokens, layer.w_up, num_rows)
+        copies = tuning.choose_copies(layer.tokens, layer.w_up, d_ff, num_rows)
     else:
-        entry = target.table.copies.get(tuning.copies_key(layer.tokens, layer.w_up, num_rows))
-        copies = tuning.decide_copies(select_for(forms["up_plain"], target), layer.w_down.shape[2], entry)
+        entry = target.table.copies.get(tuning.copies_key(layer.tokens, layer.w_up, d_ff, num_rows))
+        copies = tuning.decide_copies(select_for(forms["up_plain"], target), d_ff, layer.w_up.shape[1], entry)
 
     def choice(op: str, form: str, is_copied: bool = True) -> Choice:
         args = forms[form if is_copied else f"{form}_gather"]

@@ -96,8 +96,8 @@ class Rows(NamedTuple):
         tuning.run(args)
         return out
 
-    def choose_copies(self, tokens: Tensor, w_up: Tensor) -> tuning.Copies:
-        return tuning.choose_copies(tokens, w_up, self.row_to_token.shape[0], self.assumed_rows)
+    def choose_copies(self, tokens: Tensor, w_up: Tensor, w_down: Tensor) -> tuning.Copies:
+        return tuning.choose_copies(tokens, w_up, w_down.shape[2], self.row_to_token.shape[0], self.assumed_rows)
 
     def spread(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
         """Each token, times the slot's weight, copied to its rows."""

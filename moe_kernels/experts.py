@@ -239,7 +239,7 @@ def _fused_experts_op(
     table = TileTable(bounds, tiles, num_tiles, order, block_rows)
     rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
-    copy = weight_on_input or rows.choose_copies(tokens, w_up).tokens_forward
+    copy = weight_on_input or rows.choose_copies(tokens, w_up, w_down).tokens_forward
     kind = _activation(activation, limit, alpha)
     preactivation, activated = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)
     if recompute:
@@ -303,7 +303,7 @@ def _experts_backward_op(
     table = TileTable(bounds, tiles, num_tiles, order, block_rows)
     rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
     dout = settled(dout) if batch_invariant else dout
-    copies = rows.choose_copies(tokens, w_up)
+    copies = rows.choose_copies(tokens, w_up, w_down)
     input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
     needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
     dtokens = dw_up = dw_down = db_up = db_down = None

@@ -65,7 +65,7 @@ class ExpertsInParts:
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
         """The first half of the forward of a part."""
         rows, weights = self.parts[part], self.weights
-        copy = rows.choose_copies(tokens, weights.w_up).tokens_forward
+        copy = rows.choose_copies(tokens, weights.w_up, weights.w_down).tokens_forward
         return Activated(*Up(tokens, weights.w_up, weights.b_up, self.activation, None, copy)(rows))
 
     def outputs(
@@ -106,7 +106,7 @@ class BackwardInParts:
         preactivation: Tensor,  # [R, 2F or F]
     ) -> Tensor:  # [T, K] float32: the gradient of topk_weights
         rows, (w_up, w_down, b_up, b_down) = self.experts.parts[part], self.experts.weights
-        copy = rows.choose_copies(dout, w_up).dout
+        copy = rows.choose_copies(dout, w_up, w_down).dout
         dactivated = rows.gemm(rows.spread(dout) if copy else dout, w_down, gather=not copy)  # [R, F] dA'
         dpreactivation, dweights = launch_weighted_activation_backward(
             preactivation,
@@ -136,8 +136,8 @@ class BackwardInParts:
         needed: tuple[bool, ...],  # of each of the weights
     ) -> ExpertWeights:
         """Those that are needed, the others None."""
-        whole, (w_up, _, b_up, b_down) = self.whole, self.experts.weights
-        copies, dpreactivation = whole.choose_copies(tokens, w_up), self._dpreactivation
+        whole, (w_up, w_down, b_up, b_down) = self.whole, self.experts.weights
+        copies, dpreactivation = whole.choose_copies(tokens, w_up, w_down), self._dpreactivation
         needs_up, needs_down, needs_b_up, needs_b_down = needed
         dw_up = dw_down = db_up = db_down = None
         if needs_down:

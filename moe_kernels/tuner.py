@@ -167,7 +167,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
             yield kernel_entry(args, fastest)
         del layer, args
         inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
-        key = copies_key(inputs.tokens, inputs.w_up, case.num_tokens * case.top_k)
+        key = copies_key(inputs.tokens, inputs.w_up, case.d_ff, case.num_tokens * case.top_k)
         measure = partial(fastest_copies, inputs, case.top_k, activation)
         yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(measure())}))
 
@@ -181,7 +181,7 @@ def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
     dout = torch.randn_like(inputs.tokens)
 
     def step(copies: Copies) -> None:
-        pin_copies(inputs.tokens, inputs.w_up, len(permutation.row_to_token), copies)
+        pin_copies(inputs.tokens, inputs.w_up, inputs.w_down.shape[2], len(permutation.row_to_token), copies)
         out = fused_experts(leaves[0], topk_weights, permutation, *leaves[1:], activation=activation)
         torch.autograd.grad(out, leaves, dout)
 

@@ -70,7 +70,7 @@ def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
     rows = Rows(torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32), table, 0, None)
     tokens = torch.empty(num_rows, d_model, dtype=torch.bfloat16)
     w_up = tokens.new_empty(len(counts), (1 + kind.gated) * d_ff, d_model)
-    copy = rows.choose_copies(tokens, w_up).tokens_forward
+    copy = rows.choose_copies(tokens, w_up, tokens.new_empty(len(counts), d_model, d_ff)).tokens_forward
     assert copy
     Up(tokens, w_up, w_up[:, :, 0].contiguous() if bias else None, kind, None, copy)(rows)
     # Few steps of the reduction leave the warp-specialised kernel no time for the pieces of an activation.

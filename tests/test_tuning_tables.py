@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels import GroupedGemmArguments, get_kernels, tuning
+from moe_kernels import GroupedGemmArguments, WarpSpecializedDesign, get_kernels, tuning
 from moe_kernels._triton import HAS_TRITON
 from moe_kernels.tuning import table_files
 from moe_kernels.tuning.table_files import Table, merged_table, read, table_name, user_folder, write
@@ -79,3 +79,23 @@ def test_the_selector_takes_what_ones_own_table_names(folders, monkeypatch, devi
     monkeypatch.setattr(tuning, "table_for", lambda device: merged_table("GPU X"))
     monkeypatch.setattr(tuning, "_selected", {})
     assert tuning.select(args) is last
+
+
+def test_copies_by_width():
+    """A plain activation has half the columns before it, and is computed by a GEMM only behind a copy."""
+
+    class Specialized:
+        metadata = next(k.metadata for k in get_kernels() if isinstance(k.metadata.design, WarpSpecializedDesign))
+
+    decide = tuning.decide_copies
+    assert decide(Specialized, 768, 1536, None) == (True, True, True)
+    assert decide(Specialized, 768, 768, None) == (True, True, False)
+    assert decide(Specialized, 256, 512, None) == (False, False, False)
+    assert decide(Specialized, 768, 768, [False, True, True]) == (False, True, True)
+    assert decide(None, 768, 1536, [True, True, True]) == (False, False, False)
+
+
+def test_plain_and_gated_layers_have_keys_of_their_own():
+    tokens = torch.empty(0, 64)
+    keys = {tuning.copies_key(tokens, tokens.new_empty(4, columns, 64), 32, 128) for columns in (32, 64)}
+    assert keys == {"experts float32 E=4 D=64 F=32 rows=32", "experts float32 E=4 D=64 F=32 plain rows=32"}

@@ -189,14 +189,16 @@ def measured_best(args: Arguments) -> str | None:
     return table_for(args.A.device).kernels.get(args.table_key())
 
 
-def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int, assumed_rows: int | None = None) -> Copies:
+def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
     """What the table says; without an entry, a rule. With `assumed_rows` as if each expert had so many.
 
-    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy. And
-    only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs little.
+    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy: of
+    tokens in backward by the columns of w_up, half as many for a plain activation, which forward computes only behind
+    a copy in its GEMM. And only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs
+    little.
     """
     num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
-    key = (*_copies_key(tokens, w_up, num_rows), assumed_rows)
+    key = (*_copies_key(tokens, w_up, d_ff, num_rows), assumed_rows)
     copies = _copies.get(key)
     if copies is None:
         num_experts, num_columns, d_model = w_up.shape
@@ -205,24 +207,27 @@ def choose_copies(tokens: Tensor, w_up: Tensor, num_rows: int, assumed_rows: int
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
         b = w_up.transpose(1, 2)
         kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
-        entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, num_rows))
-        copies = _copies[key] = decide_copies(kernel, num_columns // 2, entry)
+        entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, d_ff, num_rows))
+        copies = _copies[key] = decide_copies(kernel, d_ff, num_columns, entry)
     return copies
 
 
-def decide_copies(up: Kernel | None, d_ff: int, entry: list[bool] | None) -> Copies:
+def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
     """The choice where `up` multiplies contiguous rows by the first weight, with the table's entry if it has one."""
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
-    return Copies(*entry) if entry and fast else Copies(*(fast and d_ff >= 512,) * 3)
+    if entry and fast:
+        return Copies(*entry)
+    is_large = fast and d_ff >= 512
+    return Copies(is_large, is_large, is_large and num_columns >= 1024)
 
 
-def pin_copies(tokens: Tensor, w_up: Tensor, num_rows: int, copies: Copies) -> None:
+def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
     """Let `choose_copies` take these for arguments like these, in this process."""
-    _copies[(*_copies_key(tokens, w_up, num_rows), None)] = copies
+    _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
 
 
-def _copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> tuple[Any, ...]:
-    return tokens.device, layout_of(tokens), layout_of(w_up), w_up.shape, rows_bucket(num_rows, len(w_up))
+def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
+    return tokens.device, layout_of(tokens), layout_of(w_up), w_up.shape, d_ff, rows_bucket(num_rows, len(w_up))
 
 
 @functools.cache
@@ -233,10 +238,11 @@ def table_for(device: torch.device) -> Table:
     return merged_table(torch.cuda.get_device_name(device))
 
 
-def copies_key(tokens: Tensor, w_up: Tensor, num_rows: int) -> str:
+def copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> str:
     num_experts, num_columns, d_model = w_up.shape
+    kind = "" if num_columns == 2 * d_ff else " plain"
     rows = rows_bucket(num_rows, num_experts)
-    return f"experts {str(tokens.dtype)[6:]} E={num_experts} D={d_model} F={num_columns // 2} rows={rows}"
+    return f"experts {str(tokens.dtype)[6:]} E={num_experts} D={d_model} F={d_ff}{kind} rows={rows}"
 
 
 def _key(args: Arguments) -> tuple[Any, ...]:
