@@ -6,12 +6,13 @@
     python -m benchmarks.expert_parallel --plan
 
 Every process has as many tokens, whatever the number of processes. For each shape, number of processes that share the
-experts (EP) and routing, in the same run and taking turns: both dispatchers, whole, in two chunks, and so with SMs
-reserved for communication; `grouped_mm` with a plain all-to-all; the layer on one GPU with as many rows and E / EP
-experts (`local_ms`); and the collectives of the tokens alone, of the same sizes (`comm_ms`; with backward twice). The
-model without overlap is the sum of the last two, and `share_of_model` its part of the measured time: above 1 is what
-overlap gains. Of each call the slowest process counts. Outputs and gradients of all implementations are compared before
-anything is timed; what differs is not, and the command fails at its end.
+experts (EP) and routing, in the same run and taking turns: all-gather and all-to-all, whole, in two chunks, and so with
+SMs reserved for communication; the overlapped all-gather, in one chunk and in two; `grouped_mm` with a plain
+all-to-all; the layer on one GPU with as many rows and E / EP experts (`local_ms`); and the collectives of the tokens
+alone, of the same sizes (`comm_ms`; with backward twice). The model without overlap is the sum of the last two, and
+`share_of_model` its part of the measured time: above 1 is what overlap gains. Of each call the slowest process counts.
+Outputs and gradients of all implementations are compared before anything is timed; what differs is not, and the command
+fails at its end.
 
 All of a configuration share its parameters, and none keeps gradients. A configuration whose memory, by `--plan`, is
 more than there is, or for which no time is left, has one row that says why it is `skipped`. `best` names the simplest

@@ -104,7 +104,7 @@ def _rows_of(which: str, names: list[str], timings: dict[str, Timing]) -> list[d
     rows, baseline = [], timings.get(f"{BASELINE}/{which}")
     for name in names:
         timing = timings[f"{name}/{which}"]
-        trip = timings[f"comm/{'allgather' if name.startswith('allgather') else 'alltoall'}"].ms
+        trip = timings[f"comm/{'allgather' if name.startswith(('allgather', 'overlapped')) else 'alltoall'}"].ms
         comm_ms, local_ms = trip if which == "forward" else 2 * trip, timings[f"local/{which}"].ms
         rows.append(
             {

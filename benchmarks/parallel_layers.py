@@ -30,10 +30,14 @@ STYLES = {
     for form, options in FORMS.items()
     for dispatcher in ("allgather", "alltoall")
 }
-for chunks, reserved_sms in ((1, 4), (2, 2), (2, 4), (2, 8), (3, 4)):
-    STYLES[f"overlapped/{chunks} chunks, {reserved_sms} SMs reserved"] = ExpertParallel(
-        "overlapped", mean_grads=False, chunks=chunks, reserved_sms=reserved_sms
-    )
+STYLES |= {
+    f"overlapped{form}": ExpertParallel("overlapped", mean_grads=False, **options)
+    for form, options in {
+        "/1 chunk, 2 SMs reserved": {"chunks": 1, "reserved_sms": 2},
+        "/2 chunks, 2 SMs reserved": {"chunks": 2, "reserved_sms": 2},
+        "/2 chunks, 4 SMs reserved": {"chunks": 2, "reserved_sms": 4},
+    }.items()
+}
 BASELINE = "torch_grouped_mm"
 IMPLEMENTATIONS = (*STYLES, BASELINE)
 

@@ -11,7 +11,7 @@ def peak_bytes(shape: Shape, num_ranks: int, routing: str, itemsize: int = 2) ->
     The weights are there once. Beside them are the gradients of one implementation and a copy of these, the inputs of
     the collectives alone, and what one forward with backward makes: of a row received 10 tensors as wide as a token and
     8 as wide as an expert, of a row sent one that is float32, its gradient, and two that are not. With skewed routing
-    one process may get all rows there are.
+    one process may get all rows there are. What GPUs copy to each other lies in memory that is never given back.
     """
     rows_sent = shape.num_rows
     rows = rows_sent * (1 if routing == "even" else num_ranks)
@@ -21,4 +21,5 @@ def peak_bytes(shape: Shape, num_ranks: int, routing: str, itemsize: int = 2) ->
     made += rows_sent * shape.d_model * (2 * 4 + 2 * itemsize)
     collectives = (rows + rows_sent + (num_ranks + 1) * shape.num_tokens) * shape.d_model * itemsize
     tokens = shape.num_tokens * shape.d_model * (3 * 4 + 4 * itemsize)  # float32 while they are drawn
-    return weights + gradients + copied + made + collectives + tokens
+    mapped = (num_ranks + 1) * shape.num_tokens * shape.d_model * itemsize if num_ranks > 1 else 0
+    return weights + gradients + copied + made + collectives + tokens + mapped

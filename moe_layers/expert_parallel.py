@@ -56,9 +56,11 @@ class ExpertParallel(ParallelStyle):
         row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
             is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture the layer. None
             for no bound.
-        chunks: parts of the tokens, of which one travels while another is computed. The gradient of the experts is
-            then a sum over the parts; with more parts their weights are read more often.
+        chunks: parts of the tokens, of which one travels while another is computed; with more parts the weights are
+            read more often, and but for "overlapped" the gradient of the experts is a sum over the parts. None for 1,
+            or for "overlapped" 2 from 8 processes on.
         reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.
+            None for 0, or for "overlapped" 2.
 
     Raises:
         NotImplementedError: when applied with "overlapped": weights on the input, `recompute`, `batch_invariant`.
@@ -73,14 +75,15 @@ class ExpertParallel(ParallelStyle):
         *,
         mean_grads: bool = True,
         row_bound: float | None = None,
-        chunks: int = 1,
-        reserved_sms: int = 0,
+        chunks: int | None = None,
+        reserved_sms: int | None = None,
     ):
         check_choice("ExpertParallel", "dispatcher", dispatcher, DISPATCHERS)
         if row_bound is not None and not 1 <= row_bound < math.inf:
             raise ValueError(f"ExpertParallel: row_bound must be at least 1, or None, got {row_bound}")
-        check_positive("ExpertParallel", chunks=chunks)
-        if reserved_sms < 0:
+        if chunks is not None:
+            check_positive("ExpertParallel", chunks=chunks)
+        if reserved_sms is not None and reserved_sms < 0:
             raise ValueError(f"ExpertParallel: reserved_sms must not be negative, got {reserved_sms}")
         self.dispatcher = dispatcher
         self.mean_grads = mean_grads
@@ -98,16 +101,18 @@ class ExpertParallel(ParallelStyle):
             sharded = self._shard(parameter, device_mesh, share)
             setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         experts.num_experts = module.num_experts
-        experts.reserved_sms = self.reserved_sms
         experts.local_share = local_share
         by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
         chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
+        chunks, reserved_sms = 1, 0
         if chosen == "overlapped":
             _check_overlaps(experts)
+            chunks, reserved_sms = 2 if device_mesh.size() >= 8 else 1, 2
+        experts.reserved_sms = reserved_sms if self.reserved_sms is None else self.reserved_sms
         module.dispatcher = _DISPATCHERS[chosen](
             Ranks.of(device_mesh.get_group()),
             row_bound=self.row_bound,
-            chunks=self.chunks,
+            chunks=chunks if self.chunks is None else self.chunks,
             gradient_scale=1 / device_mesh.size() if self.mean_grads else 1.0,
         )
         return module

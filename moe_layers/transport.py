@@ -41,7 +41,8 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self, *sizes: int) -> None:
-        """What was started before has arrived; so many bytes of each process will be gathered, or scattered, each."""
+        """Tensors of so many bytes will be gathered, or scattered, by each process. All that was started before has
+        arrived, a scattering last."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -104,7 +105,6 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._used_bytes = 0
-        self._gathered = torch.cuda.Event()  # when the others have read what this process had to be gathered
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
@@ -121,7 +121,6 @@ class PeerCopies(Transport):
             self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
         self._used_bytes = 0
-        torch.cuda.current_stream().wait_event(self._gathered)
 
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
         return _CopiedGathering(self, tensor, lengths)
@@ -143,9 +142,6 @@ class PeerCopies(Transport):
 
     def barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=self.timeout_ms)
-
-    def departed(self, event: torch.cuda.Event) -> None:
-        self._gathered = event
 
 
 _PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()
@@ -184,8 +180,8 @@ class _CopiedGathering(Gathering):
                 for peer in copies.others():
                     place[peer].copy_(sources[peer][part])
                 self._events.append(_recorded())
+            # Before the next `begin` a scattering arrives that was started after this.
             copies.barrier()
-            copies.departed(_recorded())
 
     def arrive(self, part: int) -> Tensor:
         torch.cuda.current_stream().wait_event(self._events[part])

@@ -30,6 +30,7 @@ from benchmarks.parallel_layers import (
 )
 from benchmarks.parallel_memory import peak_bytes
 from benchmarks.shapes import TINY, Shape
+from moe_kernels import Permutation
 from moe_layers.collectives import Ranks
 
 from .processes import run_cases
@@ -124,8 +125,10 @@ def stand_ins_have_the_shapes_of_the_others(device):
             module, shapes = kind(make_implementation(name, layer, mesh)), []
 
             def note(_, inputs, out, to=shapes):
-                rows, weights, permutation = inputs
-                to.append([t.shape for t in (rows, weights, permutation.slot_to_row, permutation.row_to_token, out)])
+                rows, weights, slots = inputs
+                parts = [slots] if isinstance(slots, Permutation) else slots.parts()
+                indices = [index for part in parts for index in (part.slot_to_row, part.row_to_token)]
+                to.append([tensor.shape for tensor in (rows, weights, *indices, out)])
 
             handle = module.experts.register_forward_hook(note)
             shapes += [tensor.shape for tensor in results(module, tokens, tokens)]
