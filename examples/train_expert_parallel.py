@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", choices=PRESETS, default=default_preset, help="default here: %(default)s")
     parser.add_argument("--steps", type=int, help="train for this many steps instead of the preset's")
     parser.add_argument("--expert-processes", type=int, help="processes that share the experts; default: all")
-    parser.add_argument("--dispatcher", choices=("auto", "allgather", "alltoall"), default="auto")
+    parser.add_argument("--dispatcher", choices=("auto", "allgather", "alltoall", "overlapped"), default="auto")
     parser.add_argument("--output", type=Path, default=Path("runs/expert_parallel"), help="default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="continue the run in --output")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="default: by device")

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels import segments
-from moe_kernels.activation import RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation import Destination, RowBias, launch_activation, launch_weighted_activation_backward
 from moe_kernels.activation_spec import is_gated
 from moe_kernels.catalog import GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
 from moe_kernels.gemm import precision
@@ -251,7 +251,8 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     slot_to_row = permutation.slot_to_row
     rows = mk.permutation._permute_op(tokens, permutation.row_to_token, slot_to_row)
     for weights in (None, routed[0]):
-        mk.permutation.launch_combine(rows, weights, slot_to_row)
+        # With fewer rows than slots, some of which are dropped, it does the same and more.
+        mk.permutation.launch_combine(rows if weights is None else rows[1:], weights, slot_to_row)
         mk.permutation.launch_spread(tokens, weights, slot_to_row, rows)
     w_router, row_experts = torch.empty(num_experts, d_model, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32)
     launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, row_experts, w_router)
@@ -270,13 +271,16 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
     )
     bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32))
-    run_activation(swiglu, bias, len(rows), d_ff, routed[0], slot_to_row, dtype)
+    # Again, what does the same and more: the rows of some slots, to other places.
+    others = {"row_to_token": permutation.row_to_token}
+    others["destination"] = Destination(rows.new_empty(len(rows), 2 * d_ff), torch.empty_like(activated), slot_to_row)
+    run_activation(swiglu, bias, len(rows) - 1, d_ff, routed[0], slot_to_row, dtype, **others)
 
 
-def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype) -> torch.Tensor:
+def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype, **others) -> torch.Tensor:
     preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
     activated = launch_activation(preactivation, activation, bias)
-    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias, **others)
     return activated
 
 
