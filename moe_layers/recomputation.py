@@ -28,8 +28,8 @@ def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
     """`save_routing` for a region with `ExpertParallel` layers that also keeps what they received.
 
-    The recomputation then communicates nothing. With `save_routing` alone it sends everything again, with the same
-    choice and so the same sizes.
+    The recomputation then communicates nothing, but for what the "overlapped" dispatcher copies from GPU to GPU. With
+    `save_routing` alone it sends everything again, with the same choice and so the same sizes.
     """
     return create_selective_checkpoint_contexts([*_routing_ops(), *COLLECTIVES])
 
