@@ -97,16 +97,17 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
         share = expert_share(device_mesh, module.num_experts)
         _check_held("ExpertParallel", module, share)
+        by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
+        chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
+        if chosen == "overlapped":
+            _check_overlaps(experts)
         for name, parameter in list(experts.named_parameters()):
             sharded = self._shard(parameter, device_mesh, share)
             setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         experts.num_experts = module.num_experts
         experts.local_share = local_share
-        by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
-        chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
         chunks, reserved_sms = 1, 0
         if chosen == "overlapped":
-            _check_overlaps(experts)
             chunks, reserved_sms = 2 if device_mesh.size() >= 8 else 1, 2
         experts.reserved_sms = reserved_sms if self.reserved_sms is None else self.reserved_sms
         module.dispatcher = _DISPATCHERS[chosen](

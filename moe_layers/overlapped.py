@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_kernels import ExpertsInParts, ExpertWeights, Permutation, runs_kernels, sort_by_expert
+from moe_kernels import ExpertsInParts, ExpertWeights, Permutation, TileTable, runs_kernels, sort_by_expert
 
 from .allgather import AllGatherDispatcher, local_permutations
 from .collectives import Ranks, wait
@@ -37,9 +37,9 @@ class OverlappedDispatcher(AllGatherDispatcher):
     def start(
         self, tokens: Tensor, slots: Slots, experts: GroupedExperts
     ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
-        if not runs_kernels(experts.implementation, tokens):
-            return super().start(tokens, slots, experts)
         chunks = split(tokens, slots, self.chunks)
+        if not runs_kernels(experts.implementation, chunks[0][0]):
+            return self.dispatch(chunks, experts)
         num_rows, offsets = self._count_rows(chunks, experts)
         bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
         transport = self.transport(self.ranks, tokens.device)
@@ -76,7 +76,6 @@ class _Plan:
         self._choices = [ranks.all_gather(choice) for choice in choices]
         self._num_rows = num_rows
         self._bounds = bounds
-        self._parts: list[Permutation] | None = None
         # Parts and columns of the outputs, while they are under way.
         self.scatterings: list[tuple[int, slice, Scattering]] = []
 
@@ -104,26 +103,25 @@ class _Plan:
         row = _num_bytes(tensor) // max(len(tensor), 1)
         return [self.ranks.size * length * row for length in self.lengths]
 
-    def parts(self) -> list[Permutation]:
-        """Of each chunk's slots. Waits for the GPU the first time, unless there are bounds."""
-        if self._parts is None:
-            self._choices = [wait(choice) - self.ranks.rank * self.num_local for choice in self._choices]
-            sort = partial(local_permutations, num_local=self.num_local, implementation="triton")
-            self._parts = sort(self._choices, self._num_rows, self._bounds)
-        return self._parts
+    def parts(self) -> tuple[list[Tensor], list[Permutation]]:
+        """The choices [P * n, K] of each chunk, and its slots'. To be called once; waits for the GPU, unless there are
+        bounds."""
+        choices = [wait(choice) - self.ranks.rank * self.num_local for choice in self._choices]
+        self._choices = []
+        return choices, local_permutations(choices, self._num_rows, self._bounds, self.num_local, "triton")
 
-    def whole(self) -> Permutation:
+    def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:
         """Of the slots of all chunks, one after another."""
-        if len(self._parts) == 1:
-            return self._parts[0]
-        num_rows = sum(len(part.row_to_token) for part in self._parts)
+        if len(parts) == 1:
+            return parts[0]
+        num_rows = sum(len(part.row_to_token) for part in parts)
         max_rows = None if self._bounds is None else max(num_rows, 1)
-        choice = torch.cat(self._choices)
+        choice = torch.cat(choices)
         permutation = sort_by_expert(choice, self.num_local, max_rows=max_rows, implementation="triton")
         return permutation._replace(row_to_token=permutation.row_to_token[:num_rows])
 
-    def experts(self, weights: tuple[Tensor | None, ...]) -> ExpertsInParts:
-        return ExpertsInParts(ExpertWeights(*weights), self.activation, self.parts(), reserved_sms=self.reserved_sms)
+    def experts(self, weights: tuple[Tensor | None, ...], parts: list[Permutation]) -> ExpertsInParts:
+        return ExpertsInParts(ExpertWeights(*weights), self.activation, parts, reserved_sms=self.reserved_sms)
 
 
 class _Overlapped(torch.autograd.Function):
@@ -135,7 +133,8 @@ class _Overlapped(torch.autograd.Function):
         transport.begin(_num_bytes(tokens), *plan.share_bytes(tokens))
         gathering = transport.gather(tokens, plan.lengths)
         topk_weights = [plan.ranks.all_gather(part) for part in topk_weights.split(plan.lengths)]
-        experts = plan.experts(weights)
+        choices, parts = plan.parts()
+        experts = plan.experts(weights, parts)
         topk_weights = list(map(wait, topk_weights))
         preactivations = []
         for part, weights_of_part in enumerate(topk_weights):
@@ -145,22 +144,26 @@ class _Overlapped(torch.autograd.Function):
                 out = experts.outputs(part, activated, weights_of_part, columns)
                 plan.scatterings.append((part, columns, transport.scatter(out)))
             del preactivation, activated
-        ctx.plan = plan
-        ctx.save_for_backward(gathering.whole, *weights, *topk_weights, *preactivations)
+        ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
+        # The choices, too: a recomputation may come to others, and keeps nothing until then.
+        of_parts = topk_weights, preactivations, choices, *zip(*map(_integers, parts), strict=True)
+        ctx.save_for_backward(gathering.whole, *weights, *chain(*of_parts))
         return torch.empty_like(tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor):
         plan, dout = ctx.plan, dout.contiguous()
-        saved, num_parts, transport = list(ctx.saved_tensors), len(plan.lengths), plan.transport
-        tokens, weights = saved[0], saved[1:5]
-        topk_weights, preactivations = saved[5 : 5 + num_parts], saved[5 + num_parts :]
+        tokens, *saved = ctx.saved_tensors
+        weights, saved, num_parts, transport = saved[:4], saved[4:], len(plan.lengths), plan.transport
+        of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
+        topk_weights, preactivations, choices, *integers = of_parts
+        parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
         _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad
         dtopk_weights = topk_weights[0].new_empty(len(dout), topk_weights[0].shape[1])
         transport.begin(_num_bytes(dout), *plan.share_bytes(dtopk_weights), *plan.share_bytes(dout))
         gathering = transport.gather(dout, plan.lengths)
-        backward = plan.experts(weights).backward(plan.whole())
+        backward = plan.experts(weights, parts).backward(plan.whole(choices, parts))
         of_topk_weights, of_tokens = [], []
         for part, operands in enumerate(zip(topk_weights, preactivations, strict=True)):
             share = backward.backward_part(part, gathering.arrive(part), *operands)
@@ -173,6 +176,14 @@ class _Overlapped(torch.autograd.Function):
         dtokens = torch.empty_like(dout) if needs_tokens else None
         _arrive(of_tokens, dtokens, plan.lengths)
         return None, dtokens, dtopk_weights if needs_topk_weights else None, *gradients
+
+
+def _integers(permutation: Permutation) -> tuple[Tensor, ...]:
+    return *permutation[:3], *permutation.tile_table[:4]
+
+
+def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
+    return Permutation(*integers[:3], TileTable(*integers[3:], block_rows))
 
 
 def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:

@@ -25,6 +25,14 @@ STYLES = [
     {"dispatcher": "allgather", "chunks": 2, "row_bound": 2.0},
 ]
 
+OVERLAPPED = {"dispatcher": "overlapped", "chunks": 2, "reserved_sms": 4}
+KERNELS = {"implementation": "triton", "dtype": torch.float32}  # on a CPU in the interpreter
+
+
+def layer_options(style):
+    """Of a layer in which this dispatcher is not another one: where kernels do not run, the overlapped one is."""
+    return KERNELS if style["dispatcher"] == "overlapped" else {}
+
 
 def float_dtype(device):
     """What the reference computes on a CPU, and the kernels on a GPU."""

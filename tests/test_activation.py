@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from moe_kernels import ACTIVATIONS, Activation, gated_activation, plain_activation, reference
-from moe_kernels.activation import _activation_op, launch_weighted_activation_backward
+from moe_kernels.activation import Destination, RowBias, _activation_op, launch_weighted_activation_backward
 from moe_kernels.activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation_spec import ACTIVATION_KINDS
+from moe_kernels.segments import row_to_expert
 from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from .dtypes import DTYPES
@@ -105,6 +106,65 @@ def _check_weighted_backward(d_ff, dtype, activation, device):
         assert_accurate(a[kept], b[kept], e[kept], name)
     assert_accurate(actual[2], baseline[2], exact[2], "dweights")
     assert actual[2][2, 0] == 0
+
+
+def _few_rows(d_ff, dtype, activation, device):
+    """Arguments of the fused backward, with a bias: 15 slots, of which 6 are kept in 8 rows; and the rows' tokens."""
+    experts = [[0, 7, 1], [7, 7, 7], [1, 0, 7], [7, 7, 0], [7, 1, 7]]
+    permutation = reference.sort_by_expert(torch.tensor(experts, dtype=torch.int32, device=device), 2, max_rows=8)
+    assert (permutation.slot_to_row >= 0).sum() == 6 and permutation.row_to_token.shape == (8,)
+    generator = torch.Generator(device).manual_seed(0)
+    preactivation = make_preactivation(8, d_ff, dtype, device, gated=activation.gated)
+    dweighted = torch.randn(8, d_ff, device=device, generator=generator).to(dtype)
+    preactivation[6:], dweighted[6:] = torch.nan, torch.nan
+    weights = torch.rand(5, 3, device=device, generator=generator)
+    bias = torch.randn(2, preactivation.shape[1], device=device, generator=generator).to(dtype)
+    bias = RowBias(bias, row_to_expert(permutation.tile_table.bounds, 8))
+    arguments = preactivation, dweighted, weights, permutation.slot_to_row, activation, bias
+    return arguments, permutation.row_to_token
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "d_ff"), [("swiglu", 47), ("gpt_oss", 130), ("relu", 47)])
+def test_weighted_backward_by_row_is_that_by_slot(name, d_ff, dtype, device):
+    """Bit by bit, where rows are fewer than slots: dropped slots get zeros, and rows of no slot stay as they are."""
+    (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, Activation(name), device)
+    by_slot, by_row = dweighted.clone(), dweighted.clone()
+    expected, expected_dweights = launch_weighted_activation_backward(preactivation, by_slot, *rest)
+    actual, dweights = launch_weighted_activation_backward(preactivation, by_row, *rest, row_to_token=row_to_token)
+    assert torch.equal(actual[:6], expected[:6]) and expected[:6].isfinite().all()
+    assert torch.equal(by_row[:6], by_slot[:6]) and not torch.equal(by_row[:6], dweighted[:6])
+    assert by_row[6:].isnan().all()
+    assert torch.equal(dweights, expected_dweights)
+    assert torch.equal(dweights != 0, rest[1] >= 0)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "d_ff"), [("swiglu", 47), ("gpt_oss", 130), ("relu", 47)])
+def test_weighted_backward_to_a_destination(name, d_ff, dtype, by_row, device):
+    """The same bits in other rows of other tensors, whose further rows stay as they are, as do the operands."""
+    (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, Activation(name), device)
+    weighted, slot_to_row = dweighted.clone(), rest[1]
+    expected, expected_dweights = launch_weighted_activation_backward(preactivation, weighted, *rest)
+    place = torch.tensor([7, 2, 11, 0, 5, 3], dtype=torch.int32, device=device)  # of each row
+    destination = Destination(
+        preactivation.new_full((12, preactivation.shape[1]), 9),
+        dweighted.new_full((12, d_ff), 9),
+        torch.where(slot_to_row >= 0, place[slot_to_row.clamp(min=0).long()], -1),
+    )
+    untouched = dweighted.clone()
+    given = {"row_to_token": row_to_token} if by_row else {}
+    actual, dweights = launch_weighted_activation_backward(
+        preactivation, dweighted, *rest, destination=destination, **given
+    )
+    assert actual is destination.dpreactivation
+    for result, wanted in ((actual, expected), (destination.weighted, weighted)):
+        assert torch.equal(result[place.long()], wanted[:6])
+        others = [row for row in range(12) if row not in place.tolist()]
+        assert (result[others] == 9).all()
+    assert torch.equal(dweights, expected_dweights)
+    assert torch.equal(dweighted[:6], untouched[:6])
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

@@ -180,8 +180,8 @@ def layers_equal_one_process(device):
 
 def compare_layers(name, one, many, style, device):
     shard_experts(many, expert_mesh(device), **style)
-    lengths = lengths_of("even")
-    x, upstream = draw(device, sum(lengths)), draw(device, sum(lengths), seed=3)
+    lengths, dtype = lengths_of("even"), one.router.weight.dtype
+    x, upstream = (draw(device, sum(lengths), seed).to(dtype) for seed in (1, 3))
     x_one, x_many = x.clone().requires_grad_(), own(x, lengths).clone().requires_grad_()
     shape = len(lengths), -1, x.shape[1]
     y_one = one(x_one.view(shape)).view(x.shape)

@@ -18,6 +18,7 @@ from moe_layers import ExpertParallel, save_communication, save_routing
 
 from .expert_parallel_cases import (
     D_MODEL,
+    OVERLAPPED,
     STYLES,
     CollectiveCounter,
     assert_close,
@@ -29,6 +30,8 @@ from .expert_parallel_cases import (
     shard_experts,
 )
 from .processes import run_cases
+
+BOUNDED_OVERLAPPED = OVERLAPPED | {"row_bound": 2.0}
 
 
 def count_waits(run, *arguments):
@@ -43,7 +46,7 @@ def count_waits(run, *arguments):
 
 def the_host_waits_at_most_once(device):
     """In forward, for the rows, unless their number has a bound; never in backward."""
-    for style in STYLES:
+    for style in (*STYLES, OVERLAPPED, BOUNDED_OVERLAPPED):
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
         x = draw(device, 12)
         layer(x).sum().backward()  # compiles
@@ -54,7 +57,7 @@ def the_host_waits_at_most_once(device):
 
 def graphs_capture_bounded_rows(device):
     """Forward and backward; a replay takes other tokens."""
-    for style in STYLES:
+    for style in (*STYLES, BOUNDED_OVERLAPPED):
         if "row_bound" not in style:
             continue
         layer = shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style)

@@ -45,7 +45,7 @@ class Model(nn.Module):
     def __init__(self, device, **options):
         super().__init__()
         torch.manual_seed(5)
-        self.project = nn.Linear(D_MODEL, D_MODEL).to(device, float_dtype(device))
+        self.project = nn.Linear(D_MODEL, D_MODEL).to(device, options.get("dtype", float_dtype(device)))
         self.layers = nn.ModuleList([nn.ModuleDict({"moe": make_layer(device, seed, **options)}) for seed in range(2)])
 
     def forward(self, x):
@@ -55,11 +55,11 @@ class Model(nn.Module):
         return x
 
 
-def sharded(device, experts_over, dispatcher="auto", **options):
+def sharded(device, experts_over, style=None, **options):
     """The model with experts over so many processes, and FSDP2 over all."""
     model, mesh = Model(device, **options), expert_mesh(device, experts_over)
     everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
-    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(dispatcher)})
+    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(**(style or {}))})
     for layer in model.layers:
         fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
         fully_shard(layer["moe"], mesh=everywhere)
@@ -75,6 +75,7 @@ def data(device, step):
 def train_step(model, optimizer, x, target, clip):
     """(norm of the gradients before clipping, the gradients after it, by name)."""
     optimizer.zero_grad()
+    x, target = (tensor.to(model.project.weight.dtype) for tensor in (x, target))
     (model(x) - target).square().mean().backward()
     norm = clip(model.parameters(), max_norm=0.05)
     gradients = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
@@ -99,18 +100,23 @@ def two_steps_equal_one_process(device):
     num_processes = distributed.get_world_size()
     for experts_over in (2, num_processes) if num_processes > 2 else (1, 2):
         for dispatcher, kind in zip(("allgather", "alltoall"), OPTIMIZERS, strict=False):
-            one = Model(device)
-            many = sharded(device, experts_over, dispatcher)
-            optimizers = make_optimizer(one, kind), make_optimizer(many, kind)
-            for step in range(2):
-                expected = train_step(one, optimizers[0], *data(device, step), torch.nn.utils.clip_grad_norm_)
-                actual = train_own_part(many, optimizers[1], device, step)
-                assert expected[0] > 0.05
-                assert_close(actual[0], expected[0])
-                for name, gradient in expected[1].items():
-                    assert_close(actual[1][name], gradient)
-            for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
-                torch.testing.assert_close(full(a), b, rtol=0, atol=1e-6 if device.type == "cpu" else 1e-3, msg=name)
+            compare_two_steps(device, experts_over, {"dispatcher": dispatcher}, kind)
+
+
+def compare_two_steps(device, experts_over, style, kind, **options):
+    one = Model(device, **options)
+    many = sharded(device, experts_over, style, **options)
+    optimizers = make_optimizer(one, kind), make_optimizer(many, kind)
+    for step in range(2):
+        expected = train_step(one, optimizers[0], *data(device, step), torch.nn.utils.clip_grad_norm_)
+        actual = train_own_part(many, optimizers[1], device, step)
+        assert expected[0] > 0.05
+        assert_close(actual[0], expected[0])
+        for name, gradient in expected[1].items():
+            assert_close(actual[1][name], gradient)
+    tolerance = 1e-6 if one.project.weight.dtype == torch.float64 else 1e-3
+    for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(full(a), b, rtol=0, atol=tolerance, msg=name)
 
 
 def mixed_precision(device):

@@ -120,6 +120,21 @@ def test_combine_of_fewer_and_more_rows_than_slots(num_rows, implementation, dev
     assert drows[:, 0].tolist() == [float(row in owned) for row in range(num_rows)]
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_combine_of_fewer_rows_skips_dropped_slots(dtype, weighted, device):
+    """To the same bits as with rows for all of them; neither reads rows of no slot."""
+    slots = [[4, -1, 1], [-1, -1, -1], [-1, 0, -1], [5, 2, -1]]  # none owns row 3
+    slot_to_row = torch.tensor(slots, dtype=torch.int32, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.randn(12, 130, device=device, generator=generator).to(dtype)
+    rows[3], rows[6:] = torch.nan, torch.nan
+    weights = torch.rand(4, 3, device=device, generator=generator) if weighted else None
+    out = combine(rows[:6], weights, slot_to_row, implementation="triton")
+    assert torch.equal(out, combine(rows, weights, slot_to_row, implementation="triton"))
+    assert out.isfinite().all() and not out[1].any() and out[[0, 2, 3]].any(1).all()
+
+
 @pytest.mark.parametrize("case", ["ordinary", "odd_sizes"])
 def test_strided_rows_and_tokens(case, device):
     case = CASES[case]

@@ -1,0 +1,364 @@
+"""Experts that processes share, with communication beside what is computed: the same as in one process."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import RouterSpec
+from moe_layers.transport import CollectiveTransport, PeerCopies
+
+from .expert_parallel_cases import (
+    D_MODEL,
+    KERNELS,
+    OVERLAPPED,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    full,
+    lengths_of,
+    make_layer,
+    own,
+    shard_experts,
+    summed,
+)
+from .processes import run_cases
+from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers, draw_slots, run_dispatcher
+from .test_expert_parallel_training import compare_two_steps
+
+GATHERING = ["overlapped", "allgather"]
+
+
+def make_overlapped(device, style=OVERLAPPED, **options):
+    mean_grads = options.pop("mean_grads", False)
+    return shard_experts(make_layer(device, **KERNELS | options), expert_mesh(device), mean_grads=mean_grads, **style)
+
+
+def own_tokens(device, seed=1):
+    lengths = lengths_of("even")
+    return own(draw(device, sum(lengths), seed).float(), lengths)
+
+
+def gradients_of(run, x, parameters):
+    """Of what needs one; the output first."""
+    y = run(x)
+    leaves = [leaf for leaf in (x, *parameters) if leaf.requires_grad]
+    return [y.detach(), *map(full, torch.autograd.grad(y.sin().sum(), leaves))]
+
+
+def assert_equal(actual, expected):
+    for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(a, b), number
+
+
+def compare(device, lengths, routing, **style):
+    compare_dispatchers(device, OVERLAPPED | style, lengths, routing, bitwise=False, **KERNELS)
+
+
+def any_routing_equals_one_process(device):
+    for routing in ("spread", "some_dropped", "one_process", "one_expert", "some_empty", "all_dropped"):
+        compare(device, "even", routing)
+
+
+def bounded_rows_equal_one_process(device):
+    """Also where some are left over, and where all slots are of one process."""
+    for row_bound, chunks, routing in ((1.5, 1, "spread"), (2.0, 2, "some_dropped"), (2.0, 2, "one_process")):
+        compare(device, "even", routing, row_bound=row_bound, chunks=chunks)
+
+
+def any_chunks_equal_one_process(device):
+    """Of 12 tokens in five chunks the last ones are shorter."""
+    for chunks in (1, 5):
+        compare(device, "even", "some_dropped", chunks=chunks)
+
+
+def no_tokens(device):
+    for style in ({"chunks": 1}, {}, {"row_bound": 2.0}):
+        compare(device, "none", "spread", **style)
+
+
+def layers_equal_one_process(device):
+    for name in LAYERS.keys() - {"weight_on_input"}:
+        one, many = (make_layer(device, **KERNELS, **LAYERS[name]) for _ in "ab")
+        compare_layers(name, one, many, OVERLAPPED, device)
+
+
+def wide_outputs_leave_in_halves(device):
+    x = draw(device, 6, seed=distributed.get_rank(), width=512).float().requires_grad_()
+    compare_dispatchers_that_gather(device, x, OVERLAPPED, bias=True, d_model=512, init_std=0.05)
+
+
+def more_chunks_than_tokens(device):
+    x = own_tokens(device)[:2].requires_grad_()
+    compare_dispatchers_that_gather(device, x, OVERLAPPED | {"chunks": 3})
+
+
+def compare_dispatchers_that_gather(device, x, style, **options):
+    layer, other = (make_overlapped(device, style | {"dispatcher": kind}, **options) for kind in GATHERING)
+    expected = gradients_of(other, x, other.parameters())
+    for a, b in zip(gradients_of(layer, x, layer.parameters()), expected, strict=True):
+        assert_close(a, b)
+
+
+def layers_in_sequence(device):
+    """Memory of the transport is used again: by the next layer, by backward, by the next step and by recomputation."""
+    one = nn.Sequential(*(make_layer(device, seed, **KERNELS) for seed in range(2)))
+    many = nn.Sequential(*(make_overlapped(device, seed=seed) for seed in range(2)))
+    for step in range(2):
+        lengths = lengths_of("even")
+        x_one = draw(device, sum(lengths), seed=step).float().requires_grad_()
+        x = own(x_one.detach(), lengths).requires_grad_()
+        y, dx, *gradients = gradients_of(one, x_one, one.parameters())
+        actual = gradients_of(many, x, many.parameters())
+        assert_close(actual[0], own(y, lengths))
+        assert_close(actual[1], own(dx, lengths))
+        for (name, _), a, b in zip(many.named_parameters(), actual[2:], gradients, strict=True):
+            assert_close(a if ".experts." in name else summed(a), b)
+    region = partial(checkpoint, many, use_reentrant=False)
+    assert_equal(gradients_of(region, x, many.parameters()), actual)
+    regions = [partial(checkpoint, layer, use_reentrant=False) for layer in many]
+    assert_equal(gradients_of(lambda x: regions[1](regions[0](x)), x, many.parameters()), actual)
+
+
+def training_equals_one_process(device):
+    """With FSDP2 over the experts of the same name, clipping and AdamW."""
+    compare_two_steps(device, 2, OVERLAPPED, {"foreach": True}, **KERNELS)
+
+
+def without_gradients(device):
+    layer, x = make_overlapped(device), own_tokens(device)
+    expected = layer(x)
+    with torch.no_grad():
+        y = layer(x)
+    assert expected.requires_grad and not y.requires_grad
+    assert torch.equal(y, expected)
+
+
+def what_is_frozen_has_no_gradient(device):
+    """And everything else has the same as before."""
+    layer = make_overlapped(device, bias=True)
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    leaves = dict(zip(names, [own_tokens(device), *layer.parameters()], strict=True))
+    experts = {name for name in names if name.startswith("experts.")}
+    leaves["x"].requires_grad_()
+    y, *gradients = gradients_of(layer, leaves["x"], layer.parameters())
+    expected = dict(zip(names, gradients, strict=True))
+    for frozen in ({"experts.w_up"}, {"x"}, {"router.weight"}, {"x", "router.weight"}, experts, {"x"} | experts):
+        assert frozen < set(names)
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name not in frozen)
+            leaf.grad = None
+        again = layer(leaves["x"])
+        again.sin().sum().backward()
+        assert torch.equal(again, y), frozen
+        for name, leaf in leaves.items():
+            assert (leaf.grad is None) == (name in frozen), (name, frozen)
+            assert leaf.grad is None or torch.equal(full(leaf.grad), expected[name]), (name, frozen)
+
+
+def backward_runs_twice(device):
+    layer, x = make_overlapped(device), own_tokens(device).requires_grad_()
+    loss, leaves = layer(x).sin().sum(), [x, *layer.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert_equal(map(full, torch.autograd.grad(loss, leaves)), map(full, first))
+
+
+def a_recomputed_choice_has_its_own_gradient(device):
+    """Without `save_routing` the router may choose others in the recomputation, whose gradient it is then."""
+    x, results = own_tokens(device).requires_grad_(), []
+    for dispatcher in GATHERING:
+        layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
+        y = checkpoint(layer, x, use_reentrant=False, determinism_check="none")
+        layer.router.weight.data.neg_()
+        results.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
+    for a, b in zip(*results, strict=True):
+        assert_close(full(a), full(b))
+
+
+def half_precision(device):
+    """By autocast, as the other dispatcher that gathers all tokens: but for what is rounded."""
+    x, results = own_tokens(device).requires_grad_(), []
+    for dispatcher in GATHERING:
+        layer = make_overlapped(device, {"dispatcher": dispatcher, "chunks": 2}, bias=True)
+        with torch.autocast(device.type, torch.float16):
+            results.append(gradients_of(layer, x, layer.parameters()))
+    assert results[0][0].dtype == torch.float16
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).float().norm() <= 3e-3 * b.float().norm()
+
+
+def what_kernels_do_not_compute(device):
+    """Autocast's dtype decides, not that of the parameters: the interpreter has no bfloat16."""
+    layers = [
+        shard_experts(make_layer(device, implementation=None, dtype=torch.float32), expert_mesh(device), dispatcher)
+        for dispatcher in GATHERING
+    ]
+    with torch.autocast(device.type, torch.bfloat16):
+        actual, expected = (layer(own_tokens(device)) for layer in layers)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+def the_reference_gathers(device):
+    x = own_tokens(device).double().requires_grad_()
+    compare_dispatchers_that_gather(device, x, OVERLAPPED, implementation="reference", dtype=torch.float64)
+
+
+def options_that_it_lacks(device):
+    """An error before anything is changed: the layer can be shared in another way."""
+    mesh = expert_mesh(device)
+    for options, message in (
+        ({"router": RouterSpec.sigmoid_on_input(), "top_k": 1}, "'weight_on_input': True"),
+        ({"recompute": "up"}, "'recompute': 'up'"),
+        ({"batch_invariant": True}, "'batch_invariant': True"),
+    ):
+        layer = make_layer(device, **KERNELS, **options)
+        with pytest.raises(NotImplementedError, match=f"ExpertParallel: the overlapped dispatcher .*{message}"):
+            shard_experts(layer, mesh, "overlapped")
+        shard_experts(layer, mesh, "allgather")
+
+
+def chunks_and_sms_unless_said_otherwise(device):
+    for style, expected in (({}, (1, 2)), ({"chunks": 3, "reserved_sms": 0}, (3, 0))):
+        layer = make_overlapped(device, {"dispatcher": "overlapped", **style})
+        assert (layer.dispatcher.chunks, layer.experts.reserved_sms) == expected
+
+
+def collectives_are_those_needed(device):
+    """The counts; of each chunk the choices, tokens and weights, and its outputs, of the last one in halves of 256
+    columns or more. In backward those of the outputs' gradients, and of the weights' and the tokens', if they need one.
+    """
+    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    for d_model, num_outputs, needs_tokens in ((D_MODEL, 2, True), (D_MODEL, 2, False), (512, 3, True)):
+        layer = make_overlapped(device, d_model=d_model)
+        x = draw(device, 4, width=d_model).float().requires_grad_(needs_tokens)
+        forward, backward = CollectiveCounter(), CollectiveCounter()
+        with forward:
+            loss = layer(x).sum()
+        with backward:
+            loss.backward()
+        assert forward.names == [gather] * 7 + [scatter] * num_outputs
+        assert backward.names == [gather] * 2 + [scatter] * (4 if needs_tokens else 2)
+
+
+def wrong_numbers_of_tokens(device):
+    """An error in every process, before any tokens move."""
+    layer, rank = make_overlapped(device), distributed.get_rank()
+    x = draw(device, 5 + rank).float()
+    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"must have as many tokens .* \[\[5, 3, \d+\], "):
+        layer(x)
+    assert sent.names == ["all_gather_into_tensor"]
+    # The slots of the first process alone are too many, for the other.
+    slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6).float()
+    layer = make_overlapped(device, OVERLAPPED | {"chunks": 1, "row_bound": 1.3})
+    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"row_bound=1.3 .* at most 24 slots, got more"):
+        run_dispatcher(layer, tokens, slots[0], slots[1].float(), tokens)
+    assert sent.names == ["all_gather_into_tensor"]
+
+
+def copies_equal_collectives(device):
+    """Also of tokens whose rows are no multiples of 16 bytes, and of more than before, for which memory grows."""
+    for num_tokens, d_model in ((4, D_MODEL), (64, D_MODEL), (7, 13), (300, 37)):
+        layer, other = (make_overlapped(device, bias=True, d_model=d_model) for _ in "ab")
+        other.dispatcher.transport = lambda ranks, device: CollectiveTransport(ranks)
+        x = draw(device, num_tokens, seed=distributed.get_rank(), width=d_model).float().requires_grad_()
+        expected = gradients_of(other, x, other.parameters())
+        for _ in range(3):
+            for a, b in zip(gradients_of(layer, x, layer.parameters()), expected, strict=True):
+                assert_close(a, b)
+
+
+def copies_repeat_bit_by_bit(device):
+    layer, other = (make_overlapped(device, bias=True, d_model=128, d_ff=256, seed=seed) for seed in range(2))
+    x = draw(device, 1024, seed=distributed.get_rank(), width=128).float().requires_grad_()
+    expected = gradients_of(layer, x, layer.parameters())
+    for _ in range(10):
+        gradients_of(other, x, other.parameters())  # others use the same memory between
+        assert_equal(gradients_of(layer, x, layer.parameters()), expected)
+
+
+def memory_is_free_after_a_recomputation(device):
+    """Whose outputs nobody waits for: the other process may be late, and read what backward would overwrite."""
+    layer, x = make_overlapped(device), own_tokens(device).requires_grad_()
+    expected = gradients_of(layer, x, layer.parameters())
+    region = partial(checkpoint, layer, use_reentrant=False)
+    assert_equal(gradients_of(region, x, layer.parameters()), expected)  # compiles
+    copies = PeerCopies.of(layer.dispatcher.ranks, device)
+    others = copies.others()
+
+    def others_later():
+        if distributed.get_rank() == 1:
+            torch.cuda._sleep(10**8)  # cycles, on the stream of the copies
+        return others
+
+    with mock.patch.object(copies, "others", others_later):
+        assert_equal(gradients_of(region, x, layer.parameters()), expected)
+
+
+TWO = [
+    any_routing_equals_one_process,
+    bounded_rows_equal_one_process,
+    any_chunks_equal_one_process,
+    no_tokens,
+    layers_equal_one_process,
+    wide_outputs_leave_in_halves,
+    more_chunks_than_tokens,
+    layers_in_sequence,
+    without_gradients,
+    what_is_frozen_has_no_gradient,
+    backward_runs_twice,
+    a_recomputed_choice_has_its_own_gradient,
+    half_precision,
+    what_kernels_do_not_compute,
+    the_reference_gathers,
+    options_that_it_lacks,
+    chunks_and_sms_unless_said_otherwise,
+]
+FOUR = [any_chunks_equal_one_process, training_equals_one_process]
+CPU_CASES = [collectives_are_those_needed, wrong_numbers_of_tokens]
+GPU_CASES = [copies_equal_collectives, copies_repeat_bit_by_bit, memory_is_free_after_a_recomputation]
+
+
+@pytest.fixture(scope="module")
+def failures_of_two(tmp_path_factory):
+    cases = [*TWO, *(GPU_CASES if torch.cuda.is_available() else CPU_CASES)]
+    return run_cases(cases, 2, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def failures_of_four(tmp_path_factory):
+    cases = [*FOUR, *(GPU_CASES if torch.cuda.is_available() else ())]
+    return run_cases(cases, 4, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
+def test_two_processes(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
+def test_four_processes(case, failures_of_four):
+    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a wrong call ends the process on a GPU; tokens are copied there")
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.__name__)
+def test_two_processes_without_gpus(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.__name__)
+def test_two_gpus(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.__name__)
+def test_four_gpus(case, failures_of_four):
+    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
