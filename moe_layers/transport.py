@@ -41,8 +41,8 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self, *sizes: int) -> None:
-        """Tensors of so many bytes will be gathered, or scattered, by each process. All that was started before has
-        arrived, a scattering last."""
+        """Tensors of so many bytes will be gathered, or scattered, by each process. What was started before has
+        arrived, or never will: the recomputation of a checkpointed region ends when it has what backward needs."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -105,6 +105,7 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._used_bytes = 0
+        self._last: torch.cuda.Event | None = None  # of the stream, if nobody has waited for it
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
@@ -121,6 +122,9 @@ class PeerCopies(Transport):
             self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
         self._used_bytes = 0
+        # Only then: a CUDA graph under capture must not wait for what was before.
+        if self._last is not None:
+            self.wait(self._last)
 
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
         return _CopiedGathering(self, tensor, lengths)
@@ -142,6 +146,17 @@ class PeerCopies(Transport):
 
     def barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=self.timeout_ms)
+
+    def end(self) -> torch.cuda.Event:
+        """Of something on the stream, when all processes have come to it."""
+        self.barrier()
+        self._last = _recorded()
+        return self._last
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(event)
+        if event is self._last:
+            self._last = None
 
 
 _PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()
@@ -180,8 +195,7 @@ class _CopiedGathering(Gathering):
                 for peer in copies.others():
                     place[peer].copy_(sources[peer][part])
                 self._events.append(_recorded())
-            # Before the next `begin` a scattering arrives that was started after this.
-            copies.barrier()
+            copies.end()
 
     def arrive(self, part: int) -> Tensor:
         torch.cuda.current_stream().wait_event(self._events[part])
@@ -190,6 +204,7 @@ class _CopiedGathering(Gathering):
 
 class _CopiedScattering(Scattering):
     def __init__(self, copies: PeerCopies, shares: Tensor):
+        self._copies = copies
         self._shares = _by_process(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]
@@ -199,11 +214,10 @@ class _CopiedScattering(Scattering):
             copies.barrier()
             for peer in copies.others():
                 buffers[peer][copies.rank].copy_(self._shares[peer])
-            copies.barrier()
-            self._event = _recorded()
+            self._event = copies.end()
 
     def arrive(self, out: Tensor) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._copies.wait(self._event)
         torch.sum(self._received, 0, out=out)
         self._shares = self._received = None
 
