@@ -87,7 +87,7 @@ class _CollectiveScattering(Scattering):
 
 class PeerCopies(Transport):
     """Through memory that all GPUs of the group map: what is gathered is read from the others, a share of a sum is
-    written to the process that adds it up, in float32 and in the order of the processes.
+    written to the process that adds it up, in float32.
 
     Beside it runs a stream of its own. Each start waits there for all processes (so nobody reads what is not written,
     or writes what is still read), and each end of a scattering does, too.
@@ -104,6 +104,7 @@ class PeerCopies(Transport):
         self.timeout_ms = int(timeout.total_seconds() * 1000)
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
+        self._outgrown: list[Tensor] = []  # kept, as CUDA graphs may go on using it
         self._used_bytes = 0
         self._last: torch.cuda.Event | None = None  # of the stream, if nobody has waited for it
 
@@ -118,7 +119,8 @@ class PeerCopies(Transport):
     def begin(self, *sizes: int) -> None:
         total = max(sum(map(_aligned, sizes)), _ALIGNMENT)
         if self._memory is None or self._memory.numel() < total:
-            torch.cuda.synchronize(self.device)
+            if self._memory is not None:
+                self._outgrown.append(self._memory)
             self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
         self._used_bytes = 0

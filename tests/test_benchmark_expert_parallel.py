@@ -126,8 +126,7 @@ def stand_ins_have_the_shapes_of_the_others(device):
 
             def note(_, inputs, out, to=shapes):
                 rows, weights, slots = inputs
-                parts = [slots] if isinstance(slots, Permutation) else slots.parts()
-                indices = [index for part in parts for index in (part.slot_to_row, part.row_to_token)]
+                indices = [slots.slot_to_row, slots.row_to_token] if isinstance(slots, Permutation) else []
                 to.append([tensor.shape for tensor in (rows, weights, *indices, out)])
 
             handle = module.experts.register_forward_hook(note)
