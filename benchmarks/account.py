@@ -51,10 +51,9 @@ STAGES = {
     "elementwise": "PyTorch elementwise",
 }  # of the kernels with this in their name, by the first that is
 IN_PLACE = {
-    "_weighted_activation_backward_kernel": "dweighted_ptr",
     "_bias_and_scale_kernel": "rows_ptr",
     "_scan_kernel": "counts_ptr",
-}  # what a kernel reads and writes again
+}  # what a kernel reads and writes again, but gets as one operand
 
 
 class Gemm(NamedTuple):
