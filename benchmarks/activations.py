@@ -86,13 +86,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rows, variants = [], list(dict.fromkeys(["swiglu", *options.variants]))
+    said = environment(options.device, options.commit)
     for name in options.shapes:
         shape = TINY if name == TINY.name else SHAPES[name]
-        rows += bench_shape(shape, variants, options.device, options.rounds, options.round_ms)
-    print_rows(rows, COLUMNS)
-    if options.output:
-        said = environment(options.device, options.commit)
-        options.output.write_text(json.dumps([{**row, **said} for row in rows], indent=1) + "\n")
+        measured = bench_shape(shape, variants, options.device, options.rounds, options.round_ms)
+        print_rows(measured, COLUMNS)
+        rows += [{**row, **said} for row in measured]
+        if options.output:  # after every shape, so that a stopped run keeps what it measured
+            options.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

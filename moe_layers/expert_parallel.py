@@ -58,7 +58,7 @@ class ExpertParallel(ParallelStyle):
             for no bound.
         chunks: parts of the tokens, of which one travels while another is computed; with more parts the weights are
             read more often, and but for "overlapped" the gradient of the experts is a sum over the parts. None for 1,
-            or for "overlapped" 2 from 8 processes on.
+            or for "overlapped" 2 from 4 processes on.
         reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.
             None for 0, or for "overlapped" 2.
 
@@ -108,7 +108,7 @@ class ExpertParallel(ParallelStyle):
         experts.local_share = local_share
         chunks, reserved_sms = 1, 0
         if chosen == "overlapped":
-            chunks, reserved_sms = 2 if device_mesh.size() >= 8 else 1, 2
+            chunks, reserved_sms = 2 if device_mesh.size() >= 4 else 1, 2
         experts.reserved_sms = reserved_sms if self.reserved_sms is None else self.reserved_sms
         module.dispatcher = _DISPATCHERS[chosen](
             Ranks.of(device_mesh.get_group()),

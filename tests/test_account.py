@@ -146,7 +146,8 @@ def test_explanation_worked_by_hand():
 def test_points_of_results_add_up(path):
     rows = json.loads(path.read_text())
     steps = explain(rows)
-    assert [step["shape"] for step in steps] == list(dict.fromkeys(row["shape"] for row in rows))
+    profiled = dict.fromkeys((row["shape"], row.get("activation", "swiglu")) for row in rows)
+    assert [(step["shape"], step["activation"]) for step in steps] == list(profiled)
     for step in steps:
         points = [line["points"] for line in step["stages"]]
         assert points == sorted(points, reverse=True)
