@@ -53,10 +53,8 @@ class AllGatherDispatcher(RankDispatcher):
         own = [counts.new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
         facts = wait(self.ranks.all_gather(torch.cat([*own, counts.flatten()]))).view(self.ranks.size, -1)
         sizes = facts[:, : len(own)]
-        message = (
-            "ExpertParallel: with the allgather dispatcher all processes must have as many tokens and slots, and as "
-        )
-        message += "many bytes in a token"
+        message = "ExpertParallel: where the tokens of all are gathered, all processes must have as many tokens and "
+        message += "slots, and as many bytes in a token"
         if sizes.device.type == "cpu":
             message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
