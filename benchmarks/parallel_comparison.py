@@ -23,7 +23,7 @@ def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> di
     """The implementations whose outputs or gradients, of a few experts, are not those of the first, and by how much.
 
     By the norm of the differences, in whichever process it is the largest. Where each token's weights are zeros and a
-    one, all that the router's gradient holds is rounding: it is told from a thousandth of what its terms may be.
+    one, all that the router's gradient holds is rounding: it is told from a millionth of what its terms may be.
     """
     expected: list[Tensor] = []
     least = [0.0] * 5
@@ -32,7 +32,7 @@ def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> di
         out, dtokens, *gradients = results(module, tokens, dout)
         actual = [out, dtokens, *(held(gradient)[:4].clone() for gradient in gradients)]
         if not expected:
-            expected, least[2] = actual, 1e-3 * _product_of_norms(tokens, out, dout)
+            expected, least[2] = actual, 1e-6 * _product_of_norms(tokens, out, dout)
         del out, dtokens, gradients
         tolerance = 1e-4
         if tokens.dtype == torch.bfloat16:

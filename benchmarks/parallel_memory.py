@@ -21,5 +21,6 @@ def peak_bytes(shape: Shape, num_ranks: int, routing: str, itemsize: int = 2) ->
     made += rows_sent * shape.d_model * (2 * 4 + 2 * itemsize)
     collectives = (rows + rows_sent + (num_ranks + 1) * shape.num_tokens) * shape.d_model * itemsize
     tokens = shape.num_tokens * shape.d_model * (3 * 4 + 4 * itemsize)  # float32 while they are drawn
-    mapped = (num_ranks + 1) * shape.num_tokens * shape.d_model * itemsize if num_ranks > 1 else 0
+    mapped = ((num_ranks + 1) * shape.d_model * itemsize + num_ranks * shape.top_k * 4) * shape.num_tokens
+    mapped = mapped if num_ranks > 1 else 0
     return weights + gradients + copied + made + collectives + tokens + mapped

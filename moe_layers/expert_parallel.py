@@ -50,8 +50,8 @@ class ExpertParallel(ParallelStyle):
         dispatcher: "alltoall" sends each token to the processes of its experts; the host waits once per forward.
             "allgather" sends all tokens to all processes, and needs equally many in each; the host waits for a count
             while the tokens are under way. "auto" is the latter while P is at most top_k, where it moves no more.
-            "overlapped" is like "allgather", and hides most of the communication of two `chunks` behind what is
-            computed; the GPUs must be of one host and keep P times their tokens for it, see `OverlappedDispatcher`.
+            "overlapped" is like "allgather", and hides part of the communication behind what is computed; the GPUs
+            must be of one host and keep P times their tokens for it, see `OverlappedDispatcher`.
         mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
         row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
             is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture the layer. None

@@ -28,6 +28,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
     the next one is. In backward the gradients of outputs travel so, and those of tokens while the gradients of the
     weights are computed, of all chunks in one product each: chunks cost no second gradient. On GPUs the tokens are
     copied from GPU to GPU, see `PeerCopies`. What a checkpointed region computes again it also communicates again.
+    Forward hooks of the experts see outputs that have not arrived yet.
 
     With the reference implementation it is an `AllGatherDispatcher` of as many chunks.
     """
@@ -98,10 +99,10 @@ class _Plan:
             return [slice(None)]
         return [slice(0, d_model // 2), slice(d_model // 2, d_model)]
 
-    def share_bytes(self, tensor: Tensor) -> list[int]:
-        """What each chunk's share of the sums takes, of which this process gets [T, ...]."""
-        row = _num_bytes(tensor) // max(len(tensor), 1)
-        return [self.ranks.size * length * row for length in self.lengths]
+    def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
+        """For what travels in backward, which forward asks for, too: memory that is outgrown is not given back."""
+        parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
+        self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
     def parts(self) -> tuple[list[Tensor], list[Permutation]]:
         """The choices [P * n, K] of each chunk, and its slots'. To be called once; waits for the GPU, unless there are
@@ -130,7 +131,7 @@ class _Overlapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
         tokens, transport = tokens.contiguous(), plan.transport
-        transport.begin(_num_bytes(tokens), *plan.share_bytes(tokens))
+        plan.begin(tokens, topk_weights)
         gathering = transport.gather(tokens, plan.lengths)
         topk_weights = [plan.ranks.all_gather(part) for part in topk_weights.split(plan.lengths)]
         choices, parts = plan.parts()
@@ -161,7 +162,7 @@ class _Overlapped(torch.autograd.Function):
         parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
         _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad
         dtopk_weights = topk_weights[0].new_empty(len(dout), topk_weights[0].shape[1])
-        transport.begin(_num_bytes(dout), *plan.share_bytes(dtopk_weights), *plan.share_bytes(dout))
+        plan.begin(dout, dtopk_weights)
         gathering = transport.gather(dout, plan.lengths)
         backward = plan.experts(weights, parts).backward(plan.whole(choices, parts))
         of_topk_weights, of_tokens = [], []
@@ -190,7 +191,3 @@ def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int
     """Write what they bring to `out`, one part after another."""
     for scattering, part in zip(scatterings, out.split(lengths) if scatterings else (), strict=True):
         scattering.arrive(part)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

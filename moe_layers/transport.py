@@ -90,7 +90,7 @@ class PeerCopies(Transport):
     written to the process that adds it up, in float32.
 
     Beside it runs a stream of its own. Each start waits there for all processes (so nobody reads what is not written,
-    or writes what is still read), and each end of a scattering does, too.
+    or writes what is still read), and each end does, too.
 
     Raises:
         RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A process that does not come to a

@@ -226,9 +226,24 @@ def options_that_it_lacks(device):
 
 
 def chunks_and_sms_unless_said_otherwise(device):
-    for style, expected in (({}, (1, 2)), ({"chunks": 3, "reserved_sms": 0}, (3, 0))):
+    chunks = 1 if distributed.get_world_size() < 4 else 2
+    for style, expected in (({}, (chunks, 2)), ({"chunks": 3, "reserved_sms": 0}, (3, 0))):
         layer = make_overlapped(device, {"dispatcher": "overlapped", **style})
         assert (layer.dispatcher.chunks, layer.experts.reserved_sms) == expected
+
+
+def backward_needs_no_more_memory(device):
+    """Of the transport, which keeps what it has outgrown."""
+    layer, begun = make_overlapped(device), []
+
+    class Recording(CollectiveTransport):
+        def begin(self, *sizes):
+            begun.append(sizes)
+
+    layer.dispatcher.transport = lambda ranks, device: Recording(ranks)
+    layer(own_tokens(device).requires_grad_()).sum().backward()
+    forward, backward = begun
+    assert forward == backward
 
 
 def collectives_are_those_needed(device):
@@ -320,8 +335,9 @@ TWO = [
     the_reference_gathers,
     options_that_it_lacks,
     chunks_and_sms_unless_said_otherwise,
+    backward_needs_no_more_memory,
 ]
-FOUR = [any_chunks_equal_one_process, training_equals_one_process]
+FOUR = [any_chunks_equal_one_process, training_equals_one_process, chunks_and_sms_unless_said_otherwise]
 CPU_CASES = [collectives_are_those_needed, wrong_numbers_of_tokens]
 GPU_CASES = [copies_equal_collectives, copies_repeat_bit_by_bit, memory_is_free_after_a_recomputation]
 
