@@ -337,8 +337,7 @@ def _experts_backward_op(
         if w_router is None:
             dtokens = rows.collect(dup_input, input_weights)
         else:
-            row_experts = rows.row_experts()
-            dtokens = launch_combine_with_router(dup_input, topk_weights, dweights, slot_to_row, row_experts, w_router)
+            dtokens = launch_combine_with_router(dup_input, topk_weights, dweights, slot_to_row, bounds, w_router)
         if weight_on_input:
             dweights = launch_slot_products(tokens, dup_input, slot_to_row)
         del dup_input

@@ -105,16 +105,31 @@ def test_dropped_slots_and_nan_rows_add_nothing(device):
     weights, dweights = torch.rand(2, 5, 3, generator=generator).to(device)
     rows, w_router = torch.randn(14, 40, generator=generator).to(device), torch.randn(4, 40, generator=generator)
     slot_to_row = torch.arange(15).int().view(5, 3) - 1  # the first slot has none
-    row_to_expert = torch.arange(14).int() % 4
+    bounds = torch.tensor([0, 3, 3, 9, 14, 14]).int()  # of four experts, the second without rows
+    row_to_expert = torch.tensor([0, 2, 3]).repeat_interleave(torch.tensor([3, 6, 5]))
     rows[13] = torch.nan
     out = launch_combine_with_router(
-        rows, weights, dweights, slot_to_row.to(device), row_to_expert.to(device), w_router.to(device)
+        rows, weights, dweights, slot_to_row.to(device), bounds.to(device), w_router.to(device)
     )
     dlogits = (weights * (dweights - (weights * dweights).sum(1, keepdim=True))).flatten()[1:]
-    expected = rows + dlogits[:, None] * w_router.to(device)[row_to_expert.to(device).long()]
+    expected = rows + dlogits[:, None] * w_router[row_to_expert].to(device)
     expected = torch.cat([expected.new_zeros(1, 40), expected]).view(5, 3, 40).sum(1)
     assert out[4].isnan().all()
     torch.testing.assert_close(out[:4], expected[:4])
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (37, 3), (512, 10)])
+def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
+    """With a router that has a one in the column of its expert, every token's gradient is its logits'."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(33, num_experts, generator=generator).topk(top_k, 1).indices.int().to(device)
+    weights, dweights = torch.rand(2, 33, top_k, generator=generator).to(device)
+    permutation = sort_by_expert(chosen, num_experts, implementation="triton")
+    bounds, slot_to_row = permutation.tile_table.bounds, permutation.slot_to_row
+    rows, w_router = torch.zeros(33 * top_k, num_experts, device=device), torch.eye(num_experts, device=device)
+    out = launch_combine_with_router(rows, weights, dweights, slot_to_row, bounds, w_router)
+    dlogits = weights * (dweights - (weights * dweights).sum(1, keepdim=True))
+    torch.testing.assert_close(out, torch.zeros_like(out).scatter(1, chosen.long(), dlogits))
 
 
 def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):

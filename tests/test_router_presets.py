@@ -9,7 +9,7 @@ import torch
 from moe_kernels import RouterSpec, reference, scored_linear_routing, scored_routing
 from moe_kernels.scored_routing import _facts, _scored_linear_routing_op, _scored_routing_op
 from moe_kernels.scored_routing_kernels import launch_backward
-from moe_kernels.testing import check_accuracy
+from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
 
 from .dtypes import DTYPES
@@ -199,15 +199,23 @@ def test_linear_saves_tokens_weights_and_the_choice_only(device):
 
 
 def test_split_gradient_adds_up(device):
-    logits, bias = draw(SPECS["sigmoid_groups"], device=device)
-    routed = triton_scored(logits, 3, SPECS["sigmoid_groups"], selection_bias=bias)
-    dweights, direct = torch.randn(40, 3, device=device), torch.randn(40, 12, device=device)
-    numbers = _facts(SPECS["sigmoid_groups"])[-5:]
-    whole = launch_backward(dweights, routed.topk_experts, logits, direct, None, *numbers)
-    split = launch_backward(dweights, routed.topk_experts, logits, direct, torch.float16, *numbers)
-    high, low = split.double().chunk(2, dim=1)
-    torch.testing.assert_close(high + low, whole.double(), rtol=2**-20, atol=2**-24)
-    assert low.abs().max() > 0
+    spec, generator = SPECS["sigmoid_groups"], torch.Generator(device).manual_seed(0)
+    logits, bias = draw(spec, device=device)
+    experts = triton_scored(logits, 3, spec, selection_bias=bias).topk_experts
+    dweights, direct = (torch.randn(40, n, device=device, generator=generator) for n in (3, 12))
+    split = launch_backward(dweights, experts, logits, direct, torch.float16, *_facts(spec)[-5:])
+    high, low = split.float().chunk(2, dim=1)
+
+    def gradient(logits):
+        leaf = logits.clone().requires_grad_()
+        routed = reference.scored_routing(leaf, 3, spec, bias)
+        assert torch.equal(routed.topk_experts, experts)
+        return torch.autograd.grad(routed.topk_weights, leaf, dweights.to(leaf.dtype))[0] + direct
+
+    baseline, exact = gradient(logits), gradient(logits.double())
+    assert_accurate(high + low, baseline, exact, "dlogits")
+    with pytest.raises(AssertionError, match="dlogits"):
+        assert_accurate(high, baseline, exact, "dlogits")
 
 
 @pytest.mark.parametrize("op", [triton_scored, scored_routing], ids=["triton", "reference"])

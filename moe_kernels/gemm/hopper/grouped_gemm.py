@@ -32,6 +32,9 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
 
+LONG_REDUCTION = gl.constexpr(16)  # steps
+FEW_TILES = gl.constexpr(4)  # of rows, per group
+
 
 @gluon.jit
 def _b_at(group, column, k, B_COLUMN: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
@@ -209,6 +212,7 @@ def _accumulator(columns):
 def _consume(
     tiles,
     num_all_row_tiles,
+    num_groups,
     num_columns,
     ring,
     bias_ptr,
@@ -236,11 +240,14 @@ def _consume(
         left, right = packed(left), packed(right)
     # No tile is finished yet: at the bound of the rows the hardware clips everything.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
+    # A program that ends a tile early reads what it shares with others at other times than they. Where a reduction is
+    # long the L2 cache does not hold it until then, and unless such tiles are many, that costs more than they gain.
+    keeps_step = tiles.num_steps >= LONG_REDUCTION and tiles.num_row_tiles >= FEW_TILES * num_groups
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
-        if tile_row + WARPGROUP * HALF_M < tile_end:
+        if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
             # A last column tile that is at most half full gets half the multiplications.
             if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
@@ -340,14 +347,14 @@ def grouped_gemm_kernel(
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride,
+                    tiles, num_all_row_tiles, b_desc.shape[0], num_columns, ring, bias_ptr, bias_stride,
                     out_desc, activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride,
+                    tiles, num_all_row_tiles, b_desc.shape[0], num_columns, ring, bias_ptr, bias_stride,
                     out_desc, activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
