@@ -46,7 +46,7 @@ def _silu(x):
 def _gelu(x):
     """(value, derivative): x * P(z < x) for a normal z.
 
-    P(z > |x|) / exp(-x**2 / 2) is a polynomial of t = 1 / (1 + 0.35 |x|), within 3.2e-8 of itself. So both take the one
+    P(z > |x|) / exp(-x**2 / 2) is a polynomial of t = 1 / (1 + 0.35 |x|), within 5e-8 of itself. So both take the one
     exponential, and a small P keeps its digits.
     """
     t = 1.0 / (1.0 + 0.35 * tl.abs(x))

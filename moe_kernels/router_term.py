@@ -30,6 +30,8 @@ def launch_combine_with_router(
     """In float32, rounded once. Nothing of a dropped slot."""
     num_tokens, top_k = slot_to_row.shape
     d_model = rows.shape[1]
+    if top_k == 0:
+        return rows.new_zeros(num_tokens, d_model)
     out = rows.new_empty(num_tokens, d_model)
     if out.numel():
         slot_experts, dlogits = _slot_terms(topk_weights, dweights, slot_to_row, bounds)

@@ -253,7 +253,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     for weights in (None, routed[0]):
         # With fewer rows than slots, some of which are dropped, it does the same and more.
         mk.permutation.launch_combine(rows if weights is None else rows[1:], weights, slot_to_row)
-    mk.permutation.launch_spread(tokens, routed[0], slot_to_row, rows)  # without weights: of many tokens, below
+    mk.permutation.launch_spread(tokens, routed[0], slot_to_row, rows)  # with weights it does the same and more
     w_router = torch.empty(num_experts, d_model, dtype=dtype)
     launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, permutation.tile_table.bounds, w_router)
     many = torch.empty(4096, 2048, dtype=dtype)

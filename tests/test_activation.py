@@ -44,6 +44,13 @@ def test_matches_reference(num_rows, d_ff, dtype, activation, device):
     )
 
 
+def test_gelu_of_negative_values_keeps_its_digits(device):
+    x = torch.linspace(-5, -1, 4001, device=device)[:, None]
+    exact = x.double() * torch.special.ndtr(x.double())
+    actual = plain_activation(x, "gelu", implementation="triton")
+    torch.testing.assert_close(actual.double(), exact, rtol=4e-6, atol=0)
+
+
 @pytest.mark.parametrize(("num_rows", "d_ff"), [(1, 1), (3, 700)])
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_odd_sizes(name, num_rows, d_ff, device):

@@ -35,8 +35,8 @@ DEEP = {"deep": ([0, 1, 130, 70], 3, 648, 328)}
 if torch.cuda.is_available():
     # Every program of a persistent kernel walks several tiles, of groups of unlike sizes.
     CASES["many_uneven_tiles"] = ([0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65], 100, 1024, 1536)
-    # Many tiles a group, some with rows in their upper half alone; behind the last one of them lies NaN.
-    CASES["long_reduction"] = ([575, 1090, 0, 1025], 100, 1032, 528)
+    # Many tiles a group, some with rows in their upper half alone, which others follow; behind the last one lies NaN.
+    CASES["long_reduction"] = ([959, 1090, 0, 1153], 100, 1032, 2064)
 
 
 def name_of(kernel):

@@ -118,7 +118,7 @@ def test_dropped_slots_and_nan_rows_add_nothing(device):
     torch.testing.assert_close(out[:4], expected[:4])
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (37, 3), (512, 10)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (37, 3), (512, 10), (4, 0)])
 def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
     """With a router that has a one in the column of its expert, every token's gradient is its logits'."""
     generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ from .ring import (
 from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
 
 LONG_REDUCTION = gl.constexpr(16)  # steps
-FEW_TILES = gl.constexpr(4)  # of rows, per group
+FEW_TILES = gl.constexpr(6)  # of rows, per group
 
 
 @gluon.jit
