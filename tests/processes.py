@@ -53,6 +53,17 @@ def _failure(folder: Path, name: str) -> str:
     return "\n".join(reports)
 
 
+class OneThread(distributed.ProcessGroupGloo):
+    """Gloo with one thread a group. By default there are two, which write the name of what they last ran to one string
+    without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`): with several collectives under way at a time a process
+    dies now and then, of a double free."""
+
+    def __init__(self, store: distributed.Store, rank: int, size: int, timeout: timedelta):
+        options = self._Options()
+        options._devices, options._timeout, options._threads = [self.create_default_device()], timeout, 1
+        super().__init__(store, rank, size, options)
+
+
 def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> None:
     torch.set_num_threads(1)
     has_gpus = torch.cuda.is_available()
@@ -63,6 +74,7 @@ def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> N
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    distributed.distributed_c10d.ProcessGroupGloo = OneThread
     distributed.init_process_group(
         "nccl" if has_gpus else "gloo",
         init_method=f"file://{folder}/store",
