@@ -90,11 +90,13 @@ class PeerCopies(Transport):
     written to the process that adds it up, in float32.
 
     Beside it runs a stream of its own. Each start waits there for all processes (so nobody reads what is not written,
-    or writes what is still read), and each end does, too.
+    or writes what is still read), and each end does, too. The memory is used by turns: a call on another stream waits
+    for what the last one did on its own.
 
     Raises:
         RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A process that does not come to a
-            barrier within the group's timeout fails the others on the GPU.
+            barrier within the group's timeout fails the others on the GPU. Also if a sum is to arrive after the next
+            `begin`, which gave its memory away.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -106,7 +108,9 @@ class PeerCopies(Transport):
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []  # kept, as CUDA graphs may go on using it
         self._used_bytes = 0
+        self.num_begun = 0
         self._last: torch.cuda.Event | None = None  # of the stream, if nobody has waited for it
+        self._user = torch.cuda.current_stream(device)  # that of the last `begin`
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
@@ -124,9 +128,14 @@ class PeerCopies(Transport):
             self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
         self._used_bytes = 0
+        self.num_begun += 1
         # Only then: a CUDA graph under capture must not wait for what was before.
         if self._last is not None:
             self.wait(self._last)
+        user = torch.cuda.current_stream(self.device)
+        if user != self._user and not torch.cuda.is_current_stream_capturing():
+            user.wait_stream(self._user)
+        self._user = user
 
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
         return _CopiedGathering(self, tensor, lengths)
@@ -206,7 +215,7 @@ class _CopiedGathering(Gathering):
 
 class _CopiedScattering(Scattering):
     def __init__(self, copies: PeerCopies, shares: Tensor):
-        self._copies = copies
+        self._copies, self._number = copies, copies.num_begun
         self._shares = _by_process(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]
@@ -219,6 +228,11 @@ class _CopiedScattering(Scattering):
             self._event = copies.end()
 
     def arrive(self, out: Tensor) -> None:
+        if self._copies.num_begun != self._number:
+            raise RuntimeError(
+                "ExpertParallel: outputs under way were lost, as another layer with the overlapped dispatcher began "
+                "to use their memory; let each call return before the next one"
+            )
         self._copies.wait(self._event)
         torch.sum(self._received, 0, out=out)
         self._shares = self._received = None
