@@ -10,9 +10,10 @@ experts (EP) and routing, in the same run and taking turns: all-gather and all-t
 SMs reserved for communication; the overlapped all-gather, in one chunk and in two; `grouped_mm` with a plain
 all-to-all; the layer on one GPU with as many rows and E / EP experts (`local_ms`); and the collectives of the tokens
 alone, of the same sizes (`comm_ms`; with backward twice). The model without overlap is the sum of the last two, and
-`share_of_model` its part of the measured time: above 1 is what overlap gains. Of each call the slowest process counts.
-Outputs and gradients of all implementations are compared before anything is timed; what differs is not, and the command
-fails at its end.
+`share_of_model` its part of the measured time: above 1 is what overlap gains. As that model knows no skew,
+`share_of_busiest` is the same with `local_ms` times `busiest`: the rows of the process that has the most, in even
+shares. Of each call the slowest process counts. Outputs and gradients of all implementations are compared before
+anything is timed; what differs is not, and the command fails at its end.
 
 All of a configuration share its parameters, and none keeps gradients. A configuration whose memory, by `--plan`, is
 more than there is, or for which no time is left, has one row that says why it is `skipped`. `best` names the simplest
@@ -57,7 +58,7 @@ SHAPES = {
 }
 DEFAULT_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if "32 SMs" not in name and "4 chunks" not in name]
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
-COLUMNS += ("share_of_model", "times_baseline", "best", "peak_gb", "planned_gb")
+COLUMNS += ("share_of_model", "busiest", "share_of_busiest", "times_baseline", "best", "peak_gb", "planned_gb")
 
 
 class Configuration(NamedTuple):

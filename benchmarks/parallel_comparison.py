@@ -56,14 +56,20 @@ def _relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> flo
     return ((actual.float() - expected.float()).norm() / size).nan_to_num(nan=torch.inf).item()
 
 
-def token_collectives(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> dict[str, Callable[[], object]]:
-    """By dispatcher, the collectives that move tokens in a forward, of the sizes that this routing makes."""
+def rows_between(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> tuple[list[int], list[int]]:
+    """The rows that this process has for each, and each for this one."""
     with torch.no_grad():
         choices = layer.router(tokens).topk_experts
     sent = torch.bincount(choices.flatten().long(), minlength=layer.num_experts).view(ranks.size, -1).sum(1)
     ones = [1] * ranks.size
-    received = wait(ranks.all_to_all(sent, ones, ones)).tolist()
-    sent = sent.tolist()
+    received = wait(ranks.all_to_all(sent, ones, ones))
+    return sent.tolist(), received.tolist()
+
+
+def token_collectives(
+    tokens: Tensor, sent: list[int], received: list[int], ranks: Ranks
+) -> dict[str, Callable[[], object]]:
+    """By dispatcher, the collectives that move tokens in a forward, of the sizes that this routing makes."""
     leaving, arriving = (tokens.new_zeros(sum(rows), tokens.shape[1]) for rows in (sent, received))
     everyones = tokens.new_zeros(ranks.size * len(tokens), tokens.shape[1])
 
@@ -103,13 +109,16 @@ def bench_layer(
     local_tokens = make_tokens(local, shape.of_one_process(ranks.size), "even", dtype)
     runs = passes(local, local_tokens, torch.randn_like(local_tokens))
     functions |= {f"local/{which}": run for which, run in runs.items()}
-    functions |= {f"comm/{name}": run for name, run in token_collectives(layer, tokens, ranks).items()}
+    sent, received = rows_between(layer, tokens, ranks)
+    functions |= {f"comm/{name}": run for name, run in token_collectives(tokens, sent, received, ranks).items()}
     timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
-    rows = [row for which in PASSES for row in _rows_of(which, list(modules), timings)]
+    busiest = largest([sum(received) / shape.num_rows], device).item()
+    rows = [row for which in PASSES for row in _rows_of(which, list(modules), timings, busiest)]
     return rows + [{"implementation": name, "skipped": reason} for name, reason in wrong.items()]
 
 
-def _rows_of(which: str, names: list[str], timings: dict[str, Timing]) -> list[dict]:
+def _rows_of(which: str, names: list[str], timings: dict[str, Timing], busiest: float) -> list[dict]:
+    """`busiest`: the rows of the process that has the most, in even shares."""
     rows, baseline = [], timings.get(f"{BASELINE}/{which}")
     for name in names:
         timing = timings[f"{name}/{which}"]
@@ -124,6 +133,8 @@ def _rows_of(which: str, names: list[str], timings: dict[str, Timing]) -> list[d
                 "local_ms": local_ms,
                 "model_ms": comm_ms + local_ms,
                 "share_of_model": (comm_ms + local_ms) / timing.ms,
+                "busiest": busiest,
+                "share_of_busiest": (comm_ms + busiest * local_ms) / timing.ms,
                 "times_baseline": baseline and baseline.ms / timing.ms,
             }
         )

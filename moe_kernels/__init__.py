@@ -30,6 +30,7 @@ from .reference import Permutation, Routing, TileTable
 from .router_spec import RouterSpec
 from .routing import linear_routing, topk_routing
 from .scored_routing import routing_weights, scored_linear_routing, scored_routing, selection_keys
+from .shares import sum_shares
 from .sorting import sort_by_expert
 
 __all__ = [
@@ -77,5 +78,6 @@ __all__ = [
     "scored_routing",
     "selection_keys",
     "sort_by_expert",
+    "sum_shares",
     "topk_routing",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -18,17 +19,19 @@ from .experts import GroupedExperts
 from .rank_dispatcher import split
 from .transport import Scattering, Transport, transport_for
 
-_TILE_COLUMNS = 256  # of a GEMM, which halves of its columns should have a multiple of
+_MOST_PIECES = 4  # of columns
+_TILE_COLUMNS = 256  # of a GEMM, of which a piece should have whole ones
 
 
 class OverlappedDispatcher(AllGatherDispatcher):
     """Gather the tokens of all processes, compute the slots of the experts that are here, and scatter the sums.
 
     As `AllGatherDispatcher`, but a chunk's tokens travel while the chunk before it is computed, and its outputs while
-    the next one is. In backward the gradients of outputs travel so, and those of tokens while the gradients of the
-    weights are computed, of all chunks in one product each: chunks cost no second gradient. On GPUs the tokens are
-    copied from GPU to GPU, see `PeerCopies`. What a checkpointed region computes again it also communicates again.
-    Forward hooks of the experts see outputs that have not arrived yet.
+    the next one is. The first chunk, whose way nothing hides, has a third of the tokens of each of the others, and the
+    outputs of the last one leave in pieces. In backward the gradients of outputs travel so, and those of tokens while
+    the gradients of the weights are computed, of all chunks in one product each: chunks cost no second gradient. On
+    GPUs the tokens are copied from GPU to GPU, see `PeerCopies`. What a checkpointed region computes again it also
+    communicates again. Forward hooks of the experts see outputs that have not arrived yet.
 
     With the reference implementation it is an `AllGatherDispatcher` of as many chunks.
     """
@@ -38,22 +41,21 @@ class OverlappedDispatcher(AllGatherDispatcher):
     def start(
         self, tokens: Tensor, slots: Slots, experts: GroupedExperts
     ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
-        chunks = split(tokens, slots, self.chunks)
+        lengths = self.lengths(len(tokens))
+        chunks = split(tokens, slots, lengths)
         if not runs_kernels(experts.implementation, chunks[0][0]):
             return self.dispatch(chunks, experts)
         num_rows, offsets = self._count_rows(chunks, experts)
         bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
         transport = self.transport(self.ranks, tokens.device)
-        plan = _Plan(
-            self.ranks,
-            transport,
-            [slots.topk_experts for _, slots in chunks],
-            num_rows[self.ranks.rank],
-            bounds,
-            experts,
-        )
+        plan = _Plan(self.ranks, transport, slots, lengths, num_rows[self.ranks.rank], bounds, experts)
         out = experts(tokens, slots.topk_weights, plan)
         return [lambda: plan.arrive(out)], offsets
+
+    def lengths(self, num_tokens: int) -> list[int]:
+        shares = 3 * self.chunks - 2
+        ends = [num_tokens * (3 * chunk + 1) // shares for chunk in range(self.chunks)]
+        return [end - start for start, end in pairwise([0, *ends])]
 
 
 class _Plan:
@@ -63,18 +65,21 @@ class _Plan:
         self,
         ranks: Ranks,
         transport: Transport,
-        choices: list[Tensor],  # [n, K] int32 of each chunk
+        slots: Slots,
+        lengths: list[int],  # of the chunks
         num_rows: Tensor,  # [chunks]
         bounds: list[int] | None,  # rows of each chunk at most; None where the host is to wait for their number
         experts: GroupedExperts,
     ):
         self.ranks = ranks
         self.transport = transport
-        self.lengths = [len(choice) for choice in choices]
+        self.lengths = lengths
         self.num_local = experts.num_experts // ranks.size
         self.activation = experts.activation
         self.reserved_sms = experts.reserved_sms
-        self._choices = [ranks.all_gather(choice) for choice in choices]
+        # Choices and the bits of their weights, in one collective: these take the host longer than the GPU.
+        topk_weights = slots.topk_weights.detach().float().view(torch.int32)
+        self._slots = ranks.all_gather(torch.cat([slots.topk_experts, topk_weights], 1))  # [P * T, 2 * K] int32
         self._num_rows = num_rows
         self._bounds = bounds
         # Parts and columns of the outputs, while they are under way.
@@ -93,23 +98,28 @@ class _Plan:
         return out
 
     def columns(self, part: int, tokens: Tensor) -> list[slice]:
-        """In which the outputs of a part leave: of the last one in halves, as nothing follows that would hide it."""
-        d_model = tokens.shape[1]
-        if part < len(self.lengths) - 1 or d_model % (2 * _TILE_COLUMNS):
+        """In which the outputs of a part leave: of the last one in pieces, as nothing follows that would hide them."""
+        if part < len(self.lengths) - 1:
             return [slice(None)]
-        return [slice(0, d_model // 2), slice(d_model // 2, d_model)]
+        d_model = tokens.shape[1]
+        width = d_model // math.gcd(_MOST_PIECES, d_model // _TILE_COLUMNS) if d_model % _TILE_COLUMNS == 0 else d_model
+        return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
         """For what travels in backward, which forward asks for, too: memory that is outgrown is not given back."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
-    def parts(self) -> tuple[list[Tensor], list[Permutation]]:
-        """The choices [P * n, K] of each chunk, and its slots'. To be called once; waits for the GPU, unless there are
-        bounds."""
-        choices = [wait(choice) - self.ranks.rank * self.num_local for choice in self._choices]
-        self._choices = []
-        return choices, local_permutations(choices, self._num_rows, self._bounds, self.num_local, "triton")
+    def parts(self) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
+        """The weights and choices [P * n, K] of each chunk, and the permutation of its slots. To be called once; waits
+        for the GPU, unless there are bounds."""
+        by_process = wait(self._slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
+        self._slots = None
+        parts = [part.flatten(0, 1).chunk(2, 1) for part in by_process.split(self.lengths, 1)]
+        choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
+        topk_weights = [weights.contiguous().view(torch.float32) for _, weights in parts]
+        permutations = local_permutations(choices, self._num_rows, self._bounds, self.num_local, "triton")
+        return topk_weights, choices, permutations
 
     def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:
         """Of the slots of all chunks, one after another."""
@@ -133,10 +143,8 @@ class _Overlapped(torch.autograd.Function):
         tokens, transport = tokens.contiguous(), plan.transport
         plan.begin(tokens, topk_weights)
         gathering = transport.gather(tokens, plan.lengths)
-        topk_weights = [plan.ranks.all_gather(part) for part in topk_weights.split(plan.lengths)]
-        choices, parts = plan.parts()
+        topk_weights, choices, parts = plan.parts()
         experts = plan.experts(weights, parts)
-        topk_weights = list(map(wait, topk_weights))
         preactivations = []
         for part, weights_of_part in enumerate(topk_weights):
             preactivation, activated = experts.activate(part, gathering.arrive(part))

@@ -50,7 +50,11 @@ class RankDispatcher(ABC):
         self, tokens: Tensor, slots: Slots, experts: GroupedExperts
     ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
         """What waits for the outputs, part after part, which are under way, and offsets [E] that add up."""
-        return self.dispatch(split(tokens, slots, self.chunks), experts)
+        return self.dispatch(split(tokens, slots, self.lengths(len(tokens))), experts)
+
+    def lengths(self, num_tokens: int) -> list[int]:
+        """Of the chunks, which differ by one token at most."""
+        return [(num_tokens + self.chunks - 1 - chunk) // self.chunks for chunk in range(self.chunks)]
 
     @abstractmethod
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
@@ -66,14 +70,14 @@ def row_bytes(tokens: Tensor) -> int:
     return tokens.shape[1] * tokens.element_size()
 
 
-def split(tokens: Tensor, slots: Slots, num_chunks: int) -> list[Chunk]:
+def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):  # as the experts would
         tokens = tokens.to(torch.get_autocast_dtype(device_type))
-    if num_chunks == 1:
+    if len(lengths) == 1:
         return [(tokens, slots)]
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
-    parts = zip(*(tensor.tensor_split(num_chunks) for tensor in (tokens, *slots[:3])), strict=True)
+    parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
     num_tokens = max(len(tokens), 1)
     return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]
 

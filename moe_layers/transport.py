@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, _symmetric_memory
 
+from moe_kernels import sum_shares
+
 from .collectives import Ranks, wait
 
 
@@ -161,7 +163,7 @@ class PeerCopies(Transport):
     def end(self) -> torch.cuda.Event:
         """Of something on the stream, when all processes have come to it."""
         self.barrier()
-        self._last = _recorded()
+        self._last = self.stream.record_event()
         return self._last
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -182,12 +184,6 @@ def _by_process(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
     return tensor.view(size, len(tensor) // size, *tensor.shape[1:])
 
 
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
 class _CopiedGathering(Gathering):
     def __init__(self, copies: PeerCopies, tensor: Tensor, lengths: list[int]):
         self.whole = tensor.new_empty(copies.size * len(tensor), *tensor.shape[1:])
@@ -195,8 +191,6 @@ class _CopiedGathering(Gathering):
         buffers[copies.rank].copy_(tensor)
         self._parts = self.whole.split([copies.size * length for length in lengths])
         places = [_by_process(part, copies.size) for part in self._parts]
-        for place, own in zip(places, tensor.split(lengths), strict=True):
-            place[copies.rank].copy_(own)
         sources = [buffer.split(lengths) for buffer in buffers]
         self._events = []
         copies.stream.wait_stream(torch.cuda.current_stream())
@@ -205,8 +199,10 @@ class _CopiedGathering(Gathering):
             for part, place in enumerate(places):
                 for peer in copies.others():
                     place[peer].copy_(sources[peer][part])
-                self._events.append(_recorded())
+                self._events.append(copies.stream.record_event())
             copies.end()
+        for place, own in zip(places, tensor.split(lengths), strict=True):
+            place[copies.rank].copy_(own)  # while the others' travel
 
     def arrive(self, part: int) -> Tensor:
         torch.cuda.current_stream().wait_event(self._events[part])
@@ -218,8 +214,7 @@ class _CopiedScattering(Scattering):
         self._copies, self._number = copies, copies.num_begun
         self._shares = _by_process(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
-        self._received = buffers[copies.rank]
-        self._received[copies.rank].copy_(self._shares[copies.rank])
+        self._received = buffers[copies.rank]  # but for its own
         copies.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copies.stream):
             copies.barrier()
@@ -234,7 +229,7 @@ class _CopiedScattering(Scattering):
                 "to use their memory; let each call return before the next one"
             )
         self._copies.wait(self._event)
-        torch.sum(self._received, 0, out=out)
+        sum_shares(self._shares[self._copies.rank], self._received, self._copies.rank, out)
         self._shares = self._received = None
 
 

@@ -250,17 +250,18 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
     slot_to_row = permutation.slot_to_row
     rows = mk.permutation._permute_op(tokens, permutation.row_to_token, slot_to_row)
-    for weights in (None, routed[0]):
-        # With fewer rows than slots, some of which are dropped, it does the same and more.
-        mk.permutation.launch_combine(rows if weights is None else rows[1:], weights, slot_to_row)
+    # With fewer rows than slots, some of which are dropped, it does the same and more.
+    mk.permutation.launch_combine(rows[1:], routed[0], slot_to_row)
     mk.permutation.launch_spread(tokens, routed[0], slot_to_row, rows)  # with weights it does the same and more
     w_router = torch.empty(num_experts, d_model, dtype=dtype)
     launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, permutation.tile_table.bounds, w_router)
-    many = torch.empty(4096, 2048, dtype=dtype)
-    index = torch.empty(4096, top_k, dtype=torch.int32)
-    mk.permutation.launch_spread(many, None, index, torch.empty(4096 * top_k, 2048, dtype=dtype))
     mk.permutation._combine_dweights_op(tokens, rows, slot_to_row)
+    mk.sum_shares(tokens, torch.empty(8, *tokens.shape, dtype=dtype), 1, torch.empty_like(tokens))
     if dtype != torch.float32:
+        mk.permutation.launch_combine(rows, None, slot_to_row)
+        many = torch.empty(4096, 2048, dtype=dtype)
+        index = torch.empty(4096, top_k, dtype=torch.int32)
+        mk.permutation.launch_spread(many, None, index, torch.empty(4096 * top_k, 2048, dtype=dtype))
         bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))
         launch_bias_and_scale(rows, bias, row_scale, permutation.tile_table)
         launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)

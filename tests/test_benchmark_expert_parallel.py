@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import expert_parallel, parallel_best, parallel_comparison, parallel_timing
 from benchmarks.layer import make_tokens
-from benchmarks.parallel_comparison import token_collectives
+from benchmarks.parallel_comparison import rows_between, token_collectives
 from benchmarks.parallel_compilation import compile_kernels, stand_in
 from benchmarks.parallel_layers import (
     BASELINE,
@@ -55,6 +55,17 @@ def small_run(device):
         assert row["commit"] == "abc" and row["processes"] == distributed.get_world_size()
         assert row["share_of_model"] > 0 and row["best"] in STYLES
         assert row["implementation"] != BASELINE or row["times_baseline"] == 1
+        assert 1 < row["busiest"] <= 2 if row["ep"] == 2 else row["busiest"] == 1
+        assert row["share_of_model"] <= row["share_of_busiest"] <= row["busiest"] * row["share_of_model"]
+
+
+def rows_of_the_busiest(device):
+    """All rows of both processes go to the first."""
+    mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
+    layer, ranks = make_layer(TINY, mesh, dtype), Ranks.of(mesh.get_group())
+    sent, received = rows_between(layer, make_tokens(layer, TINY, "first", dtype), ranks)
+    assert sent == [TINY.num_rows, 0]
+    assert received == ([TINY.num_rows] * 2 if ranks.rank == 0 else [0, 0])
 
 
 def chosen_implementations(device):
@@ -168,7 +179,9 @@ def memory_is_within_the_plan(device):
                 layer = make_layer(shape, mesh, dtype)
                 tokens = make_tokens(layer, shape, routing, dtype)
                 module = make_implementation(BASELINE, layer, mesh)
-                collectives = token_collectives(layer, tokens, Ranks.of(mesh.get_group()))
+                ranks = Ranks.of(mesh.get_group())
+                sent, received = rows_between(layer, tokens, ranks)
+                collectives = token_collectives(tokens, sent, received, ranks)
                 results(module, tokens, torch.randn_like(tokens))
                 for run_collectives in collectives.values():
                     run_collectives()
@@ -178,6 +191,7 @@ def memory_is_within_the_plan(device):
 
 CASES = [
     small_run,
+    rows_of_the_busiest,
     chosen_implementations,
     what_is_skipped_says_why,
     what_differs_in_one_process_is_not_timed,

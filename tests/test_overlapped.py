@@ -70,7 +70,7 @@ def bounded_rows_equal_one_process(device):
 
 
 def any_chunks_equal_one_process(device):
-    """Of 12 tokens in five chunks the last ones are shorter."""
+    """Of 12 tokens in five chunks the first one has none."""
     for chunks in (1, 5):
         compare(device, "even", "some_dropped", chunks=chunks)
 
@@ -88,14 +88,22 @@ def layers_equal_one_process(device):
         compare_layers(name, one, many, OVERLAPPED, device)
 
 
-def wide_outputs_leave_in_halves(device):
-    x = draw(device, 6, seed=distributed.get_rank(), width=512).float().requires_grad_()
-    compare_dispatchers_that_gather(device, x, OVERLAPPED, bias=True, d_model=512, init_std=0.05)
+def wide_outputs_leave_in_pieces(device):
+    for d_model in (512, 1024):
+        x = draw(device, 6, seed=distributed.get_rank(), width=d_model).float().requires_grad_()
+        compare_dispatchers_that_gather(device, x, OVERLAPPED, bias=True, d_model=d_model, init_std=0.05)
 
 
 def more_chunks_than_tokens(device):
     x = own_tokens(device)[:2].requires_grad_()
     compare_dispatchers_that_gather(device, x, OVERLAPPED | {"chunks": 3})
+
+
+def the_first_chunk_is_the_smallest(device):
+    for chunks, lengths in ((1, [12]), (2, [3, 9]), (3, [1, 5, 6]), (5, [0, 3, 3, 3, 3])):
+        dispatcher = make_overlapped(device, OVERLAPPED | {"chunks": chunks}).dispatcher
+        assert dispatcher.lengths(12) == lengths
+        assert dispatcher.lengths(0) == [0] * chunks
 
 
 def compare_dispatchers_that_gather(device, x, style, **options):
@@ -246,11 +254,12 @@ def backward_needs_no_more_memory(device):
 
 
 def collectives_are_those_needed(device):
-    """The counts; of each chunk the choices, tokens and weights, and its outputs, of the last one in halves of 256
-    columns or more. In backward those of the outputs' gradients, and of the weights' and the tokens', if they need one.
-    """
+    """The counts, the choices with their weights, of each chunk the tokens and its outputs, of the last one in up to
+    four pieces of whole tiles. In backward those of the outputs' gradients, and of the weights' and the tokens', if
+    they need one."""
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
-    for d_model, num_outputs, needs_tokens in ((D_MODEL, 2, True), (D_MODEL, 2, False), (512, 3, True)):
+    cases = (D_MODEL, 1, True), (D_MODEL, 1, False), (512, 2, True), (768, 1, True), (1024, 4, True)
+    for d_model, num_pieces, needs_tokens in cases:
         layer = make_overlapped(device, d_model=d_model)
         x = draw(device, 4, width=d_model).float().requires_grad_(needs_tokens)
         forward, backward = CollectiveCounter(), CollectiveCounter()
@@ -258,7 +267,7 @@ def collectives_are_those_needed(device):
             loss = layer(x).sum()
         with backward:
             loss.backward()
-        assert forward.names == [gather] * 7 + [scatter] * num_outputs
+        assert forward.names == [gather] * 4 + [scatter] * (1 + num_pieces)
         assert backward.names == [gather] * 2 + [scatter] * (4 if needs_tokens else 2)
 
 
@@ -283,7 +292,8 @@ TWO = [
     any_chunks_equal_one_process,
     no_tokens,
     layers_equal_one_process,
-    wide_outputs_leave_in_halves,
+    wide_outputs_leave_in_pieces,
+    the_first_chunk_is_the_smallest,
     more_chunks_than_tokens,
     layers_in_sequence,
     without_gradients,
