@@ -2,6 +2,7 @@
 
     python -m benchmarks.grouped_gemm --commit $(git rev-parse --short HEAD) --output results.json
     python -m benchmarks.grouped_gemm --plot results.json
+    python -m benchmarks.grouped_gemm --rows-per-expert 96 160 320 --gemms up up_dgrad
 
 Results of this package are checked before they are timed, and timings take turns in rounds. What is compared:
 
@@ -11,8 +12,9 @@ Results of this package are checked before they are timed, and timings take turn
     mm_loop            one torch.mm (cuBLAS) per group, whose sizes the host knows
     dense              one torch.mm of all rows with one matrix: the bound, computing as much but not the same
 
-The plain problem is so small that a call may take the CPU longer than the GPU: `host` "graph" replays a CUDA graph of
-one call, all its launches in it, where "eager" is the call itself.
+With `--rows-per-expert` the layers have as many tokens as give each expert so many rows on average, and the plain
+problem is left out. That is so small that a call may take the CPU longer than the GPU: `host` "graph" replays a CUDA
+graph of one call, all its launches in it, where "eager" is the call itself.
 
 `cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up, for
 the ops and for the best kernel of each design: `run` asks whether it supports its arguments, "assumed" does not, and
@@ -26,7 +28,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +46,8 @@ from .shapes import SHAPES, TINY, Shape
 from .timing import Timing, in_a_graph, time_interleaved
 
 GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
-COLUMNS = ("shape", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense", "cpu_us")
+COLUMNS = ("shape", "R", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense")
+COLUMNS += ("cpu_us",)
 
 
 @dataclass(frozen=True)
@@ -282,15 +285,27 @@ def plot(path: Path) -> Path:
 def runs(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[list[dict]]:
     """Rows of one problem after the other."""
     bench = partial(bench_problem, dtype=dtype, rounds=options.rounds, round_ms=options.round_ms)
-    yield bench_cpu(options.device, dtype)
-    plain = (8192, 12, 1024, 2048) if options.device == "cuda" else (64, 3, 32, 16)
-    yield bench(plain_problem(*plain, options.device))
-    for name in options.shapes:
-        shape = TINY if name == TINY.name else SHAPES[name]
+    if not options.rows_per_expert:
+        yield bench_cpu(options.device, dtype)
+        plain = (8192, 12, 1024, 2048) if options.device == "cuda" else (64, 3, 32, 16)
+        yield bench(plain_problem(*plain, options.device))
+    shapes = [TINY if name == TINY.name else SHAPES[name] for name in options.shapes]
+    for shape in _with_rows(shapes, options.rows_per_expert):
         for routing in options.routing:
             for problem in layer_problems(shape, routing, options.device):
                 if problem.gemm in options.gemms:
                     yield bench(problem)
+
+
+def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
+    """The shapes, or each with tokens for so many rows an expert, on average."""
+    if not rows_per_expert:
+        return shapes
+    return [
+        replace(shape, num_tokens=rows * shape.num_experts // shape.top_k)
+        for shape in shapes
+        for rows in rows_per_expert
+    ]
 
 
 def main() -> None:
@@ -298,6 +313,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, TINY.name], default=list(SHAPES))
     parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=GEMMS)
     parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
+    parser.add_argument("--rows-per-expert", nargs="+", type=int, default=[], metavar="ROWS")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=100.0, help="least milliseconds per timing and round")

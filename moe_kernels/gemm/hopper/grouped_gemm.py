@@ -33,7 +33,6 @@ from .ring import (
 from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
 
 LONG_REDUCTION = gl.constexpr(16)  # steps
-FEW_TILES = gl.constexpr(6)  # of rows, per group
 
 
 @gluon.jit
@@ -212,7 +211,6 @@ def _accumulator(columns):
 def _consume(
     tiles,
     num_all_row_tiles,
-    num_groups,
     num_columns,
     ring,
     bias_ptr,
@@ -241,8 +239,8 @@ def _consume(
     # No tile is finished yet: at the bound of the rows the hardware clips everything.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     # A program that ends a tile early reads what it shares with others at other times than they. Where a reduction is
-    # long the L2 cache does not hold it until then, and unless such tiles are many, that costs more than they gain.
-    keeps_step = tiles.num_steps >= LONG_REDUCTION and tiles.num_row_tiles >= FEW_TILES * num_groups
+    # long the L2 cache does not hold it until then, which costs more than the early end gains.
+    keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -347,15 +345,15 @@ def grouped_gemm_kernel(
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, b_desc.shape[0], num_columns, ring, bias_ptr, bias_stride,
-                    out_desc, activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, out_desc,
+                    activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles, num_all_row_tiles, b_desc.shape[0], num_columns, ring, bias_ptr, bias_stride,
-                    out_desc, activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, out_desc,
+                    activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
