@@ -53,9 +53,13 @@ SHAPES = {
         Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
         Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
         Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
+        # For two processes: each has the rows and experts that one of eight has, and 4/7 of what that communicates.
+        Shape("qwen3-235b-of-eight", 32768, 4096, 1536, 32, 2),
+        Shape("deepseek-v3-of-eight", 32768, 7168, 2048, 64, 2),
         TINY,
     )
 }
+MODELS = ("qwen3-235b", "deepseek-v3", "mixtral-8x7b")
 DEFAULT_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if "32 SMs" not in name and "4 chunks" not in name]
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
 COLUMNS += ("share_of_model", "busiest", "share_of_busiest", "times_baseline", "best", "peak_gb", "planned_gb")
@@ -97,7 +101,7 @@ def start_processes() -> torch.device:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[name for name in SHAPES if name != TINY.name])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=MODELS)
     parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
     parser.add_argument("--ep", nargs="+", type=int, help="processes that share experts; default: 1, 2, 4, ... all")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=DEFAULT_IMPLEMENTATIONS)

@@ -57,8 +57,8 @@ class ExpertParallel(ParallelStyle):
             is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture the layer. None
             for no bound.
         chunks: parts of the tokens, of which one travels while another is computed; with more parts the weights are
-            read more often, and but for "overlapped" the gradient of the experts is a sum over the parts. None for 1,
-            or for "overlapped" 2 from 4 processes on.
+            read more often, and but for "overlapped", whose first part is smaller, the gradient of the experts is a sum
+            over the parts. None for 1, or for "overlapped" 2 from 4 processes on.
         reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.
             None for 0, or for "overlapped" 2.
 

@@ -211,6 +211,15 @@ def test_two_processes(case, failures):
     assert not failures[case.__name__], failures[case.__name__]
 
 
+@pytest.mark.parametrize("name", ["qwen3-235b", "deepseek-v3"])
+def test_two_processes_stand_for_eight(name):
+    model, two = expert_parallel.SHAPES[name], expert_parallel.SHAPES[f"{name}-of-eight"]
+    one_of_two, one_of_eight = two.of_one_process(2), model.of_one_process(8)
+    for same in ("num_rows", "num_experts", "d_model", "d_ff"):
+        assert getattr(one_of_two, same) == getattr(one_of_eight, same)
+    assert two.num_tokens * (2 - 1) / (model.num_tokens * (8 - 1)) == pytest.approx(4 / 7)
+
+
 def test_a_stopped_run_leaves_whole_results(tmp_path):
     """Stopped in its second configuration."""
     path = tmp_path / "results" / "some.json"
