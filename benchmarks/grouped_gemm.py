@@ -12,9 +12,9 @@ Results of this package are checked before they are timed, and timings take turn
     mm_loop            one torch.mm (cuBLAS) per group, whose sizes the host knows
     dense              one torch.mm of all rows with one matrix: the bound, computing as much but not the same
 
-With `--rows-per-expert` the layers have as many tokens as give each expert so many rows on average, and the plain
-problem is left out. That is so small that a call may take the CPU longer than the GPU: `host` "graph" replays a CUDA
-graph of one call, all its launches in it, where "eager" is the call itself.
+The plain problem is so small that a call may take the CPU longer than the GPU: `host` "graph" replays a CUDA graph of
+one call, all its launches in it, where "eager" is the call itself. With `--rows-per-expert` it is left out, and the
+layers have as many tokens as give each expert so many rows on average.
 
 `cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up, for
 the ops and for the best kernel of each design: `run` asks whether it supports its arguments, "assumed" does not, and
@@ -268,7 +268,8 @@ def plot(path: Path) -> Path:
     for axis, gemm in zip(axes.flat, GEMMS, strict=True):
         for implementation in ("op", "kernel", "torch_grouped_mm", "mm_loop"):
             line = [r for r in rows if r["gemm"] == gemm and r["implementation"] == implementation]
-            shapes, shares = [r["shape"] for r in line], [r["share_of_dense"] for r in line]
+            shapes = [f"{r['shape']}\n{r['R'] // r['G']} rows" for r in line]
+            shares = [r["share_of_dense"] for r in line]
             axis.plot(shapes, shares, marker="o", label=implementation)
         axis.tick_params(axis="x", rotation=30)
         axis.set_title(gemm)

@@ -53,9 +53,9 @@ class ExpertParallel(ParallelStyle):
             "overlapped" is like "allgather", and hides part of the communication behind what is computed; the GPUs
             must be of one host and keep P times their tokens for it, see `OverlappedDispatcher`.
         mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
-        row_bound: a process computes at most so many times its even share of the rows, in buffers of that size; more
-            is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture the layer. None
-            for no bound.
+        row_bound: a process computes at most so many times its even share of the rows, of each chunk's, in buffers of
+            that size; more is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture
+            the layer. None for no bound.
         chunks: parts of the tokens, of which one travels while another is computed; with more parts the weights are
             read more often, and but for "overlapped", whose first part is smaller, the gradient of the experts is a sum
             over the parts. None for 1, or for "overlapped" 2 from 4 processes on.

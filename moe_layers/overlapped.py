@@ -48,7 +48,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
         num_rows, offsets = self._count_rows(chunks, experts)
         bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
         transport = self.transport(self.ranks, tokens.device)
-        plan = _Plan(self.ranks, transport, slots, lengths, num_rows[self.ranks.rank], bounds, experts)
+        plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, num_rows[self.ranks.rank], bounds, experts)
         out = experts(tokens, slots.topk_weights, plan)
         return [lambda: plan.arrive(out)], offsets
 
@@ -65,7 +65,7 @@ class _Plan:
         self,
         ranks: Ranks,
         transport: Transport,
-        slots: Slots,
+        topk_experts: Tensor,  # [T, K] int32
         lengths: list[int],  # of the chunks
         num_rows: Tensor,  # [chunks]
         bounds: list[int] | None,  # rows of each chunk at most; None where the host is to wait for their number
@@ -77,9 +77,7 @@ class _Plan:
         self.num_local = experts.num_experts // ranks.size
         self.activation = experts.activation
         self.reserved_sms = experts.reserved_sms
-        # Choices and the bits of their weights, in one collective: these take the host longer than the GPU.
-        topk_weights = slots.topk_weights.detach().float().view(torch.int32)
-        self._slots = ranks.all_gather(torch.cat([slots.topk_experts, topk_weights], 1))  # [P * T, 2 * K] int32
+        self._topk_experts = topk_experts
         self._num_rows = num_rows
         self._bounds = bounds
         # Parts and columns of the outputs, while they are under way.
@@ -110,11 +108,15 @@ class _Plan:
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
-    def parts(self) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
-        """The weights and choices [P * n, K] of each chunk, and the permutation of its slots. To be called once; waits
-        for the GPU, unless there are bounds."""
-        by_process = wait(self._slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
-        self._slots = None
+    def gather_slots(self, topk_weights: Tensor) -> Tensor:  # [P * T, 2 * K] int32
+        """Choices and the bits of their weights, under way: in one collective, which takes the host longer than the
+        GPU."""
+        return self.ranks.all_gather(torch.cat([self._topk_experts, topk_weights.view(torch.int32)], 1))
+
+    def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
+        """The weights and choices [P * n, K] of each chunk, and the permutation of its slots. Waits for the GPU, unless
+        there are bounds."""
+        by_process = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_process.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
         topk_weights = [weights.contiguous().view(torch.float32) for _, weights in parts]
@@ -142,8 +144,9 @@ class _Overlapped(torch.autograd.Function):
     def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
         tokens, transport = tokens.contiguous(), plan.transport
         plan.begin(tokens, topk_weights)
+        slots = plan.gather_slots(topk_weights)
         gathering = transport.gather(tokens, plan.lengths)
-        topk_weights, choices, parts = plan.parts()
+        topk_weights, choices, parts = plan.parts(slots)
         experts = plan.experts(weights, parts)
         preactivations = []
         for part, weights_of_part in enumerate(topk_weights):

@@ -188,6 +188,16 @@ def a_recomputed_choice_has_its_own_gradient(device):
         assert_close(full(a), full(b))
 
 
+def weights_that_a_hook_changes(device):
+    x, results = own_tokens(device).requires_grad_(), []
+    for dispatcher in GATHERING:
+        layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
+        layer.experts.register_forward_pre_hook(lambda _, inputs: (inputs[0], 3 * inputs[1], *inputs[2:]))
+        results.append(gradients_of(layer, x, layer.parameters()))
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b)
+
+
 def half_precision(device):
     """By autocast, as the other dispatcher that gathers all tokens: but for what is rounded."""
     x, results = own_tokens(device).requires_grad_(), []
@@ -300,6 +310,7 @@ TWO = [
     what_is_frozen_has_no_gradient,
     backward_runs_twice,
     a_recomputed_choice_has_its_own_gradient,
+    weights_that_a_hook_changes,
     half_precision,
     what_kernels_do_not_compute,
     the_reference_gathers,

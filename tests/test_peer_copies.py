@@ -18,9 +18,10 @@ pytestmark = pytest.mark.gpu
 
 
 def copies_equal_collectives(device):
-    """Also of tokens whose rows are no multiples of 16 bytes, and of more than before, for which memory grows."""
-    for num_tokens, d_model in ((4, D_MODEL), (64, D_MODEL), (7, 13), (300, 37)):
-        layer, other = (make_overlapped(device, bias=True, d_model=d_model) for _ in "ab")
+    """Also of tokens whose rows are no multiples of 16 bytes, of more than before, for which memory grows, and of one,
+    with one weight."""
+    for num_tokens, d_model, top_k in ((4, D_MODEL, 3), (64, D_MODEL, 3), (7, 13, 3), (300, 37, 3), (1, D_MODEL, 1)):
+        layer, other = (make_overlapped(device, bias=True, d_model=d_model, top_k=top_k) for _ in "ab")
         other.dispatcher.transport = lambda ranks, device: CollectiveTransport(ranks)
         x = draw(device, num_tokens, seed=distributed.get_rank(), width=d_model).float().requires_grad_()
         expected = gradients_of(other, x, other.parameters())

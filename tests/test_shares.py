@@ -49,15 +49,29 @@ def test_rounds_once(device):
     assert out.item() == 1 + 2**-10
 
 
+def test_counts_as_a_change(device):
+    """Of what autograd may have saved."""
+    out = torch.zeros(2, 8, device=device)
+    before = out._version
+    sum_shares(torch.ones(2, 4, device=device), torch.ones(1, 2, 4, device=device), 0, out.detach()[:, 4:])
+    assert out._version > before
+    assert out.sum() == 8
+
+
 def test_errors(device):
     own, received = torch.zeros(3, 4, device=device), torch.zeros(2, 3, 4, device=device)
     out = torch.zeros(3, 8, device=device)
-    with pytest.raises(ValueError, match="sum_shares"):
-        sum_shares(own, received, 0, out)
-    for operands in (
-        (out[:, :4], received, own),
-        (own, out[:, :4].expand(2, 3, 4), own),
-        (own, received, out[:, ::2]),
+    for operands, message in (
+        ((own, received, 0, out), "sum_shares"),
+        ((own, received.half(), 0, own), "sum_shares: operands must have one floating-point dtype"),
+        ((own, received, 2, own), "sum_shares: rank must be that of one of 2 processes, got 2"),
+        ((own, received, -1, own), "sum_shares: rank must be that of one of 2 processes, got -1"),
+        ((own, received.to("meta"), 0, own), "sum_shares: all tensors must be on one device"),
+        ((out[:, :4], received, 0, own), "sum_shares: own, received and each row of out must be contiguous, got"),
+        ((own, out[:, :4].expand(2, 3, 4), 0, own), "sum_shares: own, received and each row of out must be contiguous"),
+        ((own, received, 0, out[:, ::2]), "sum_shares: own, received and each row of out must be contiguous, got"),
     ):
-        with pytest.raises(ValueError, match="sum_shares: own, received and each row of out must be contiguous, got"):
-            sum_shares(operands[0], operands[1], 0, operands[2])
+        with pytest.raises(ValueError, match=message):
+            sum_shares(*operands)
+    with pytest.raises(NotImplementedError, match=r"sum_shares: .* do not compute in torch\.float64"):
+        sum_shares(own.double(), received.double(), 0, own.double())
