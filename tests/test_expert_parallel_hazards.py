@@ -56,7 +56,8 @@ def collectives_start_in_one_order(device):
                 y.square().sum().backward()
             everyones = [None] * distributed.get_world_size()
             distributed.all_gather_object(everyones, list(zip(started.names, map(str, started.dtypes), strict=True)))
-            assert len(everyones[0]) > 10
+            # On GPUs the overlapped one copies tokens by itself.
+            assert len(everyones[0]) > (5 if style is OVERLAPPED else 10)
             assert all(names == everyones[0] for names in everyones), (style, name)
 
 
@@ -88,8 +89,7 @@ def nothing_reads_what_is_under_way(device):
         x = draw(device, 7).to(layer.router.weight.dtype).requires_grad_()
         with UnderWay() as seen:
             layer(x).square().sum().backward()
-        # On GPUs the overlapped one copies tokens by itself.
-        assert not seen.storages and seen.num_waits > (4 if style is OVERLAPPED else 6), style
+        assert not seen.storages and seen.num_waits > (1 if style is OVERLAPPED else 6), style
     tensor = torch.ops._c10d_functional.all_gather_into_tensor
     with UnderWay(), pytest.raises(AssertionError, match="reads what is under way"):
         tensor(x.detach(), distributed.get_world_size(), distributed.group.WORLD.group_name).add(1)
