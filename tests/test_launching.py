@@ -278,9 +278,10 @@ def test_launch_keys_tell_apart_what_kernels_are_compiled_for(variants, device):
         kernel = tuning.find(args)
         return kernel, static_properties(kernel.launch(args)), kernel.metadata_bytes(args) == 0
 
+    compiled = {what: compiled_for(args) for what, args in every.items()}
     for what, args in every.items():
         for other_what, other in every.items():
-            if compiled_for(args) != compiled_for(other):
+            if compiled[what] != compiled[other_what]:
                 assert args.launch_key() != other.launch_key(), (what, other_what)
     assert len({args.launch_key() for args in every.values()}) == len(every)
 

@@ -26,7 +26,7 @@ def test_matches_reference(offsets, num_rows, block_rows, device):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("num_groups", [300, 1500])
+@pytest.mark.parametrize("num_groups", [300, 1030])
 def test_many_groups(num_groups, device):
     sizes = torch.randint(0, 3, (num_groups,), generator=torch.Generator().manual_seed(0))
     offsets = sizes.cumsum(0).int().to(device)
