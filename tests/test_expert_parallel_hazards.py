@@ -40,6 +40,11 @@ def lengths_for(style):
     return LENGTHS if style["dispatcher"] == "alltoall" and "row_bound" not in style else ("even", "none")
 
 
+def copies_by_itself(style, device):
+    """Whether tokens travel without collectives."""
+    return style is OVERLAPPED and device.type == "cuda"
+
+
 def collectives_start_in_one_order(device):
     """The same in every process, though they have other tokens, or none; also of two layers, one of them recomputed."""
     for style in (*STYLES, OVERLAPPED):
@@ -56,8 +61,7 @@ def collectives_start_in_one_order(device):
                 y.square().sum().backward()
             everyones = [None] * distributed.get_world_size()
             distributed.all_gather_object(everyones, list(zip(started.names, map(str, started.dtypes), strict=True)))
-            # On GPUs the overlapped one copies tokens by itself.
-            assert len(everyones[0]) > (5 if style is OVERLAPPED else 10)
+            assert len(everyones[0]) > (5 if copies_by_itself(style, device) else 10)
             assert all(names == everyones[0] for names in everyones), (style, name)
 
 
@@ -89,7 +93,8 @@ def nothing_reads_what_is_under_way(device):
         x = draw(device, 7).to(layer.router.weight.dtype).requires_grad_()
         with UnderWay() as seen:
             layer(x).square().sum().backward()
-        assert not seen.storages and seen.num_waits > (1 if style is OVERLAPPED else 6), style
+        fewest = 1 if copies_by_itself(style, device) else 4 if style is OVERLAPPED else 6
+        assert not seen.storages and seen.num_waits > fewest, style
     tensor = torch.ops._c10d_functional.all_gather_into_tensor
     with UnderWay(), pytest.raises(AssertionError, match="reads what is under way"):
         tensor(x.detach(), distributed.get_world_size(), distributed.group.WORLD.group_name).add(1)
