@@ -1,11 +1,10 @@
-"""A global batch over two processes with gloo: losses, layers and biases equal those of one process."""
+"""A global batch over two processes: losses, layers and biases equal those of one process."""
 
 import copy
 
 import pytest
 import torch
 from torch import distributed
-from torch.multiprocessing import spawn
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
@@ -20,13 +19,14 @@ from moe_layers import (
 )
 
 from .balance_cases import random_logits, routing_of
+from .processes import run_cases
 
 LENGTHS = [7, 17]  # tokens of each process
 
 
-def check_loss(rank):
+def losses_equal_one_process(device):
     """Losses and gradients of unequal parts add up to those of one process with all tokens."""
-    logits = random_logits().requires_grad_()
+    logits, rank = random_logits().to(device).requires_grad_(), distributed.get_rank()
     expected = load_balancing_loss(routing_of(logits))
     (gradient,) = torch.autograd.grad(expected, logits)
     own = logits.detach().split(LENGTHS)[rank].requires_grad_()
@@ -45,20 +45,24 @@ def check_loss(rank):
     assert (local - expected).abs() > 1e-3
 
 
-def make_layer(group, **options):
+def draw_tokens(device, *batch):
+    return torch.randn(*batch, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def make_layer(device, group, **options):
     torch.manual_seed(0)
     losses = BalanceLosses(global_batch=0.75, group=group)
     layer = MoEFeedForward(16, 8, 5, 2, init_std=0.3, implementation="reference", balance_losses=losses, **options)
-    return layer.double()
+    return layer.double().to(device)
 
 
-def check_layer(rank):
+def layers_equal_one_process(device):
     """Two micro-batches on each process; the gradients add up to those of one process that has both of both."""
-    tokens = torch.randn(4, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    layer = make_layer(distributed.group.WORLD)
+    tokens, rank = draw_tokens(device, 4), distributed.get_rank()
+    layer = make_layer(device, distributed.group.WORLD)
     copied = copy.deepcopy(layer)
     assert copied.balance_losses.group is distributed.group.WORLD
-    one = MoEFeedForward(16, 8, 5, 2, implementation="reference").double()
+    one = MoEFeedForward(16, 8, 5, 2, implementation="reference").double().to(device)
     one.load_state_dict(layer.state_dict())
     first, second = tokens[:2], tokens[2:]
 
@@ -83,14 +87,14 @@ def check_layer(rank):
         torch.testing.assert_close(b.grad, exact, rtol=1e-10, atol=1e-12)
 
 
-def check_bias_update(rank):
+def bias_updates_equal_one_process(device):
     """One update of two layers equals that of one process with all tokens, and is the same everywhere."""
-    tokens = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tokens = draw_tokens(device, 2)
     router = RouterSpec.sigmoid_groups()
-    layers = [torch.nn.ModuleList([make_layer(group, router=router) for _ in "ab"]) for group in (None, None)]
+    layers = [torch.nn.ModuleList([make_layer(device, None, router=router) for _ in "ab"]) for _ in "ab"]
     for layer in layers[0]:
         layer.balance_losses = BalanceLosses()
-        layer(tokens[rank])
+        layer(tokens[distributed.get_rank()])
     for layer in layers[1]:
         layer.balance_losses = BalanceLosses()
         layer(tokens)
@@ -102,22 +106,23 @@ def check_bias_update(rank):
         assert torch.equal(layer.router.selection_bias.double(), expected)
 
 
-def check_errors(rank):
-    layer = make_layer(None, router=RouterSpec.sigmoid_groups())
-    x = torch.zeros(2, 3, 16, dtype=torch.float64)
+def errors(device):
+    layer = make_layer(device, None, router=RouterSpec.sigmoid_groups())
+    x = torch.zeros(2, 3, 16, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match=r"with 2 processes the group that shares a batch must be given, got None"):
         layer(x)
     with pytest.raises(ValueError, match="update_selection_bias: with 2 processes the group"):
         layer.update_selection_bias()
 
 
-def run(rank, path):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    for check in (check_loss, check_layer, check_bias_update, check_errors):
-        check(rank)
-    distributed.destroy_process_group()
+CASES = [losses_equal_one_process, layers_equal_one_process, bias_updates_equal_one_process, errors]
 
 
-def test_two_processes_equal_one(tmp_path):
-    spawn(run, (tmp_path / "store",), nprocs=2)
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes(case, failures):
+    assert not failures[case.__name__], failures[case.__name__]
