@@ -29,43 +29,50 @@ class AllGatherDispatcher(RankDispatcher):
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
         ranks, implementation = self.ranks, experts.implementation
         num_local = experts.num_experts // ranks.size
-        num_rows, offsets = self._count_rows(chunks, experts)
-        bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
+        bounds, offsets = self._count_rows(chunks, experts)
         choices = [ranks.all_gather(slots.topk_experts) for _, slots in chunks]
         gathered = [(ranks.gathering(slots.topk_weights), ranks.gathering(tokens)) for tokens, slots in chunks]
         choices = [wait(choice) - ranks.rank * num_local for choice in choices]  # [P * T, K]
-        permutations = local_permutations(choices, num_rows[ranks.rank], bounds, num_local, implementation)
+        permutations = local_permutations(choices, bounds, num_local, implementation)
         returning = []
         for permutation, (topk_weights, tokens) in zip(permutations, gathered, strict=True):
             shares = experts(tokens.arrive(), topk_weights.arrive(), permutation)  # [P * T, D]
             returning.append(ranks.scattering(shares).arrive)
         return returning, offsets
 
-    def _count_rows(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[Tensor, list[Tensor]]:
-        """The slots for the experts of each process [P, chunks], and the offsets [E] of each chunk's sorted slots.
-        Raises ValueError unless all have tensors of one size."""
+    def _count_rows(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[int] | None, list[Tensor]]:
+        """With `row_bound` the rows computed for each chunk at most, and the offsets [E] of each one's sorted slots.
+        Raises ValueError unless all have tensors of one size, and no more rows than these."""
         offsets = [
             sort_by_expert(slots.topk_experts, experts.num_experts, implementation=experts.implementation).offsets
             for _, slots in chunks
         ]
         num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
-        counts = torch.diff(torch.stack(offsets), prepend=offsets[0].new_zeros(len(offsets), 1))  # [chunks, E]
-        own = [counts.new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
-        facts = wait(self.ranks.all_gather(torch.cat([*own, counts.flatten()]))).view(self.ranks.size, -1)
-        sizes = facts[:, : len(own)]
+        own = [offsets[0].new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
+        num_sizes = len(own)
+        if self.row_bound is not None:
+            zeros = offsets[0].new_zeros(len(offsets), 1)
+            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots of [chunks, E]
+        facts = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
+        sizes = facts[:, :num_sizes]
         message = "ExpertParallel: where the tokens of all are gathered, all processes must have as many tokens and "
         message += "slots, and as many bytes in a token"
         if sizes.device.type == "cpu":
             message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
-        return facts[:, len(own) :].view(self.ranks.size, len(offsets), self.ranks.size, -1).sum((0, 3)).t(), offsets
+        return None if self.row_bound is None else self._bounds(facts[:, num_sizes:], chunks), offsets
 
-    def _bounds(self, num_rows: Tensor, chunks: list[Chunk]) -> list[int]:
+    def _bounds(
+        self,
+        counts: Tensor,  # [P, chunks * E] slots
+        chunks: list[Chunk],
+    ) -> list[int]:
         """Rows computed for each chunk at most. Raises ValueError if some process has more."""
+        num_rows = counts.reshape(self.ranks.size, len(chunks), self.ranks.size, -1).sum((0, 3))  # [chunks, P]
         bounds = [math.ceil(self.row_bound * self.num_slots(slots)) for _, slots in chunks]
         for chunk, bound in enumerate(bounds):
             check_on_device(
-                (num_rows[:, chunk] <= bound).all(),
+                (num_rows[chunk] <= bound).all(),
                 f"ExpertParallel: with row_bound={self.row_bound} every process must get at most {bound} slots, "
                 "got more",
             )
@@ -74,7 +81,6 @@ class AllGatherDispatcher(RankDispatcher):
 
 def local_permutations(
     choices: list[Tensor],  # [P * n, K] of each chunk; experts that are not here lie outside [0, num_local)
-    num_rows: Tensor,  # [chunks]: the slots for experts that are here
     bounds: list[int] | None,  # rows of each chunk at most; None to have just as many as there are
     num_local: int,
     implementation: str | None,
@@ -84,7 +90,8 @@ def local_permutations(
     sort = partial(sort_by_expert, num_experts=num_local, implementation=implementation)
     if bounds is not None:
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]
-    permutations, counts = list(map(sort, choices)), num_rows.tolist()
+    permutations = list(map(sort, choices))
+    counts = torch.stack([permutation.offsets[-1] for permutation in permutations]).tolist()
     # No kept slot lies behind so many rows.
     return [
         permutation._replace(row_to_token=permutation.row_to_token[: max(count, 1)])

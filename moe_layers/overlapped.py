@@ -41,14 +41,14 @@ class OverlappedDispatcher(AllGatherDispatcher):
     def start(
         self, tokens: Tensor, slots: Slots, experts: GroupedExperts
     ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
-        lengths = self.lengths(len(tokens))
-        chunks = split(tokens, slots, lengths)
-        if not runs_kernels(experts.implementation, chunks[0][0]):
-            return self.dispatch(chunks, experts)
-        num_rows, offsets = self._count_rows(chunks, experts)
-        bounds = None if self.row_bound is None else self._bounds(num_rows, chunks)
+        whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
+        if not runs_kernels(experts.implementation, whole[0][0]):
+            return super().start(tokens, slots, experts)
+        # Only bounds are of each chunk.
+        chunks = whole if self.row_bound is None else split(tokens, slots, lengths)
+        bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
-        plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, num_rows[self.ranks.rank], bounds, experts)
+        plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, bounds, experts)
         out = experts(tokens, slots.topk_weights, plan)
         return [lambda: plan.arrive(out)], offsets
 
@@ -67,7 +67,6 @@ class _Plan:
         transport: Transport,
         topk_experts: Tensor,  # [T, K] int32
         lengths: list[int],  # of the chunks
-        num_rows: Tensor,  # [chunks]
         bounds: list[int] | None,  # rows of each chunk at most; None where the host is to wait for their number
         experts: GroupedExperts,
     ):
@@ -78,17 +77,17 @@ class _Plan:
         self.activation = experts.activation
         self.reserved_sms = experts.reserved_sms
         self._topk_experts = topk_experts
-        self._num_rows = num_rows
         self._bounds = bounds
         # Parts and columns of the outputs, while they are under way.
         self.scatterings: list[tuple[int, slice, Scattering]] = []
 
     def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor:  # [T, D]
         """Has its values after `arrive`."""
-        return _Overlapped.apply(self, tokens, topk_weights.float(), *weights)
+        with torch.cuda.device_of(tokens):
+            return _Overlapped.apply(self, tokens, topk_weights.float(), *weights)
 
     def arrive(self, out: Tensor) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.device_of(out):
             parts = out.detach().split(self.lengths)
             for part, columns, scattering in self.scatterings:
                 scattering.arrive(parts[part][:, columns])
@@ -120,7 +119,7 @@ class _Plan:
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_process.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
         topk_weights = [weights.contiguous().view(torch.float32) for _, weights in parts]
-        permutations = local_permutations(choices, self._num_rows, self._bounds, self.num_local, "triton")
+        permutations = local_permutations(choices, self._bounds, self.num_local, "triton")
         return topk_weights, choices, permutations
 
     def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:

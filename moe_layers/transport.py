@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,7 +55,8 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to add up [P * n, ...] and to keep this process's [n, ...]."""
+        """Start to add up [P * n, ...] and to keep this process's [n, ...]. What starts first after `begin` is a
+        gather."""
 
 
 class CollectiveTransport(Transport):
@@ -91,9 +95,9 @@ class PeerCopies(Transport):
     """Through memory that all GPUs of the group map: what is gathered is read from the others, a share of a sum is
     written to the process that adds it up, in float32.
 
-    Beside it runs a stream of its own. Each start waits there for all processes (so nobody reads what is not written,
-    or writes what is still read), and each end does, too. The memory is used by turns: a call on another stream waits
-    for what the last one did on its own.
+    Beside it runs a stream of its own. There each gathering waits for all processes (so nobody reads what is not
+    written, or writes what is still read since the last `begin`), and each end does, too. The memory is used by turns:
+    a call on another stream waits for what the last one did on its own.
 
     Raises:
         RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A process that does not come to a
@@ -109,10 +113,12 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []  # kept, as CUDA graphs may go on using it
+        self._views = lru_cache(_MOST_VIEWS)(self._make_views)  # the same sizes come in every step
         self._used_bytes = 0
         self.num_begun = 0
+        self.all_have_begun = False  # in the stream's order
         self._last: torch.cuda.Event | None = None  # of the stream, if nobody has waited for it
-        self._user = torch.cuda.current_stream(device)  # that of the last `begin`
+        self._user = self._current_stream()  # that of the last `begin`
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
@@ -129,12 +135,14 @@ class PeerCopies(Transport):
                 self._outgrown.append(self._memory)
             self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
+            self._views.cache_clear()
         self._used_bytes = 0
         self.num_begun += 1
+        self.all_have_begun = False
         # Only then: a CUDA graph under capture must not wait for what was before.
         if self._last is not None:
             self.wait(self._last)
-        user = torch.cuda.current_stream(self.device)
+        user = self._current_stream()
         if user != self._user and not torch.cuda.is_current_stream_capturing():
             user.wait_stream(self._user)
         self._user = user
@@ -150,15 +158,31 @@ class PeerCopies(Transport):
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
         assert self._used_bytes <= self._memory.numel(), "begin was told of less"
-        place = start // dtype.itemsize
-        return [self._handle.get_buffer(peer, shape, dtype, place) for peer in range(self.size)]
+        return self._views(shape, dtype, start // dtype.itemsize)
+
+    def _make_views(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
+        with torch.inference_mode(False):  # whose tensors training could not write to
+            return [self._handle.get_buffer(peer, shape, dtype, start) for peer in range(self.size)]
 
     def others(self) -> list[int]:
         """In an order in which no two processes turn to the same one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """On the stream, behind what the current one has been given."""
+        # torch.cuda.stream() asks for the current device and stream again, and takes three times as long.
+        user = self._current_stream()
+        self.stream.wait_stream(user)
+        torch.cuda.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(user)
+
     def barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=self.timeout_ms)
+        self.all_have_begun = True
 
     def end(self) -> torch.cuda.Event:
         """Of something on the stream, when all processes have come to it."""
@@ -167,13 +191,17 @@ class PeerCopies(Transport):
         return self._last
 
     def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream().wait_event(event)
+        self._current_stream().wait_event(event)
         if event is self._last:
             self._last = None
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device.index)  # a device takes several times as long
 
 
 _PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()
 _ALIGNMENT = 256
+_MOST_VIEWS = 1024
 
 
 def _aligned(num_bytes: int) -> int:
@@ -186,6 +214,7 @@ def _by_process(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
 
 class _CopiedGathering(Gathering):
     def __init__(self, copies: PeerCopies, tensor: Tensor, lengths: list[int]):
+        self._copies = copies
         self.whole = tensor.new_empty(copies.size * len(tensor), *tensor.shape[1:])
         buffers = copies.buffers(tensor.shape, tensor.dtype)
         buffers[copies.rank].copy_(tensor)
@@ -193,8 +222,7 @@ class _CopiedGathering(Gathering):
         places = [_by_process(part, copies.size) for part in self._parts]
         sources = [buffer.split(lengths) for buffer in buffers]
         self._events = []
-        copies.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copies.stream):
+        with copies.beside():
             copies.barrier()
             for part, place in enumerate(places):
                 for peer in copies.others():
@@ -205,7 +233,7 @@ class _CopiedGathering(Gathering):
             place[copies.rank].copy_(own)  # while the others' travel
 
     def arrive(self, part: int) -> Tensor:
-        torch.cuda.current_stream().wait_event(self._events[part])
+        self._copies.wait(self._events[part])
         return self._parts[part]
 
 
@@ -215,9 +243,8 @@ class _CopiedScattering(Scattering):
         self._shares = _by_process(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]  # but for its own
-        copies.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copies.stream):
-            copies.barrier()
+        assert copies.all_have_begun, "or somebody may still read what is written here"
+        with copies.beside():
             for peer in copies.others():
                 buffers[peer][copies.rank].copy_(self._shares[peer])
             self._event = copies.end()

@@ -203,6 +203,24 @@ def test_no_gradient_graph_without_grad(device):
         assert not layer(make_x(device)).requires_grad
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_trains_after_inference_mode(implementation, device):
+    """Whose tensors cannot be used in training: none may be kept."""
+    layers = [
+        make_layer(device, implementation=implementation, shared_d_ff=40, load_balancing_coefficient=0.1)
+        for _ in range(2)
+    ]
+    x = make_x(device)
+    with torch.inference_mode():
+        y = layers[0](x)
+    for layer in layers:
+        out = layer(x)
+        assert torch.equal(out, y)
+        out.sin().sum().backward()
+    for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -158,12 +158,16 @@ def training_equals_one_process(device):
 
 
 def without_gradients(device):
+    """Also before training, which uses what was made then."""
     layer, x = make_overlapped(device), own_tokens(device)
+    outputs = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs.append(layer(x))
     expected = layer(x)
-    with torch.no_grad():
-        y = layer(x)
-    assert expected.requires_grad and not y.requires_grad
-    assert torch.equal(y, expected)
+    expected.sum().backward()
+    assert expected.requires_grad and not any(y.requires_grad for y in outputs)
+    assert_equal(outputs, [expected] * 2)
 
 
 def what_is_frozen_has_no_gradient(device):

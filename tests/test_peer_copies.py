@@ -73,6 +73,18 @@ def a_call_on_another_stream_waits(device):
     assert_equal(outputs, expected)
 
 
+def another_device_may_be_current(device):
+    """And stays so."""
+    results = []
+    for current in (device, torch.device("cuda", (device.index + 1) % torch.cuda.device_count())):
+        layer = make_overlapped(device, d_model=48)
+        x = draw(device, 512, seed=distributed.get_rank(), width=48).float().requires_grad_()
+        with torch.cuda.device(current):
+            results.append(gradients_of(layer, x, layer.parameters()))
+            assert torch.cuda.current_device() == current.index
+    assert_equal(*results)
+
+
 def lost_outputs_are_an_error(device):
     layers = [make_overlapped(device, shared_d_ff=8, seed=seed) for seed in range(2)]
     x = own_tokens(device)
@@ -93,6 +105,7 @@ CASES = [
     copies_repeat_bit_by_bit,
     memory_is_free_after_a_recomputation,
     a_call_on_another_stream_waits,
+    another_device_may_be_current,
     lost_outputs_are_an_error,
 ]
 
