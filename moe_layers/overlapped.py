@@ -45,7 +45,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
         if not runs_kernels(experts.implementation, whole[0][0]):
             return super().start(tokens, slots, experts)
         # Only bounds are of each chunk.
-        chunks = whole if self.row_bound is None else split(tokens, slots, lengths)
+        chunks = whole if self.row_bound is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
         plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, bounds, experts)

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -97,12 +97,16 @@ class PeerCopies(Transport):
 
     Beside it runs a stream of its own. There each gathering waits for all processes (so nobody reads what is not
     written, or writes what is still read since the last `begin`), and each end does, too. The memory is used by turns:
-    a call on another stream waits for what the last one did on its own.
+    a call on another stream waits for what the last one did on its own. Replays of CUDA graphs on another stream than
+    the calls around them are for the user to order, as ever.
 
     Raises:
         RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A process that does not come to a
             barrier within the group's timeout fails the others on the GPU. Also if a sum is to arrive after the next
             `begin`, which gave its memory away.
+
+    An error in one process alone, between the barriers of a call, leaves the processes out of step, as with any
+    collective: the group is of no further use.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -113,7 +117,7 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []  # kept, as CUDA graphs may go on using it
-        self._views = lru_cache(_MOST_VIEWS)(self._make_views)  # the same sizes come in every step
+        self.under_way: set[object] = set()  # what has not arrived, and so its tensors, which the stream uses
         self._used_bytes = 0
         self.num_begun = 0
         self.all_have_begun = False  # in the stream's order
@@ -131,19 +135,24 @@ class PeerCopies(Transport):
     def begin(self, *sizes: int) -> None:
         total = max(sum(map(_aligned, sizes)), _ALIGNMENT)
         if self._memory is None or self._memory.numel() < total:
+            memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
+            handle = _symmetric_memory.rendezvous(memory, self.group_name)
             if self._memory is not None:
                 self._outgrown.append(self._memory)
-            self._memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
-            self._handle = _symmetric_memory.rendezvous(self._memory, self.group_name)
-            self._views.cache_clear()
+            self._memory, self._handle = memory, handle
+            # The same sizes come in every step.
+            self._views = lru_cache(_MOST_VIEWS)(partial(_views_of, handle, self.size))
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
         # Only then: a CUDA graph under capture must not wait for what was before.
         if self._last is not None:
             self.wait(self._last)
+        self.under_way.clear()
+        if torch.cuda.is_current_stream_capturing():
+            return
         user = self._current_stream()
-        if user != self._user and not torch.cuda.is_current_stream_capturing():
+        if user != self._user:
             user.wait_stream(self._user)
         self._user = user
 
@@ -159,10 +168,6 @@ class PeerCopies(Transport):
         self._used_bytes += _aligned(num_bytes)
         assert self._used_bytes <= self._memory.numel(), "begin was told of less"
         return self._views(shape, dtype, start // dtype.itemsize)
-
-    def _make_views(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-        with torch.inference_mode(False):  # whose tensors training could not write to
-            return [self._handle.get_buffer(peer, shape, dtype, start) for peer in range(self.size)]
 
     def others(self) -> list[int]:
         """In an order in which no two processes turn to the same one."""
@@ -204,6 +209,11 @@ _ALIGNMENT = 256
 _MOST_VIEWS = 1024
 
 
+def _views_of(handle: object, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
+    with torch.inference_mode(False):  # whose tensors training could not write to
+        return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -215,6 +225,7 @@ def _by_process(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
 class _CopiedGathering(Gathering):
     def __init__(self, copies: PeerCopies, tensor: Tensor, lengths: list[int]):
         self._copies = copies
+        copies.under_way.add(self)
         self.whole = tensor.new_empty(copies.size * len(tensor), *tensor.shape[1:])
         buffers = copies.buffers(tensor.shape, tensor.dtype)
         buffers[copies.rank].copy_(tensor)
@@ -234,12 +245,15 @@ class _CopiedGathering(Gathering):
 
     def arrive(self, part: int) -> Tensor:
         self._copies.wait(self._events[part])
+        if part == len(self._parts) - 1:
+            self._copies.under_way.discard(self)
         return self._parts[part]
 
 
 class _CopiedScattering(Scattering):
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
+        copies.under_way.add(self)
         self._shares = _by_process(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]  # but for its own
@@ -258,6 +272,7 @@ class _CopiedScattering(Scattering):
         self._copies.wait(self._event)
         sum_shares(self._shares[self._copies.rank], self._received, self._copies.rank, out)
         self._shares = self._received = None
+        self._copies.under_way.discard(self)
 
 
 def transport_for(ranks: Ranks, device: torch.device) -> Transport:

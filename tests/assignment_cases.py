@@ -11,9 +11,9 @@ from .test_layer_options import dense
 SIZES = [(6, 2), (5, 1), (3, 3), (1, 1)]
 
 
-def make_layer(device, num_experts=6, top_k=2, dtype=torch.float64, **options):
+def make_layer(device, num_experts=6, top_k=2, dtype=torch.float64, d_model=32, **options):
     torch.manual_seed(0)
-    return MoEFeedForward(32, 24, num_experts, top_k, init_std=0.3, device=device, dtype=dtype, **options)
+    return MoEFeedForward(d_model, 24, num_experts, top_k, init_std=0.3, device=device, dtype=dtype, **options)
 
 
 def make_x(device, shape=(3, 7, 32), dtype=torch.float64):

@@ -4,9 +4,13 @@ import os
 import sys
 from glob import glob
 
-# Of several GPUs each worker of pytest-xdist takes one. Tests that want several run without workers.
-if "PYTEST_XDIST_WORKER" in os.environ and (gpus := len(glob("/dev/nvidia[0-9]*"))) > 1:
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % gpus))
+# Of several GPUs each worker of pytest-xdist takes one. Tests that want several run without workers. Threads of several
+# workers on one core would wait for each other, in every small operation.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    if (gpus := len(glob("/dev/nvidia[0-9]*"))) > 1:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % gpus))
+    threads = os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 # cuBLAS repeats its results only with a workspace of its own.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -55,8 +55,8 @@ def test_equals_the_dense_formula(name, options, device):
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_gradcheck(name, device):
-    layer = make_layer(device, 3, 1, assignment=ASSIGNMENTS[name], implementation="reference")
-    x = make_x(device, (4, 32)).requires_grad_()
+    layer = make_layer(device, 3, 1, d_model=8, assignment=ASSIGNMENTS[name], implementation="reference")
+    x = make_x(device, (4, 8)).requires_grad_()
     assert gradcheck(layer, (x,))
 
 

@@ -94,8 +94,8 @@ def test_equals_the_dense_formula(assignment, router, device):
 @pytest.mark.parametrize("assignment", [ExpertChoice(0.5), TokenRounding(2, "down")], ids=str)
 def test_gradcheck(assignment, router, device):
     """With tokens of no expert, too: their weights have no norm."""
-    layer = make_layer(device, 5, 1, assignment=assignment, router=ROUTERS[router], implementation="reference")
-    x = make_x(device, (7, 32)).requires_grad_()
+    options = {"assignment": assignment, "router": ROUTERS[router], "implementation": "reference"}
+    layer, x = make_layer(device, 5, 1, d_model=8, **options), make_x(device, (7, 8)).requires_grad_()
     _, routing = layer(x, return_routing=True)
     numbers = (routing.topk_experts >= 0).sum(1)
     assert numbers.min() == 0 and numbers.max() > 0

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_layers.transport import CollectiveTransport, PeerCopies
@@ -43,9 +43,10 @@ def memory_is_free_after_a_recomputation(device):
     """Whose outputs nobody waits for: the other process may be late, and read what backward would overwrite."""
     layer, x = make_overlapped(device), own_tokens(device).requires_grad_()
     expected = gradients_of(layer, x, layer.parameters())
+    copies = PeerCopies.of(layer.dispatcher.ranks, device)
+    assert not copies.under_way
     region = partial(checkpoint, layer, use_reentrant=False)
     assert_equal(gradients_of(region, x, layer.parameters()), expected)  # compiles
-    copies = PeerCopies.of(layer.dispatcher.ranks, device)
     others = copies.others()
 
     def others_later():
@@ -55,6 +56,24 @@ def memory_is_free_after_a_recomputation(device):
 
     with mock.patch.object(copies, "others", others_later):
         assert_equal(gradients_of(region, x, layer.parameters()), expected)
+
+
+def a_late_process_finds_what_was_sent(device):
+    """The others may be ahead, but not write what it has not read: every sum of one process is late."""
+    layers = nn.Sequential(*(make_overlapped(device, seed=seed) for seed in range(2)))
+    x = own_tokens(device).requires_grad_()
+    expected = gradients_of(layers, x, layers.parameters())
+    copies = PeerCopies.of(layers[0].dispatcher.ranks, device)
+    wait = copies.wait
+
+    def wait_later(event):
+        if distributed.get_rank() == 1:
+            torch.cuda._sleep(2 * 10**7)  # cycles
+        wait(event)
+
+    with mock.patch.object(copies, "wait", wait_later):
+        for _ in range(3):
+            assert_equal(gradients_of(layers, x, layers.parameters()), expected)
 
 
 def a_call_on_another_stream_waits(device):
@@ -104,6 +123,7 @@ CASES = [
     copies_equal_collectives,
     copies_repeat_bit_by_bit,
     memory_is_free_after_a_recomputation,
+    a_late_process_finds_what_was_sent,
     a_call_on_another_stream_waits,
     another_device_may_be_current,
     lost_outputs_are_an_error,
