@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from .markdown import QUICK, Block, blocks_of, commands_of, is_quick, run_page
 
@@ -31,6 +32,17 @@ def test_blocks_run(page, tmp_path):
     environment["PYTHONPATH"] = str(ROOT)
     environment |= TORCHRUN
     command = [sys.executable, "-m", "tests.markdown", str(page)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_several_gpus_in_two_processes(tmp_path):
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, or none, got {torch.cuda.device_count()}")
+    page = ROOT / "examples" / "guides" / "several_gpus.md"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    command = [*launcher, "-m", "tests.markdown", str(page)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -86,7 +98,7 @@ def test_named_files_and_links_exist(page):
 
 def test_readme_links_every_guide():
     linked = set(re.findall(r"\((examples/guides/\w+\.md)\)", PAGES[0].read_text()))
-    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]} and len(linked) == 5
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]} and len(linked) == 6
 
 
 def write(tmp_path, text):
