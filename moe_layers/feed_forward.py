@@ -320,7 +320,7 @@ class MoEFeedForward(nn.Module):
         out = self._routed_output(tokens, slots, dispatched.arrived())
         out = out if beside is None else out + beside
         if not (return_routing or attaches or counts or self.observer is not None):
-            return out.view(x.shape)
+            return _shaped_as(out, x)
         routing = self._layer_routing(slots, chosen, dispatched.offsets, said)
         if attaches:
             accumulated = self.router.accumulated_counts
@@ -330,7 +330,7 @@ class MoEFeedForward(nn.Module):
             add_once(self.router.expert_counts, routing.choices_per_expert)
         if self.observer is not None:
             self.observer.add(routing)
-        out = out.view(x.shape)
+        out = _shaped_as(out, x)
         return (out, routing) if return_routing else out
 
     def _routed_output(
@@ -425,3 +425,9 @@ class MoEFeedForward(nn.Module):
             ValueError: lists missing, unexpected and wrongly shaped tensors; the layer is then unchanged.
         """
         load_safetensors(self, path)
+
+
+def _shaped_as(out: Tensor, x: Tensor) -> Tensor:
+    """[T, D] as [..., D], and as from nn.Linear no view: changed in place, a view would drop the hook by which FSDP2
+    gathers the parameters before backward."""
+    return torch.ops.aten._unsafe_view(out, x.shape)

@@ -12,7 +12,12 @@ from moe_layers import ExpertParallel, MoEFeedForward
 D_MODEL, D_FF, NUM_EXPERTS, TOP_K = 16, 8, 8, 3
 
 # Tokens of the processes, of which the first ones are used. The last process of two has none in the second.
-LENGTHS = {"even": [12] * 4, "none_in_one": [19, 0, 7, 7], "one_each_but_the_first": [33, 1, 1, 1], "none": [0] * 4}
+LENGTHS = {
+    "even": [12] * 8,
+    "none_in_one": [19, 0, 7, 7, 3, 0, 5, 1],
+    "one_each_but_the_first": [33, *[1] * 7],
+    "none": [0] * 8,
+}
 
 STYLES = [
     {"dispatcher": "alltoall"},
@@ -24,6 +29,13 @@ STYLES = [
     {"dispatcher": "alltoall", "chunks": 2, "row_bound": 2.0},
     {"dispatcher": "allgather", "chunks": 2, "row_bound": 2.0},
 ]
+
+
+def styles():
+    """With bounds that no process can pass."""
+    bound = {"row_bound": float(distributed.get_world_size())}
+    return [style | (bound if "row_bound" in style else {}) for style in STYLES]
+
 
 OVERLAPPED = {"dispatcher": "overlapped", "chunks": 2, "reserved_sms": 4}
 KERNELS = {"implementation": "triton", "dtype": torch.float32}  # on a CPU in the interpreter

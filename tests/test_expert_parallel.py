@@ -30,9 +30,10 @@ from .expert_parallel_cases import (
     make_layer,
     own,
     shard_experts,
+    styles,
     summed,
 )
-from .processes import run_cases
+from .processes import eight_gpus, run_cases
 
 
 def draw_slots(device, num_tokens, routing):
@@ -106,7 +107,7 @@ def allgather_equals_one_process(device):
 
 
 def bounded_rows(device):
-    for style in STYLES:
+    for style in styles():
         if "row_bound" not in style:
             continue
         for lengths in ("even", "none"):
@@ -151,7 +152,7 @@ def reserved_sms_reach_the_kernels(device):
 
 
 def empty_experts_have_zero_gradients(device):
-    for style in STYLES:
+    for style in styles():
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
         tokens, weights = draw(device, 6), draw(device, 6, width=TOP_K)
         run_dispatcher(layer, tokens, torch.full((6, TOP_K), NUM_EXPERTS - 1).int().to(device), weights, tokens)
@@ -174,7 +175,7 @@ LAYERS = {
 def layers_equal_one_process(device):
     """Router, shared expert and all: outputs, gradients of the tokens, and the mean gradients of every parameter."""
     for name, options in LAYERS.items():
-        for style in STYLES:
+        for style in styles():
             compare_layers(name, make_layer(device, **options), make_layer(device, **options), style, device)
 
 
@@ -326,16 +327,37 @@ CASES = [
     wrong_numbers_of_tokens,
     wrong_sizes_of_tokens,
 ]
+EIGHT = [
+    alltoall_is_bitwise_equal,
+    skewed_routing,
+    allgather_equals_one_process,
+    bounded_rows,
+    chunks_equal_the_whole,
+    empty_experts_have_zero_gradients,
+    layers_equal_one_process,
+    each_process_keeps_its_experts_only,
+]
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory):
+def failures_of_two(tmp_path_factory):
     return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
 
 
+@pytest.fixture(scope="module")
+def failures_of_eight(tmp_path_factory):
+    return run_cases(EIGHT, 8, tmp_path_factory.mktemp("processes"))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(case, failures):
-    assert not failures[case.__name__], failures[case.__name__]
+def test_two_processes(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.__name__)
+def test_eight_processes(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from .expert_parallel_cases import (
     shard_experts,
     summed,
 )
-from .processes import run_cases
+from .processes import eight_gpus, run_cases
 
 TOKENS = 8  # of each process
 
@@ -117,6 +117,30 @@ def compare_two_steps(device, experts_over, style, kind, **options):
     tolerance = 1e-6 if one.project.weight.dtype == torch.float64 else 1e-3
     for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(full(a), b, rtol=0, atol=tolerance, msg=name)
+
+
+def outputs_may_change_in_place(device):
+    """As those of nn.Linear: FSDP2 finds them before backward. With as many leading axes as tokens come in."""
+    mesh = expert_mesh(device)
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    x = draw(device, 12, seed=distributed.get_rank()).view(2, 6, D_MODEL)
+    for shares_experts in (False, True):
+        layer = make_layer(device)
+        if shares_experts:
+            shard_experts(layer, mesh)
+            fully_shard(layer.experts, mesh=mesh["efsdp"])
+        fully_shard(layer, mesh=everywhere)
+        results = []
+        for tokens, routing in ((x, False), (x, True), (x.view(12, -1), False)):
+            for in_place in (False, True):
+                y = layer(tokens, return_routing=True)[0] if routing else layer(tokens)
+                y = y.add_(tokens) if in_place else y + tokens
+                y.square().sum().backward()
+                results.append([y.view(12, -1), *(parameter.grad.full_tensor() for parameter in layer.parameters())])
+                layer.zero_grad()
+        for result in results[1:]:
+            for a, b in zip(result, results[0], strict=True):
+                assert_close(a, b)
 
 
 def mixed_precision(device):
@@ -284,6 +308,7 @@ def layers_of_published_models(device):
 
 TWO = [
     two_steps_equal_one_process,
+    outputs_may_change_in_place,
     mixed_precision,
     clipping_by_other_norms,
     distributed_checkpoints,
@@ -304,6 +329,11 @@ def failures_of_four(tmp_path_factory):
     return run_cases(FOUR, 4, tmp_path_factory.mktemp("processes"))
 
 
+@pytest.fixture(scope="module")
+def failures_of_eight(tmp_path_factory):
+    return run_cases(FOUR, 8, tmp_path_factory.mktemp("processes"))
+
+
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
 def test_two_processes(case, failures_of_two):
     assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
@@ -312,3 +342,9 @@ def test_two_processes(case, failures_of_two):
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
 def test_four_processes(case, failures_of_four):
     assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
+def test_eight_processes(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]

@@ -28,7 +28,7 @@ from .expert_parallel_cases import (
     shard_experts,
     summed,
 )
-from .processes import run_cases
+from .processes import eight_gpus, run_cases
 from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers, draw_slots, run_dispatcher
 from .test_expert_parallel_training import compare_two_steps
 
@@ -342,6 +342,14 @@ TWO = [
     backward_needs_no_more_memory,
 ]
 FOUR = [any_chunks_equal_one_process, training_equals_one_process, chunks_and_sms_unless_said_otherwise]
+EIGHT = [
+    any_routing_equals_one_process,
+    any_chunks_equal_one_process,
+    layers_equal_one_process,
+    wide_outputs_leave_in_pieces,
+    layers_in_sequence,
+    training_equals_one_process,
+]
 CPU_CASES = [collectives_are_those_needed, wrong_numbers_of_tokens]
 
 
@@ -356,6 +364,11 @@ def failures_of_four(tmp_path_factory):
     return run_cases(FOUR, 4, tmp_path_factory.mktemp("processes"))
 
 
+@pytest.fixture(scope="module")
+def failures_of_eight(tmp_path_factory):
+    return run_cases(EIGHT, 8, tmp_path_factory.mktemp("processes"))
+
+
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
 def test_two_processes(case, failures_of_two):
     assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
@@ -364,6 +377,12 @@ def test_two_processes(case, failures_of_two):
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
 def test_four_processes(case, failures_of_four):
     assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.__name__)
+def test_eight_processes(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a wrong call ends the process on a GPU; tokens are copied there")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_layers.transport import CollectiveTransport, PeerCopies
 
 from .expert_parallel_cases import D_MODEL, assert_close, draw
-from .processes import run_cases
+from .processes import eight_gpus, run_cases
 from .test_overlapped import assert_equal, gradients_of, make_overlapped, own_tokens
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +140,11 @@ def failures_of_four(tmp_path_factory):
     return run_cases(CASES, 4, tmp_path_factory.mktemp("processes"))
 
 
+@pytest.fixture(scope="module")
+def failures_of_eight(tmp_path_factory):
+    return run_cases(CASES, 8, tmp_path_factory.mktemp("processes"))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_gpus(case, failures_of_two):
     assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
@@ -148,3 +153,9 @@ def test_two_gpus(case, failures_of_two):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_four_gpus(case, failures_of_four):
     assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_eight_gpus(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
