@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels import Permutation, sort_by_expert
 
-from .collectives import check_on_device, wait
+from .collectives import Trip, check_on_device, wait
 from .experts import GroupedExperts
 from .rank_dispatcher import Chunk, RankDispatcher, row_bytes
 
@@ -37,7 +37,8 @@ class AllGatherDispatcher(RankDispatcher):
         returning = []
         for permutation, (topk_weights, tokens) in zip(permutations, gathered, strict=True):
             shares = experts(tokens.arrive(), topk_weights.arrive(), permutation)  # [P * T, D]
-            returning.append(ranks.scattering(shares).arrive)
+            trip = ranks.scattering(shares)
+            returning.append(trip.arrive if len(chunks) > 1 else partial(_copy_of, trip))
         return returning, offsets
 
     def _count_rows(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[int] | None, list[Tensor]]:
@@ -77,6 +78,11 @@ class AllGatherDispatcher(RankDispatcher):
                 "got more",
             )
         return bounds
+
+
+def _copy_of(trip: Trip) -> Tensor:
+    """What arrives, which a checkpointed region may keep, for someone who may change it in place."""
+    return trip.arrive().clone()
 
 
 def local_permutations(

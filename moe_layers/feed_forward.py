@@ -429,5 +429,6 @@ class MoEFeedForward(nn.Module):
 
 def _shaped_as(out: Tensor, x: Tensor) -> Tensor:
     """[T, D] as [..., D], and as from nn.Linear no view: changed in place, a view would drop the hook by which FSDP2
-    gathers the parameters before backward."""
+    gathers the parameters before backward. Nor does PyTorch notice such a change where somebody keeps `out`, a forward
+    hook of the experts for instance; what computes `out` keeps it in no case."""
     return torch.ops.aten._unsafe_view(out, x.shape)

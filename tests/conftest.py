@@ -9,7 +9,8 @@ from glob import glob
 if "PYTEST_XDIST_WORKER" in os.environ:
     if (gpus := len(glob("/dev/nvidia[0-9]*"))) > 1:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % gpus))
-    threads = os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 # cuBLAS repeats its results only with a workspace of its own.

@@ -26,8 +26,9 @@ PRELOADED = [
 TIMEOUT, GPU_TIMEOUT = timedelta(seconds=60), timedelta(seconds=300)
 
 
-# Eight processes of gloo would take two cores minutes.
-eight_gpus = pytest.mark.skipif(torch.cuda.device_count() < 8, reason="needs 8 GPUs")
+eight_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 8, reason="needs 8 GPUs; with eight processes of gloo it takes two cores minutes"
+)
 
 
 def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[str, str]:

@@ -25,6 +25,7 @@ from .expert_parallel_cases import (
     draw,
     expert_mesh,
     full,
+    layer_options,
     make_layer,
     own,
     shard_experts,
@@ -208,6 +209,26 @@ def checkpointed_regions(device):
             assert torch.equal(chosen[-1], chosen[-2])
 
 
+def outputs_of_regions_may_change_in_place(device):
+    """Whatever of them is kept for the recomputation."""
+    for dispatcher in ("alltoall", "allgather", "overlapped"):
+        style = {"dispatcher": dispatcher}
+        for chunks, mean_grads, kept in itertools.product((1, 2), (False, True), (save_routing, save_communication)):
+            layer = shard_experts(
+                make_layer(device, **layer_options(style)),
+                expert_mesh(device),
+                **style,
+                chunks=chunks,
+                mean_grads=mean_grads,
+            )
+            x = draw(device, 6, seed=distributed.get_rank()).to(layer.router.weight.dtype).requires_grad_()
+            leaves = [x, *layer.parameters()]
+            expected = torch.autograd.grad((layer(x) + x).sin().sum(), leaves)
+            y = checkpoint(lambda x, layer=layer: layer(x).add_(x).sin(), x, use_reentrant=False, context_fn=kept)
+            for a, b in zip(torch.autograd.grad(y.sum(), leaves), expected, strict=True):
+                assert_close(full(a), full(b))
+
+
 def compiled_around_the_dispatcher(device):
     """What is before and after it: the router, and the shared expert with the sum. No more graphs for other tokens."""
     for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
@@ -238,6 +259,7 @@ CASES = [
     no_more_collectives_than_needed,
     communication_overlaps,
     checkpointed_regions,
+    outputs_of_regions_may_change_in_place,
     compiled_around_the_dispatcher,
     a_process_that_stays_away_is_an_error,
 ]

@@ -99,6 +99,21 @@ def test_equals_the_dense_formula(name, device):
             assert value.abs().max() > 0 and error <= tolerance * value.abs().max(), (implementation, dtype, key)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_output_may_change_in_place(name, device):
+    """As that of nn.Linear: it is no view, and nobody keeps it."""
+    layer = make_layer(name, device, load_balancing_coefficient=0.1)
+    for shape in ((3, 7, 32), (21, 32)):
+        x, gradients = make_x(device, shape).requires_grad_(), []
+        for in_place in (False, True):
+            y = layer(x)
+            assert not y._is_view()
+            y = y.add_(x) if in_place else y + x
+            gradients.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
+        for a, b in zip(*gradients, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_zero_experts_return_their_token(device):
     """With no weight on the others, the layer is a multiple of the identity; and they are counted."""
     layer = make_layer("zero_experts", device)
