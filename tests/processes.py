@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +26,6 @@ PRELOADED = [
 ]
 # Of a collective: whoever waits longer fails, and does not hang. On GPUs every process compiles kernels between two.
 TIMEOUT, GPU_TIMEOUT = timedelta(seconds=60), timedelta(seconds=300)
-
 
 eight_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 8, reason="needs 8 GPUs; with eight processes of gloo it takes two cores minutes"
@@ -49,6 +50,28 @@ def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[s
         if not list(folder.glob("*.failed")):
             raise
     return {case.__name__: _failure(folder, case.__name__) for case in cases}
+
+
+def failures_fixture(cases: list[Callable], num_processes: int) -> Callable:
+    """A fixture of a module, by the name it is given there: what `run_cases` returns."""
+
+    @pytest.fixture(scope="module")
+    def failures(tmp_path_factory):
+        return run_cases(cases, num_processes, tmp_path_factory.mktemp("processes"))
+
+    return failures
+
+
+def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A script, or a module behind -m, in so many processes, as a user would start it."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
+        pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    return subprocess.run(
+        [*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def _failure(folder: Path, name: str) -> str:

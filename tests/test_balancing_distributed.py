@@ -19,7 +19,7 @@ from moe_layers import (
 )
 
 from .balance_cases import random_logits, routing_of
-from .processes import run_cases
+from .processes import failures_fixture
 
 LENGTHS = [7, 17]  # tokens of each process
 
@@ -117,10 +117,7 @@ def errors(device):
 
 CASES = [losses_equal_one_process, layers_equal_one_process, bias_updates_equal_one_process, errors]
 
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
+failures = failures_fixture(CASES, 2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -33,7 +33,7 @@ from benchmarks.shapes import TINY, Shape
 from moe_kernels import Permutation
 from moe_layers.collectives import Ranks
 
-from .processes import run_cases
+from .processes import failures_fixture
 
 ARGUMENTS = ["--shapes", "tiny", "--routing", "zipf", "--rounds", "1", "--round-ms", "1", "--commit", "abc"]
 
@@ -200,10 +200,7 @@ CASES = [
     memory_is_within_the_plan,
 ]
 
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
+failures = failures_fixture(CASES, 2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from importlib import import_module
@@ -15,7 +13,7 @@ import torch
 from torch import distributed
 
 from .expert_parallel_cases import implementation_of
-from .processes import run_cases
+from .processes import run_cases, run_torchrun
 
 ROOT = Path(__file__).parents[1]
 # As when it runs as a script: the example finds its neighbours beside it.
@@ -77,12 +75,8 @@ def test_losses_equal_one_process(tmp_path):
 
 def test_under_torchrun(tmp_path):
     """The command of its docstring, in two processes."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, or none, got {torch.cuda.device_count()}")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ["examples/train_expert_parallel.py", "--preset", "cpu", "--steps", "1", "--output", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    result = subprocess.run([*launcher, *script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = run_torchrun(script, 2, ROOT)
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["processes"] == 2

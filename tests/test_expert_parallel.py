@@ -33,7 +33,7 @@ from .expert_parallel_cases import (
     styles,
     summed,
 )
-from .processes import eight_gpus, run_cases
+from .processes import eight_gpus, failures_fixture
 
 
 def draw_slots(device, num_tokens, routing):
@@ -338,15 +338,8 @@ EIGHT = [
     each_process_keeps_its_experts_only,
 ]
 
-
-@pytest.fixture(scope="module")
-def failures_of_two(tmp_path_factory):
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_eight(tmp_path_factory):
-    return run_cases(EIGHT, 8, tmp_path_factory.mktemp("processes"))
+failures_of_two = failures_fixture(CASES, 2)
+failures_of_eight = failures_fixture(EIGHT, 8)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

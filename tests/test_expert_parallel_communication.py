@@ -30,7 +30,7 @@ from .expert_parallel_cases import (
     own,
     shard_experts,
 )
-from .processes import run_cases
+from .processes import failures_fixture, run_cases
 
 BOUNDED_OVERLAPPED = OVERLAPPED | {"row_bound": 2.0}
 
@@ -273,9 +273,7 @@ def test_two_gpus(case, tmp_path):
     assert not failures[case.__name__], failures[case.__name__]
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
+failures = failures_fixture(CASES, 2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

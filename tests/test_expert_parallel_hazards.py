@@ -32,7 +32,7 @@ from .expert_parallel_cases import (
     shard_experts,
     summed,
 )
-from .processes import run_cases
+from .processes import failures_fixture
 
 
 def lengths_for(style):
@@ -128,10 +128,7 @@ def processes_without_tokens(device):
 
 CASES = [collectives_start_in_one_order, nothing_reads_what_is_under_way, processes_without_tokens]
 
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
+failures = failures_fixture(CASES, 2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

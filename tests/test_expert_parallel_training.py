@@ -36,7 +36,7 @@ from .expert_parallel_cases import (
     shard_experts,
     summed,
 )
-from .processes import eight_gpus, run_cases
+from .processes import eight_gpus, failures_fixture
 
 TOKENS = 8  # of each process
 
@@ -318,20 +318,9 @@ TWO = [
 ]
 FOUR = [two_steps_equal_one_process, distributed_checkpoints]
 
-
-@pytest.fixture(scope="module")
-def failures_of_two(tmp_path_factory):
-    return run_cases(TWO, 2, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_four(tmp_path_factory):
-    return run_cases(FOUR, 4, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_eight(tmp_path_factory):
-    return run_cases(FOUR, 8, tmp_path_factory.mktemp("processes"))
+failures_of_two = failures_fixture(TWO, 2)
+failures_of_four = failures_fixture(FOUR, 4)
+failures_of_eight = failures_fixture(FOUR, 8)
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)

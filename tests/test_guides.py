@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from .markdown import QUICK, Block, blocks_of, commands_of, is_quick, run_page
+from .processes import run_torchrun
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
@@ -37,13 +37,8 @@ def test_blocks_run(page, tmp_path):
 
 
 def test_several_gpus_in_two_processes(tmp_path):
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, or none, got {torch.cuda.device_count()}")
     page = ROOT / "examples" / "guides" / "several_gpus.md"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    command = [*launcher, "-m", "tests.markdown", str(page)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    result = run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -28,7 +28,7 @@ from .expert_parallel_cases import (
     shard_experts,
     summed,
 )
-from .processes import eight_gpus, run_cases
+from .processes import eight_gpus, failures_fixture
 from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers, draw_slots, run_dispatcher
 from .test_expert_parallel_training import compare_two_steps
 
@@ -352,21 +352,9 @@ EIGHT = [
 ]
 CPU_CASES = [collectives_are_those_needed, wrong_numbers_of_tokens]
 
-
-@pytest.fixture(scope="module")
-def failures_of_two(tmp_path_factory):
-    cases = [*TWO, *(() if torch.cuda.is_available() else CPU_CASES)]
-    return run_cases(cases, 2, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_four(tmp_path_factory):
-    return run_cases(FOUR, 4, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_eight(tmp_path_factory):
-    return run_cases(EIGHT, 8, tmp_path_factory.mktemp("processes"))
+failures_of_two = failures_fixture([*TWO, *(() if torch.cuda.is_available() else CPU_CASES)], 2)
+failures_of_four = failures_fixture(FOUR, 4)
+failures_of_eight = failures_fixture(EIGHT, 8)
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)

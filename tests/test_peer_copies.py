@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_layers.transport import CollectiveTransport, PeerCopies
 
 from .expert_parallel_cases import D_MODEL, assert_close, draw
-from .processes import eight_gpus, run_cases
+from .processes import eight_gpus, failures_fixture
 from .test_overlapped import assert_equal, gradients_of, make_overlapped, own_tokens
 
 pytestmark = pytest.mark.gpu
@@ -129,20 +129,9 @@ CASES = [
     lost_outputs_are_an_error,
 ]
 
-
-@pytest.fixture(scope="module")
-def failures_of_two(tmp_path_factory):
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_four(tmp_path_factory):
-    return run_cases(CASES, 4, tmp_path_factory.mktemp("processes"))
-
-
-@pytest.fixture(scope="module")
-def failures_of_eight(tmp_path_factory):
-    return run_cases(CASES, 8, tmp_path_factory.mktemp("processes"))
+failures_of_two = failures_fixture(CASES, 2)
+failures_of_four = failures_fixture(CASES, 4)
+failures_of_eight = failures_fixture(CASES, 8)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
