@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
@@ -292,8 +293,14 @@ class MoEFeedForward(nn.Module):
 
         Raises:
             ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the
-                choice is of another shape or dtype, or a loss needs lengths of sequences and there are none.
+                choice is of another shape or dtype, a loss needs lengths of sequences and there are none, or x is a
+                DTensor.
         """
+        if isinstance(x, DTensor):
+            raise ValueError(
+                "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this process, as "
+                "PrepareModuleInput does with use_local_output=True"
+            )
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)

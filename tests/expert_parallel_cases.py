@@ -1,8 +1,9 @@
 """Layers, tokens and comparisons that the tests of expert parallelism share."""
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,7 +64,7 @@ def make_layer(device, seed=0, **options):
     layer = MoEFeedForward(**{**sizes, **kind, **options})
     for name, parameter in layer.named_parameters():
         if "b_" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=0.3)
     return layer.to(device)
 
 
@@ -111,6 +112,40 @@ def assert_close(actual, expected):
     scale = expected.abs().max().item() if expected.numel() else 0.0
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-5}[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-3))
+
+
+TOKENS = 8  # of each process
+
+
+class Model(nn.Module):
+    def __init__(self, device, **options):
+        super().__init__()
+        torch.manual_seed(5)
+        self.project = nn.Linear(D_MODEL, D_MODEL).to(device, options.get("dtype", float_dtype(device)))
+        self.layers = nn.ModuleList([nn.ModuleDict({"moe": make_layer(device, seed, **options)}) for seed in range(2)])
+
+    def forward(self, x):
+        x = self.project(x)
+        for layer in self.layers:
+            x = x + layer["moe"](x)
+        return x
+
+
+def sharded(device, experts_over, style=None, **options):
+    """The model with experts over so many processes, and FSDP2 over all."""
+    model, mesh = Model(device, **options), expert_mesh(device, experts_over)
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(**(style or {}))})
+    for layer in model.layers:
+        fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
+        fully_shard(layer["moe"], mesh=everywhere)
+    return fully_shard(model, mesh=everywhere)
+
+
+def data(device, step):
+    """Tokens of all processes, and what to make of them."""
+    num_tokens = TOKENS * distributed.get_world_size()
+    return draw(device, num_tokens, seed=step), draw(device, num_tokens, seed=100 + step)
 
 
 class CollectiveCounter(TorchDispatchMode):

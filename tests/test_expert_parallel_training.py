@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_kernels import RouterSpec
 from moe_layers import (
@@ -26,50 +25,20 @@ from moe_layers.checkpoint.files import CheckpointFiles
 
 from .expert_parallel_cases import (
     D_MODEL,
+    TOKENS,
+    Model,
     assert_close,
+    data,
     draw,
     expert_mesh,
-    float_dtype,
     full,
     make_layer,
     own,
     shard_experts,
+    sharded,
     summed,
 )
 from .processes import eight_gpus, failures_fixture
-
-TOKENS = 8  # of each process
-
-
-class Model(nn.Module):
-    def __init__(self, device, **options):
-        super().__init__()
-        torch.manual_seed(5)
-        self.project = nn.Linear(D_MODEL, D_MODEL).to(device, options.get("dtype", float_dtype(device)))
-        self.layers = nn.ModuleList([nn.ModuleDict({"moe": make_layer(device, seed, **options)}) for seed in range(2)])
-
-    def forward(self, x):
-        x = self.project(x)
-        for layer in self.layers:
-            x = x + layer["moe"](x)
-        return x
-
-
-def sharded(device, experts_over, style=None, **options):
-    """The model with experts over so many processes, and FSDP2 over all."""
-    model, mesh = Model(device, **options), expert_mesh(device, experts_over)
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
-    parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(**(style or {}))})
-    for layer in model.layers:
-        fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
-        fully_shard(layer["moe"], mesh=everywhere)
-    return fully_shard(model, mesh=everywhere)
-
-
-def data(device, step):
-    """Tokens of all processes, and what to make of them."""
-    num_tokens = TOKENS * distributed.get_world_size()
-    return draw(device, num_tokens, seed=step), draw(device, num_tokens, seed=100 + step)
 
 
 def train_step(model, optimizer, x, target, clip):
