@@ -7,7 +7,7 @@ loaded stand in `REFUSED` with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_kernels import Activation, RouterSpec
 
@@ -52,6 +52,13 @@ def _none(config: Config) -> None:
 
 def _gated(config: Config) -> Activation:
     return Activation(_GATED[config.choice("hidden_act", tuple(_GATED), "silu")])
+
+
+def _dbrx_activation(config: Config) -> Activation:
+    config = config.nested("ffn_config")
+    if config.values.get("ffn_act_fn") is None:
+        return Activation("swiglu")
+    return Activation(_GATED[config.nested("ffn_act_fn").choice("name", tuple(_GATED), "silu")])
 
 
 def _plain(field: str, default: str) -> Callable[[Config], Activation]:
@@ -115,6 +122,12 @@ def _deepseek_v3_router(config: Config) -> RouterSpec:
     )
 
 
+def _dots_router(config: Config) -> RouterSpec:
+    if config.values.get("scoring_func") == "noaux_tc":  # as its published files call the choice by sigmoid and bias
+        config = replace(config, values=config.values | {"scoring_func": "sigmoid"})
+    return _deepseek_v3_router(config)
+
+
 def _minimax_m2_router(config: Config) -> RouterSpec:
     config.refuse_unless(scoring_func="sigmoid")
     return RouterSpec.sigmoid_groups(norm_epsilon=0.0, scale=config.number("routed_scaling_factor", default=1.0))
@@ -129,8 +142,8 @@ def _lfm2_router(config: Config) -> RouterSpec:
     )
 
 
-def _scaled_by(field: str) -> Callable[[Config], RouterSpec]:
-    return lambda config: RouterSpec.sigmoid_groups(scale=config.number(field, default=1.0))
+def _scaled_by(field: str, **default: float) -> Callable[[Config], RouterSpec]:
+    return lambda config: RouterSpec.sigmoid_groups(scale=config.number(field, **default))
 
 
 def _laguna_router(config: Config) -> RouterSpec:
@@ -170,7 +183,7 @@ def _mistral_router(config: Config) -> RouterSpec:
 
 def _longcat_router(config: Config) -> RouterSpec:
     config.refuse_unless(zero_expert_type="identity")
-    return RouterSpec.biased_softmax(normalize=False, scale=config.number("routed_scaling_factor", default=1.0))
+    return RouterSpec.biased_softmax(normalize=False, scale=config.number("routed_scaling_factor"))
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,8 @@ class Architecture:
         layouts: those it is published in, of the layouts that share names and that shapes may not tell apart
             ("fused", "transposed", "interleaved").
         sizes_in: object of the configuration with the sizes of the experts, "" for the configuration itself.
+        required: fields that must be in the file: missing, the functions above would take them for neutral, and the
+            configuration classes of the architecture (transformers', the model's own) for something else.
     """
 
     router: Callable[[Config], RouterSpec]
@@ -188,6 +203,7 @@ class Architecture:
     activation: Callable[[Config], Activation] = _gated
     shared: Callable[[Config], int | None] = _none
     shared_gate: bool = False
+    shared_activation: Callable[[Config], Activation | None] = _none
     bias: bool = False
     zero_experts: str = ""
     latent: str = ""
@@ -195,11 +211,14 @@ class Architecture:
     top_k: int | None = None
     layouts: tuple[str, ...] = ("fused",)
     sizes_in: str = ""
+    required: tuple[str, ...] = ()
 
     def block(self, config: Config) -> BlockSpec:
         """Raises ValueError for a field that is missing, malformed or not supported."""
+        config = replace(config, required=self.required)
         sizes = config.nested(self.sizes_in) if self.sizes_in else config
         latent = sizes.integer(self.latent, default=0) if self.latent else 0
+        shared_d_ff = self.shared(config)
         return BlockSpec(
             d_model=config.integer("hidden_size", "d_model", minimum=1),
             d_ff=sizes.integer(self.d_ff, minimum=1),
@@ -208,12 +227,16 @@ class Architecture:
             activation=self.activation(config),
             router=self.router(config),
             bias=self.bias,
-            shared_d_ff=self.shared(config),
+            shared_d_ff=shared_d_ff,
             shared_gate=self.shared_gate,
-            num_zero_experts=config.integer(self.zero_experts, default=0) if self.zero_experts else 0,
+            shared_activation=self.shared_activation(config) if shared_d_ff else None,
+            num_zero_experts=self.num_zero_experts(config),
             latent_dim=latent or None,
             capacity=config.integer(self.capacity, minimum=1) if self.capacity else None,
         )
+
+    def num_zero_experts(self, config: Config) -> int:
+        return config.integer(self.zero_experts) if self.zero_experts else 0
 
 
 # What `save_checkpoint` calls a layer that was not read from a checkpoint.
@@ -235,13 +258,19 @@ class _OwnArchitecture(Architecture):
         except TypeError as error:
             raise ValueError(f"checkpoint: config.json does not describe a layer: {error}") from error
 
+    def num_zero_experts(self, config: Config) -> int:
+        return config.nested("block").integer("num_zero_experts", default=0)
+
 
 _MIXTRAL = Architecture(_softmax(True), d_ff="intermediate_size")
 _OLMOE = Architecture(_softmax_by_flag(False), d_ff="intermediate_size")
 _QWEN3 = Architecture(_softmax_by_flag(False))
 _GATED_SHARED = {"shared": _shared("shared_expert_intermediate_size"), "shared_gate": True}
 _GRANITE = Architecture(_softmax(True), d_ff="intermediate_size", shared=_shared("shared_intermediate_size", default=0))
-_DEEPSEEK_V3 = Architecture(_deepseek_v3_router, shared=_several_shared())
+_DEEPSEEK_V2 = Architecture(_deepseek_v2_router, shared=_several_shared(), required=("n_group", "topk_group"))
+_GLM4 = Architecture(_deepseek_v3_router, shared=_several_shared())
+_SCALED = replace(_GLM4, required=("routed_scaling_factor",))
+_DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "topk_group"))
 _LLAMA4 = Architecture(
     lambda config: RouterSpec.sigmoid_on_input(),
     d_ff="intermediate_size",
@@ -266,7 +295,7 @@ ARCHITECTURES = {
     "dbrx": Architecture(
         _dbrx_router,
         d_ff="ffn_hidden_size",
-        activation=lambda config: Activation("swiglu"),
+        activation=_dbrx_activation,
         sizes_in="ffn_config",
     ),
     "gpt_oss": Architecture(
@@ -286,23 +315,28 @@ ARCHITECTURES = {
     ),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
-    "granitemoehybrid": _GRANITE,
+    "granitemoehybrid": replace(_GRANITE, required=("shared_intermediate_size",)),
     "granitemoe_swa": _GRANITE,
     "aria_text": Architecture(
-        _softmax(True), d_ff="intermediate_size", shared=_several_shared("intermediate_size"), layouts=("fused",)
+        _softmax(True),
+        d_ff="intermediate_size",
+        activation=lambda config: Activation("swiglu"),  # the routed experts', whatever hidden_act is
+        shared=_several_shared("intermediate_size"),
+        shared_activation=_gated,
+        layouts=("fused",),
     ),
-    "deepseek_v2": Architecture(_deepseek_v2_router, shared=_several_shared()),
+    "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "kimi_linear": _DEEPSEEK_V3,
-    "glm4_moe": _DEEPSEEK_V3,
-    "glm4_moe_lite": _DEEPSEEK_V3,
-    "glm4v_moe_text": _DEEPSEEK_V3,
-    "glm_moe_dsa": _DEEPSEEK_V3,
-    "dots1": _DEEPSEEK_V3,
-    "solar_open": _DEEPSEEK_V3,
-    "exaone_moe": _DEEPSEEK_V3,
+    "kimi_linear": _SCALED,
+    "glm4_moe": _GLM4,
+    "glm4_moe_lite": _SCALED,
+    "glm4v_moe_text": _GLM4,
+    "glm_moe_dsa": _SCALED,
+    "dots1": replace(_GLM4, router=_dots_router, required=("norm_topk_prob",)),
+    "solar_open": _GLM4,
+    "exaone_moe": _SCALED,
     "bailing_hybrid": _DEEPSEEK_V3,
     "mimo_v2_flash": Architecture(_deepseek_v3_router),
     "nemotron_h": Architecture(
@@ -313,7 +347,7 @@ ARCHITECTURES = {
     ),
     "minimax_m2": Architecture(_minimax_m2_router, d_ff="intermediate_size"),
     "lfm2_moe": Architecture(_lfm2_router),
-    "afmoe": Architecture(_scaled_by("route_scale"), shared=_several_shared()),
+    "afmoe": Architecture(_scaled_by("route_scale", default=1.0), shared=_several_shared()),
     "hy_v3": Architecture(_scaled_by("router_scaling_factor"), shared=_several_shared()),
     "laguna": Architecture(_laguna_router, shared=_shared("shared_expert_intermediate_size")),
     "flint": Architecture(_flint_router, shared=_shared("shared_expert_intermediate_size")),

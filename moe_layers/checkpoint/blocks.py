@@ -27,6 +27,7 @@ OTHER_NAMES = {
         "gate.e_score_correction_bias",
         "e_score_correction_bias",
         "moe_statics.e_score_correction_bias",
+        "gate.moe_statics.e_score_correction_bias",
         "expert_bias",
         "experts.e_score_correction_bias",
         "gate.bias",
@@ -95,6 +96,15 @@ def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
     ]
 
 
+def check_names(prefix: str, layout: Layout) -> None:
+    """Raises ValueError if tensors with the names of the layout would not be found as those of the block."""
+    if not all(_may_hold(prefix, key.name) for key in layout.keys):
+        raise ValueError(
+            f"checkpoint: layout {layout.name!r} has no names for experts that lie below {prefix or '(top)'} itself, "
+            'they must begin with "experts."'
+        )
+
+
 def find_blocks(names: Iterable[str]) -> list[Block]:
     """All MoE blocks, in the order of their layers.
 
@@ -152,7 +162,7 @@ def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> 
     end = 0
     while True:
         prefix, relative = name[:end], name[end:]
-        if prefix in prefixes and (not _is_layer(prefix) or relative.startswith(_OWN_NAMES)):
+        if prefix in prefixes and _may_hold(prefix, relative):
             yield prefix, relative
         if prefix in blocks_in and relative.startswith(_BESIDE):
             for block in blocks_in[prefix]:
@@ -160,6 +170,11 @@ def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> 
         end = name.find(".", end) + 1
         if not end:
             return
+
+
+def _may_hold(prefix: str, relative: str) -> bool:
+    """Whether a tensor of this name below the prefix of a block belongs to it."""
+    return not _is_layer(prefix) or relative.startswith(_OWN_NAMES)
 
 
 def _layer_of(prefix: str) -> str:

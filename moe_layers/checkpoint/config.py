@@ -17,10 +17,14 @@ class Config:
     """The configuration of a model, seen from one of its layers.
 
     A field that is a list has one entry per layer. A null is taken as missing.
+
+    Attributes:
+        required: names of fields that must be there, also where the reader has a default.
     """
 
     values: dict
     layer: int = 0
+    required: tuple[str, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -30,7 +34,7 @@ class Config:
         value = self.values.get(name)
         if not isinstance(value, dict):
             raise ValueError(f"checkpoint: config.json must hold an object {name}, got {value!r}")
-        return Config(value, self.layer)
+        return Config(value, self.layer, self.required)
 
     def integer(self, *names: str, default: object = _MISSING, minimum: int = 0) -> int:
         """The first of the names that is there.
@@ -74,7 +78,7 @@ class Config:
                 value = value[self.layer] if self.layer < len(value) else None
             if value is not None:
                 return name, value
-        if default is _MISSING:
+        if default is _MISSING or not set(names).isdisjoint(self.required):
             raise ValueError(f"checkpoint: config.json must hold {' or '.join(names)}, got none")
         return names[0], default
 
@@ -96,7 +100,9 @@ def float8_block(values: dict, config: Config) -> tuple[int, int]:
         ValueError: another quantisation than float8 by blocks or MXFP4, or a malformed block size.
     """
     quantization = values.get("quantization_config") or config.values.get("quantization_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if not isinstance(quantization, dict):
+        raise ValueError(f"checkpoint: quantization_config in config.json must hold an object, got {quantization!r}")
+    method = quantization.get("quant_method")
     if method not in (None, "fp8", "mxfp4"):
         raise ValueError(f"checkpoint: quant_method must be 'fp8' or 'mxfp4', got {method!r}")
     block = quantization.get("weight_block_size") or _FLOAT8_BLOCK

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .blocks import check_names
 from .config import RECORD, float8_block, read_config, without_quantization
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Key, Layout, Sizes, find_layout
@@ -45,6 +46,7 @@ def convert(
     """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
 
     Tensors that belong to no expert are copied as they are. Quantised weights, wherever they are, are dequantised.
+    Weights that were written for zero experts, which have none, are left out.
     At most one output shard is in memory, and beside it one tensor, or one expert's matrix, of the source. Other small
     files of the directory (tokenizer, ...) are copied along.
 
@@ -53,8 +55,8 @@ def convert(
         progress: wraps the list of tensors to be written, as tqdm does.
 
     Raises:
-        ValueError: the layout does not exist or cannot hold these experts, the source is damaged, incomplete or in a
-            layout that cannot be recognised, or `target` holds files already.
+        ValueError: the layout does not exist, cannot hold these experts or would not be recognised, the source is
+            damaged, incomplete or in a layout that cannot be recognised, or `target` holds files already.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -113,11 +115,21 @@ def _expert_outputs(
 ) -> Iterator[Output]:
     source, sizes = held
     target = find_layout(layout, gated=source.gated, bias=found.bias)
+    _check_readable(found, target, sizes)
     reader = ExpertReader(found, source, sizes)
     for key in target.select(bias=found.bias):
         for number in range(sizes.num_experts) if key.per_expert else (None,):
             name = found.block.prefix + key.name.replace("{e}", str(number))
             yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
+
+
+def _check_readable(found: BlockSurvey, target: Layout, sizes: Sizes) -> None:
+    check_names(found.block.prefix, target)
+    if any(key.flat for key in target.keys) and found.num_routed != sizes.num_experts:
+        raise ValueError(
+            f"checkpoint: layout {target.name!r} leaves the number of experts to the router, and that of "
+            f"{found.block.prefix} has {found.num_routed} rows for {sizes.num_experts} experts"
+        )
 
 
 @dataclass(frozen=True)

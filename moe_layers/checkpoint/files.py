@@ -21,7 +21,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -107,9 +107,9 @@ class CheckpointFiles:
         with self._handle(name) as file:
             entry = file.get_slice(name)
             dtype = entry.get_dtype()
-            if dtype not in _DTYPES:
-                raise ValueError(f"checkpoint: the dtype of {name} must be one of {tuple(_DTYPES)}, got {dtype}")
-            return TensorInfo(tuple(entry.get_shape()), _DTYPES[dtype])
+            if dtype not in DTYPES:
+                raise ValueError(f"checkpoint: the dtype of {name} must be one of {tuple(DTYPES)}, got {dtype}")
+            return TensorInfo(tuple(entry.get_shape()), DTYPES[dtype])
 
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
         """The tensor, or a range of its first axis; only the bytes of the range are read.

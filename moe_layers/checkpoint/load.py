@@ -46,7 +46,7 @@ def load_layer(
         experts: those to read, perhaps as a function of their number; None for all.
     """
     if dtype not in (None, *_DTYPES.values()):
-        raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES)}, got {dtype}")
+        raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
     with CheckpointFiles(directory) as files:
         values = read_json(files.directory / CONFIG)
         block = select_block(files, layer)
@@ -60,6 +60,9 @@ def load_layer(
         plan = Planner(files, block, float8_block(values, config)).plan(architecture, spec, shapes, experts, recorded)
         if dtype is None:
             module.to(_stored_dtype(plan, values, config))
+            router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
+            if router.value_dtype == torch.float32:  # as some models keep it, and a router may
+                module.router.weight = nn.Parameter(module.router.weight.float())
         module.to_empty(device=torch.get_default_device() if device is None else device)
         for parameter in module.parameters():
             prefer_huge_pages(parameter)

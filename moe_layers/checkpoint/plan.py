@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .architectures import Architecture, BlockSpec
 from .blocks import OTHER_NAMES, Block, shared_keys
@@ -99,7 +99,14 @@ class Planner:
                     self._skip(plan, name)
                     continue
                 held = experts if number is None else range(number, number + 1)
-                self._fill(plan, name, f"experts.{key.parameter}", key.shape(plan.sizes), key, held)
+                shape = self._shape_of_experts(name, key, plan.sizes, spec.num_zero_experts)
+                self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
+
+    def _shape_of_experts(self, name: str, key: Key, sizes: Sizes, num_zero_experts: int) -> tuple[int, ...]:
+        """transformers writes rows for zero experts into some tensors of all experts; nothing reads them."""
+        with_zero_experts = key.shape(replace(sizes, num_experts=sizes.num_experts + num_zero_experts))
+        stored = self._stacked(name) if name in self.block.weights else None
+        return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
 
     def _skip_zero_experts(self, plan: Plan, spec: BlockSpec) -> None:
         """transformers writes weights for zero experts, which nothing reads."""

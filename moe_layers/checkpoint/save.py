@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .architectures import OWN_MODEL_TYPE, BlockSpec
-from .blocks import OTHER_NAMES
+from .blocks import OTHER_NAMES, check_names
 from .config import RECORD, without_quantization
 from .layouts import Key, Sizes, find_layout
 from .source import CheckpointSource
@@ -42,11 +42,16 @@ def save_layer(
             "dict (torch.distributed.checkpoint.state_dict) into a layer of one process"
         )
     prefix = source.prefix if source is not None else "model.layers.0.mlp."
+    check_names(prefix, target)
     state = module.state_dict()
     writer = ShardWriter(directory, max_shard_bytes)
     for parameter in OTHER_NAMES:
         if parameter in state:
-            writer.add(_other_name(parameter, source, prefix), state[parameter].cpu().contiguous())
+            tensor = state[parameter].cpu().contiguous()
+            if source is None:
+                writer.add(prefix + OTHER_NAMES[parameter][0], tensor)
+            else:
+                writer.add(source.names[parameter], tensor.reshape(source.shapes[parameter]))
     if spec.shared_d_ff is not None:
         gated = spec.shared_is_gated
         sizes = Sizes(1, spec.shared_d_ff, spec.d_model)
@@ -93,10 +98,6 @@ def _config(source: CheckpointSource | None, spec: BlockSpec) -> dict:
     }
     config = {"model_type": OWN_MODEL_TYPE, "block": block, "activation": vars(spec.activation), "router": router}
     return config if spec.shared_activation is None else {**config, "shared_activation": vars(spec.shared_activation)}
-
-
-def _other_name(parameter: str, source: CheckpointSource | None, prefix: str) -> str:
-    return source.names[parameter] if source is not None else prefix + OTHER_NAMES[parameter][0]
 
 
 def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:

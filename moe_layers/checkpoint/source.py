@@ -17,6 +17,7 @@ class CheckpointSource:
         config: the whole `config.json`.
         layout: of the experts.
         names: full names of the tensors of the router and other single parameters, by parameter.
+        shapes: of these tensors on disk, where some biases are [1, E].
         shared: key table of the shared expert; its names are full.
     """
 
@@ -25,16 +26,19 @@ class CheckpointSource:
     layer: int
     layout: str
     names: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
     shared: tuple[Key, ...]
 
     @classmethod
     def of(cls, config: dict, block: Block, plan: Plan) -> CheckpointSource:
         others = [fill for fill in plan.fills if fill.experts is None]
+        single = [fill for fill in others if fill.key is None]
         return cls(
             config=config,
             prefix=block.prefix,
             layer=block.layer,
             layout=plan.layout.name,
-            names={fill.parameter: fill.stored.name for fill in others if fill.key is None},
+            names={fill.parameter: fill.stored.name for fill in single},
+            shapes={fill.parameter: fill.stored.shape for fill in single},
             shared=tuple(Key(fill.stored.name, fill.key.parts) for fill in others if fill.key is not None),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,7 +22,8 @@ class BlockSurvey:
         layouts: those that fit; more than one where neither names nor shapes nor the architecture tell them apart.
         sizes: as each of these layouts reads them.
         bias: the experts have biases.
-        experts: the weights of the experts, by name below the block.
+        experts: the weights of the experts, by name below the block; also those written for zero experts.
+        num_routed: rows of the router, less those of zero experts.
         wrong: why no layout fits.
     """
 
@@ -31,6 +32,7 @@ class BlockSurvey:
     sizes: tuple[Sizes, ...]
     bias: bool
     experts: dict[str, Stored]
+    num_routed: int
     num_bytes: int
     wrong: tuple[str, ...]
 
@@ -62,7 +64,10 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
         raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + "\n  ".join(problems))
     patterns = block.patterns()
     candidates = matching_layouts(block)
-    matches = [(layout, *_match(block, described, layout)) for layout in candidates]
+    architecture = ARCHITECTURES.get(config.model_type)
+    num_zero = architecture.num_zero_experts(config) if architecture else 0
+    router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
+    matches = [(layout, *_match(block, described, layout, router, num_zero)) for layout in candidates]
     fitting = [(layout, sizes) for layout, sizes, wrong in matches if not wrong]
     wrong = [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
     fitting = _narrow(fitting, values.get(RECORD), config)
@@ -71,7 +76,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
         key.name.replace("{e}", str(e))
         for layout, sizes in fitting
         for key in layout.select(bias=bias)
-        for e in (range(sizes.num_experts) if key.per_expert else range(1))
+        for e in (range(sizes.num_experts + num_zero) if key.per_expert else range(1))
     }
     return BlockSurvey(
         block=block,
@@ -79,21 +84,28 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
         sizes=tuple(sizes for _, sizes in fitting),
         bias=bias,
         experts={name: stored for name, stored in described.items() if name in names},
+        num_routed=router[0] - num_zero if router else 0,
         num_bytes=sum(stored.num_bytes for stored in described.values()),
         wrong=tuple(wrong),
     )
 
 
-def _match(block: Block, described: dict[str, Stored], layout: Layout) -> tuple[Sizes | None, list[str]]:
+def _match(
+    block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
+) -> tuple[Sizes | None, list[str]]:
     """The sizes of a layout's tensors, and which of them do not fit."""
-    router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
     name = down.name.replace("{e}", str(min(numbers, default=0)))
     if len(router) != 2 or name not in described or len(described[name].shape) < 2:
         return None, [f"missing: {block.prefix}{name}, or not a matrix"]
+    if num_zero_experts or down.flat:
+        num_experts = router[0] - num_zero_experts
+    else:
+        num_experts = max(numbers) + 1 if down.per_expert else described[name].shape[0]
+    if num_experts < 1:
+        return None, [f"wrong shape: the router of {block.prefix} is {router}, with {num_zero_experts} zero experts"]
     rows, columns = described[name].shape[-2:]
-    num_experts = max(numbers) + 1 if down.per_expert else router[0] if down.flat else described[name].shape[0]
     if down.flat:
         rows //= num_experts
     d_model, d_ff = (columns, rows) if down.transposed else (rows, columns)
@@ -101,14 +113,28 @@ def _match(block: Block, described: dict[str, Stored], layout: Layout) -> tuple[
     if d_model != router[1] and "fc1_latent_proj.weight" not in described:
         wrong.append(f"wrong shape: {block.prefix}{name} has d_model {d_model}, the router {router[1]}")
     sizes = Sizes(num_experts, d_ff, d_model)
+    return sizes, wrong + _misfits(block, described, layout, sizes, num_zero_experts)
+
+
+def _misfits(
+    block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
+) -> list[str]:
+    """The tensors of a layout that are not there or do not have these sizes. Zero experts have no matrix "down"."""
+    wrong = []
+    with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=False):
-        for number in range(num_experts) if key.per_expert else (None,):
-            name, shape = key.name.replace("{e}", str(number)), key.shape(sizes)
+        shapes = [key.shape(sizes)] if key.parts == ("down",) else [key.shape(sizes), key.shape(with_zero_experts)]
+        for number in range(sizes.num_experts) if key.per_expert else (None,):
+            name = key.name.replace("{e}", str(number))
             if name not in described:
-                wrong.append(f"missing: {block.prefix}{name} {shape}")
-            elif described[name].shape != shape:
-                wrong.append(f"wrong shape: {block.prefix}{name} is {described[name].shape}, must be {shape}")
-    return sizes, wrong
+                wrong.append(f"missing: {block.prefix}{name} {shapes[0]}")
+            elif described[name].shape not in shapes:
+                wrong.append(f"wrong shape: {block.prefix}{name} is {described[name].shape}, must be {shapes[0]}")
+        if key.parts == ("down",):
+            numbers = sorted(number for number in block.expert_numbers() if number >= sizes.num_experts)
+            names = [key.name.replace("{e}", str(number)) for number in numbers]
+            wrong += [f"left over: {block.prefix}{name}" for name in names if name in described]
+    return wrong
 
 
 def _narrow(fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: Config) -> list[tuple[Layout, Sizes]]:

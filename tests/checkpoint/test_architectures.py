@@ -1,13 +1,16 @@
 """Random models that transformers itself builds and saves: the loaded layer computes what the original block does."""
 
+import copy
+
 import pytest
 import torch
 
 from moe_layers import MoEFeedForward
-from moe_layers.checkpoint.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED
+from moe_layers.checkpoint.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED, BlockSpec, find_architecture
+from moe_layers.checkpoint.config import Config
 
 from .golden import FASTEST
-from .tiny_models import LAYER, MODELS, save_model
+from .tiny_models import LAYER, MODELS, config_fields, known_fields, save_model
 
 pytest.importorskip("transformers", reason="transformers builds the models of this test")
 # transformers warns about sizes that no published model has, and about its own deprecations.
@@ -42,6 +45,10 @@ def test_equals_the_original_block(model_type, tmp_path, device):
         ("granitemoeshared", {"shared_intermediate_size": 0}),
         ("longcat_flash", {"zero_expert_num": 0}),
         ("hunyuan_v1_moe", {"moe_topk": [1, 3]}),
+        ("aria_text", {"hidden_act": "gelu"}),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}),
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {}}}),
+        ("dots1", {"scoring_func": "noaux_tc"}),
     ],
     ids=str,
 )
@@ -50,11 +57,46 @@ def test_options(model_type, changes, tmp_path, device):
     assert_equals(tmp_path, block, device)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text", "ernie4_5_moe", "longcat_flash"]
+)
 def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
     """`save_original_format=False` keeps the names and shapes of the modules of transformers."""
     block = save_model(model_type, tmp_path, save_original_format=False)
     assert_equals(tmp_path, block, device)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {OWN_MODEL_TYPE}))
+def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model_type):
+    """Compared with what the configuration class of transformers puts in its place."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    for fields in ({}, known_fields(config_class, config_fields(model_type))):
+        values = config_class(**fields).to_dict()
+        if not isinstance(block_of(values), BlockSpec):
+            continue  # the defaults alone need not describe a block
+        for name in values.keys() - {"model_type"}:
+            rest = {key: value for key, value in values.items() if key != name}
+            try:
+                completed = config_class.from_dict(copy.deepcopy(rest)).to_dict()
+            except (ValueError, StrictDataclassError):
+                continue  # the default does not go with the other fields
+            actual = block_of(rest)
+            refused = isinstance(actual, str) and name in actual
+            assert refused or actual == block_of(completed), name
+
+
+def block_of(values):
+    """The block that a configuration describes, or why it describes none."""
+    config = Config(values, LAYER)
+    try:
+        return find_architecture(config).block(config)
+    except ValueError as error:
+        return str(error)
 
 
 def assert_equals(directory, block, device):

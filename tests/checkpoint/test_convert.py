@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -6,10 +7,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.__main__ import main
 from moe_layers.checkpoint.convert import convert
 
 from .golden import CASES, GOLDEN, Golden
+from .test_from_checkpoint import same_state
+from .tiny_models import LAYER, save_model
 
 
 def read_model(directory):
@@ -23,6 +27,12 @@ def read_model(directory):
         tensors |= load_file(directory / file)
     assert set(tensors) == set(weight_map)
     return tensors
+
+
+def save_unknown(model, directory):
+    directory.mkdir()
+    save_file(model, directory / "model.safetensors")
+    (directory / "config.json").write_text('{"model_type": "something_new"}')
 
 
 def same(a, b):
@@ -53,6 +63,42 @@ def test_every_case_converts(case, tmp_path):
     assert experts and converted.keys() - experts
     for name in converted.keys() - experts:
         assert torch.equal(converted[name], original[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestZeroExperts:
+    """transformers writes gates and ups for the zero experts of LongCat-Flash, which nothing reads."""
+
+    @pytest.mark.parametrize("layout", ["per_expert", "fused", "transposed", "stacked", "flat"])
+    @pytest.mark.parametrize("save_original_format", [True, False])
+    def test_they_are_left_out(self, save_original_format, layout, tmp_path):
+        pytest.importorskip("transformers")
+        save_model("longcat_flash", tmp_path / "model", save_original_format=save_original_format)
+        convert(tmp_path / "model", tmp_path / "out", layout)
+        layer = MoEFeedForward.from_checkpoint(tmp_path / "out", LAYER)
+        assert layer.num_zero_experts == 3
+        assert same_state(layer, MoEFeedForward.from_checkpoint(tmp_path / "model", LAYER))
+        convert(tmp_path / "out", tmp_path / "back", "per_expert")
+        back = MoEFeedForward.from_checkpoint(tmp_path / "back", LAYER)
+        assert same_state(back, layer)
+
+    def test_missing_and_left_over_experts_are_named(self, tmp_path):
+        pytest.importorskip("transformers")
+        save_model("longcat_flash", tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        last = f"model.layers.0.mlp.experts.{config['n_routed_experts'] - 1}.down_proj.weight"
+        config["zero_expert_num"] += 1
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=f"left over: {re.escape(last)}"):
+            convert(tmp_path / "model", tmp_path / "out", "fused")
+        config["zero_expert_num"] -= 1
+        tensors = read_model(tmp_path / "model")
+        del tensors[last]
+        (tmp_path / "damaged").mkdir()
+        save_file(tensors, tmp_path / "damaged" / "model.safetensors")
+        (tmp_path / "damaged" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=f"missing: {re.escape(last)}"):
+            convert(tmp_path / "damaged", tmp_path / "out", "fused")
 
 
 def test_shards_stay_below_the_limit(tmp_path):
@@ -137,6 +183,44 @@ def test_mixed_dtypes_are_refused(tmp_path):
     save_file(model, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="must have one dtype"):
         convert(tmp_path, tmp_path / "out", "fused")
+
+
+class TestLayerThatIsTheBlockItself:
+    """In some models the experts lie beside the attention."""
+
+    def save(self, directory):
+        model = {name.replace(".mlp.", "."): tensor for name, tensor in Golden("qwen3_moe").tensors("model").items()}
+        save_unknown(model, directory)
+        return model
+
+    @pytest.mark.parametrize("layout", ["fused", "per_expert_w123", "flat", "stacked_w13"])
+    def test_converts(self, layout, tmp_path):
+        model = self.save(tmp_path / "in")
+        convert(tmp_path / "in", tmp_path / "out", layout)
+        convert(tmp_path / "out", tmp_path / "back", "per_expert")
+        assert same(read_model(tmp_path / "back"), model)
+
+    @pytest.mark.parametrize("layout", ["stacked", "linear"])
+    def test_names_that_could_not_be_found_again(self, layout, tmp_path):
+        self.save(tmp_path / "in")
+        message = rf"'{layout}' has no names for experts that lie below model\.layers\.1\. itself"
+        with pytest.raises(ValueError, match=message):
+            convert(tmp_path / "in", tmp_path / "out", layout)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_router_with_more_rows_than_experts(tmp_path):
+    """The layout "flat" does not say how many experts there are, and such a router does not either."""
+    model = Golden("mixtral").tensors("model")
+    router = next(name for name in model if name.endswith(".gate.weight"))
+    model[router] = torch.cat([model[router], model[router][:2]])
+    save_unknown(model, tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", "fused")
+    convert(tmp_path / "out", tmp_path / "back", "per_expert_w123")
+    assert same(read_model(tmp_path / "back"), model)
+    with pytest.raises(ValueError, match=r"'flat' leaves the number of experts to the router, .* 6 rows for 4 experts"):
+        convert(tmp_path / "in", tmp_path / "flat", "flat")
+    assert not (tmp_path / "flat").exists()
 
 
 def test_command_converts_a_directory_of_checkpoints(tmp_path, capsys):

@@ -63,6 +63,33 @@ def test_dtype(dtype, expected, device):
         assert torch.equal(layer.experts.w_up[3, 24:].cpu(), golden.tensors("model")[name].bfloat16())
 
 
+def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
+    """As ERNIE-4.5 keeps its own; it is computed so, and saved so."""
+
+    def shorten(tensors):
+        for name in tensors:
+            if "gate.weight" not in name and "correction_bias" not in name:
+                tensors[name] = tensors[name].bfloat16()
+
+    golden = copy_case("deepseek_v3", tmp_path / "source", shorten)
+    gate = golden.tensors("model")[f"{golden.prefix}gate.weight"]
+    layer, report = MoEFeedForward.from_checkpoint(tmp_path / "source", golden.layer, return_report=True)
+    assert not report.dtype_changes
+    assert layer.experts.w_up.dtype == layer.shared_expert.w_up.dtype == torch.bfloat16
+    assert not torch.equal(gate, gate.bfloat16().float()) and torch.equal(layer.router.weight, gate)
+    x = torch.randn(50, layer.d_model).bfloat16()
+    assert layer(x).dtype == torch.bfloat16
+    assert torch.equal(layer.router(x).logits, x.float() @ gate.t())
+    layer.save_checkpoint(tmp_path / "copy")
+    assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "copy", golden.layer), layer)
+    rounded, report = MoEFeedForward.from_checkpoint(
+        tmp_path / "source", golden.layer, dtype=torch.bfloat16, return_report=True
+    )
+    assert rounded.router.weight.dtype == torch.bfloat16 and list(report.dtype_changes) == [
+        f"{golden.prefix}gate.weight"
+    ]
+
+
 def test_dtype_of_a_quantised_source_is_the_models():
     layer = MoEFeedForward.from_checkpoint(GOLDEN / "gpt_oss_mxfp4", 0)
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}

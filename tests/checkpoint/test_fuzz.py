@@ -98,6 +98,12 @@ def test_any_names(names, suffix):
         matching_layouts(block)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", 3, ["fp8"], True], ids=str)
+def test_quantisation_that_is_not_an_object(quantization):
+    with pytest.raises(ValueError, match=r"quantization_config in config\.json must hold an object, got"):
+        float8_block({"quantization_config": quantization}, Config({}))
+
+
 def test_json_that_no_configuration_has():
     assert read_config(json.loads('{"text_config": {"model_type": "x", "text_config": 3}}'), 0).model_type == "x"
     assert torch.Size(float8_block({"quantization_config": None}, Config({}))) == (128, 128)

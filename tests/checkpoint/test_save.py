@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from moe_kernels import Activation, RouterSpec
 from moe_layers import MoEFeedForward
+from moe_layers.checkpoint.convert import convert
 from moe_layers.checkpoint.layouts import LAYOUTS
 
 from .golden import CASES, FASTEST, Golden
 from .test_convert import read_model
-from .test_from_checkpoint import same_state
+from .test_from_checkpoint import copy_case, same_state
 
 GATED = sorted({layout.name for layout in LAYOUTS if layout.gated and not layout.encoding})
 
@@ -33,7 +34,7 @@ def test_names_and_layout_of_the_source(case, tmp_path):
     written = read_model(tmp_path / "out")
     if case != "gpt_oss_mxfp4":
         assert written.keys() == block.keys()
-        assert all(torch.equal(written[name].view(-1), block[name].view(-1)) for name in block)
+        assert all(torch.equal(written[name], block[name]) for name in block)
     assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "out", golden.layer), layer)
 
 
@@ -74,6 +75,15 @@ def test_layer_that_was_not_read_from_a_checkpoint(options, layout, tmp_path):
     assert torch.equal(loaded(x), layer(x))
 
 
+@pytest.mark.parametrize("layout", ["per_expert", "fused", "flat"])
+def test_zero_experts_convert(layout, tmp_path):
+    """The layout "flat" leaves the number of experts to the router, which has rows for zero experts too."""
+    layer = make_layer(num_zero_experts=2)
+    layer.save_checkpoint(tmp_path / "flat", layout="flat")
+    convert(tmp_path / "flat", tmp_path / "out", layout)
+    assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "out"), layer)
+
+
 def test_converts_keep_sharing_nothing(tmp_path):
     """Saving a loaded layer in another layout records it; the configuration is otherwise the source's."""
     golden = Golden("deepseek_v3")
@@ -93,6 +103,23 @@ def test_unknown_layout(tmp_path):
     with pytest.raises(ValueError, match="layout must be one of"):
         make_layer().save_checkpoint(tmp_path / "out", layout="G")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", ["stacked", "linear"])
+def test_a_layer_that_is_the_block_itself(layout, tmp_path):
+    """Names that do not begin with "experts." could not be told from those of the layer's other parts."""
+
+    def move(tensors):
+        for name in list(tensors):
+            tensors[name.replace(".mlp.", ".")] = tensors.pop(name)
+
+    copy_case("qwen3_moe", tmp_path / "in", move)
+    layer = MoEFeedForward.from_checkpoint(tmp_path / "in", 1)
+    with pytest.raises(ValueError, match=rf"'{layout}' has no names for experts that lie below model\.layers\.1\."):
+        layer.save_checkpoint(tmp_path / "out", layout=layout)
+    assert not (tmp_path / "out").exists()
+    layer.save_checkpoint(tmp_path / "fused", layout="fused")
+    assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "fused", 1), layer)
 
 
 def test_directory_must_be_empty(tmp_path):

@@ -105,6 +105,13 @@ def config_fields(model_type):
     return {**fields, **MODELS.get(model_type, {})}
 
 
+def known_fields(config_class, fields):
+    """Those of the fields that the configuration class has."""
+    default = config_class()
+    known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
+    return {name: value for name, value in fields.items() if name in known}
+
+
 def save_model(model_type, directory, *, save_original_format=True, **changes):
     """Write a random model in the layout of the hub, in small shards; returns its MoE block, a function of x."""
     import transformers
@@ -119,13 +126,12 @@ def save_model(model_type, directory, *, save_original_format=True, **changes):
         )
     torch.manual_seed(len(model_type))
     config_class = transformers.CONFIG_MAPPING[model_type]
-    default = config_class()
-    known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
-    fields = {name: value for name, value in {**config_fields(model_type), **changes}.items() if name in known}
-    config = config_class(**fields)
+    fields = known_fields(config_class, {**config_fields(model_type), **changes})
     if model_type == "dbrx":
         sizes = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_hidden_size": 20, "moe_normalize_expert_weights": 2.0}
-        config = config_class(**fields, ffn_config={**sizes, "hidden_size": fields["d_model"]})
+        fields["ffn_config"] = {**sizes, "hidden_size": fields["d_model"], **changes.get("ffn_config", {})}
+    config = config_class(**fields)
+    if model_type == "dbrx":
         config.attn_config.rope_theta = 1e4
     # Other implementations of the experts want aligned sizes.
     model = model_class(model_type)._from_config(config, experts_implementation="eager").eval()
