@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
 from ._triton import HAS_TRITON, INTERPRET
@@ -104,6 +105,8 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_torch_function(args):
             return self.overload(*args)
+        if forward_ad._current_level >= 0:
+            check_tangents(f"moe_kernels::{self._name}", args)
         # As nothing else is to see the call, the dispatcher would only come to `_autograd`: one turn through it less.
         if _needs_gradient(args):
             return self._apply(*args)
@@ -122,6 +125,8 @@ class Op:
         self._backward, self._setup_context = backward, setup_context
 
     def _autograd(self, *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            check_tangents(f"moe_kernels::{self._name}", inputs)
         if _needs_gradient(inputs):
             return self._function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
@@ -138,6 +143,13 @@ class Op:
         if self._backward is None:
             raise NotImplementedError(f"moe_kernels::{self._name} has no gradient")
         return self._backward(ctx, *gradients)
+
+
+def check_tangents(op: str, values: tuple[Any, ...]) -> None:
+    """Raises NotImplementedError if one has a tangent of forward-mode AD, which would be lost."""
+    for value in values:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(f"{op} has no forward-mode gradient; implementation='reference' has")
 
 
 def _needs_gradient(values: tuple[Any, ...]) -> bool:

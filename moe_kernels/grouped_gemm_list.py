@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import reference, tuning
 from ._checks import check_float8, check_no_gradient, result_dtype
-from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op
+from ._dispatch import FLOAT8, KERNEL_DTYPES, check_tangents, choose, registered_op
 from .catalog import CompiledArtifact, Kernel, device_cc
 from .gemm.array import GroupedGemmListArguments, leading_dimension, make_problem_table
 
@@ -59,6 +60,8 @@ def grouped_gemm_list(
         check_no_gradient(op, "float8 operands", *a_list, *b_list)
     if _choose(op, implementation, a_list[0]) == "reference":
         return reference.grouped_gemm_list(a_list, b_list, out_dtype=out_dtype)
+    if forward_ad._current_level >= 0:
+        check_tangents(op, (*a_list, *b_list))
     return _grouped_gemm_list_op(list(a_list), list(b_list), [False] * len(a_list), out_dtype)
 
 

@@ -8,8 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks import check_same_dtype
 from ._dispatch import registered_op
 from .batch_invariance import invariant_product
+
+
+def check_router_dtypes(op: str, tokens: Tensor, w_router: Tensor) -> None:
+    """Raises ValueError unless both have one floating-point dtype, or the weight is float32 beside shorter tokens."""
+    if w_router.dtype != torch.float32 or tokens.dtype not in (torch.bfloat16, torch.float16):
+        check_same_dtype(op, tokens=tokens, w_router=w_router)
+
+
+def halves_dtype(tokens: Tensor, w_router: Tensor) -> torch.dtype | None:
+    """That of 16-bit products, which tokens and weight go through as they are and the gradient of logits goes through
+    in two halves; None where all products are float32."""
+    return tokens.dtype if tokens.is_cuda and w_router.dtype == tokens.dtype != torch.float32 else None
 
 
 def router_logits(
@@ -20,8 +33,8 @@ def router_logits(
 ) -> Tensor:  # [T, E]
     """tokens @ w_router.T + logit_bias, accumulated and kept in float32."""
     if batch_invariant:
-        logits = invariant_product(tokens, w_router.t(), torch.float32)
-    elif tokens.is_cuda and tokens.dtype != torch.float32:
+        logits = invariant_product(tokens.to(w_router.dtype), w_router.t(), torch.float32)
+    elif halves_dtype(tokens, w_router) is not None:
         logits = torch.mm(tokens, w_router.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(tokens.float(), w_router.float().t())

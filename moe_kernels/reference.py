@@ -137,42 +137,48 @@ def scored_routing(
 
 def _weights_of_choice(
     logits: Tensor,  # [T, E] as scored
-    experts: Tensor,  # [T, K]
+    experts: Tensor,  # [T, K]; -1 for none
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
+    is_chosen = experts >= 0
     if spec.sparsemixer_jitter is not None:
-        return _sparsemixer_weights(logits, experts, spec.sparsemixer_jitter) * spec.scale
-    weights = _SCORES[spec.score](logits).gather(1, experts)
-    if spec.normalize:
-        norm = weights.pow(spec.norm_power).sum(-1, keepdim=True).pow(1 / spec.norm_power)
-        weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
-    return weights * spec.scale
+        weights = _sparsemixer_weights(logits, experts, spec.sparsemixer_jitter)
+    else:
+        weights = torch.where(is_chosen, _SCORES[spec.score](logits).gather(1, experts.clamp(min=0)), 0.0)
+        if spec.normalize:
+            total = weights.pow(spec.norm_power).sum(-1, keepdim=True)
+            # A token of no expert has no norm, and must not divide by it.
+            norm = torch.where(is_chosen.any(1, keepdim=True), total, 1.0).pow(1 / spec.norm_power)
+            weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
+    return torch.where(is_chosen, weights * spec.scale, 0.0)
 
 
 def routing_weights(
     logits: Tensor,  # [T, E] as scored
-    topk_experts: Tensor,  # [T, K] int32
+    topk_experts: Tensor,  # [T, K] int32; -1 for none
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
     experts = topk_experts.long()
     if not spec.is_softmax_of_chosen:
         return _weights_of_choice(logits, experts, spec)
     # The same, but for a choice whose probabilities among all experts vanish.
-    return logits.gather(1, experts).softmax(-1) * spec.scale
+    chosen = torch.where(experts >= 0, logits.gather(1, experts.clamp(min=0)), torch.finfo(logits.dtype).min)
+    return torch.where(experts >= 0, chosen.softmax(-1) * spec.scale, 0.0)
 
 
 def _sparsemixer_weights(
     logits: Tensor,  # [T, E]
-    experts: Tensor,  # [T, 2]
+    experts: Tensor,  # [T, 2]; -1 for none, whose weight means nothing
     jitter: float,
 ) -> Tensor:  # [T, 2]
     weights, left = [], logits
-    for expert in experts.split(1, dim=1):  # [T, 1]
+    for choice in experts.split(1, dim=1):  # [T, 1]
+        expert = choice.clamp(min=0)
         highest = left.detach().gather(1, expert)
         distance = (highest - logits.detach()) / logits.detach().abs().clamp(min=highest)
         probabilities = left.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1)
         weights.append(probabilities.gather(1, expert))
-        left = left.scatter(1, expert, -torch.inf)
+        left = torch.where(choice < 0, left, left.scatter(1, expert, -torch.inf))
     return torch.cat(weights, 1)
 
 
@@ -184,7 +190,7 @@ def scored_linear_routing(
     logit_bias: Tensor | None = None,  # [E]
     selection_bias: Tensor | None = None,  # [E]
 ) -> Routing:
-    dtype = tokens.dtype
+    dtype = torch.promote_types(tokens.dtype, w_router.dtype)
     if not spec.logits_in_token_dtype:
         dtype = torch.promote_types(dtype, torch.float32)
     bias = None if logit_bias is None else logit_bias.to(dtype)
@@ -401,7 +407,7 @@ def combine(
     row = torch.where(slot_to_row < 0, len(rows), slot_to_row).flatten()
     chosen = rearrange(padded.index_select(0, row).to(dtype), "(t k) d -> t k d", k=slot_to_row.shape[1])
     if topk_weights is not None:
-        chosen = chosen * topk_weights[..., None].to(dtype)
+        chosen = chosen * torch.where(slot_to_row < 0, 0.0, topk_weights)[..., None].to(dtype)
     return chosen.sum(1).to(rows.dtype)
 
 

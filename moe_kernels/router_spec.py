@@ -24,8 +24,8 @@ class RouterSpec:
     Args:
         input_norm_epsilon: the token is divided by its root mean square (with this epsilon) and by sqrt(D), and
             multiplied by a learned vector, before the linear map. None: the token goes in as it is.
-        logits_in_token_dtype: the linear map rounds its result to the dtype of the tokens. Otherwise logits are
-            float32, as everything behind them always is.
+        logits_in_token_dtype: the linear map rounds its result to the dtype of the tokens, unless its weight is float32
+            beside shorter ones. Otherwise logits are float32, as everything behind them always is.
         logit_bias: the linear map has a bias.
         logit_multiplier, logit_softcap: logits * multiplier, then softcap * tanh(logits / softcap).
         sparsemixer_jitter: not None makes the router a SparseMixer (evaluation form, top-2): twice, the highest expert

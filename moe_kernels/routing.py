@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, check_top_k, once_per_form
+from ._checks import check_dtype, check_same_device, check_shapes, check_top_k, once_per_form
 from ._dispatch import choose, registered_op, without_autocast
 from ._triton import cdiv, next_power_of_2, tl, triton
 from .activation_functions import exp_negative
 from .batch_invariance import token_by_token
 from .highest import choose_by_short_keys, choose_highest, key, ranked
 from .launching import launch_kernel
-from .linear_router import router_gradients, router_logits, router_logits_op
+from .linear_router import check_router_dtypes, halves_dtype, router_gradients, router_logits, router_logits_op
 from .reference import Routing
 
 _LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -73,6 +73,7 @@ def linear_routing(
     accumulate in float32. Deterministic. Differentiable in `tokens` and `w_router`, through weights and logits.
 
     Args:
+        w_router: in the dtype of the tokens, or float32; then all products are float32.
         batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
 
     Raises:
@@ -91,7 +92,7 @@ def linear_routing(
 @once_per_form
 def _check_linear(tokens: Tensor, w_router: Tensor, top_k: int) -> None:
     sizes = check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
-    check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
+    check_router_dtypes("linear_routing", tokens, w_router)
     check_same_device("linear_routing", tokens=tokens, w_router=w_router)
     check_top_k("linear_routing", top_k, sizes["E"])
 
@@ -127,7 +128,7 @@ def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
             dlogits = dlogits_direct
         else:
             logits = None if ctx.normalize else router_logits_op(tokens, w_router, None, ctx.batch_invariant)
-            split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
+            split_dtype = halves_dtype(tokens, w_router)
             dlogits = _topk_backward_op(
                 dweights, topk_weights, topk_experts, logits, dlogits_direct, len(w_router), split_dtype
             )

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import reference
-from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes
+from ._checks import check_dtype, check_same_device, check_shapes
 from ._dispatch import choose, registered_op, without_autocast
 from .batch_invariance import invariant_product, token_by_token
-from .linear_router import router_gradients, router_logits, router_logits_op
+from .linear_router import check_router_dtypes, halves_dtype, router_gradients, router_logits, router_logits_op
 from .reference import Routing
 from .router_spec import RouterSpec
 from .routing import linear_routing
@@ -79,6 +79,7 @@ def scored_linear_routing(
     products with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and `logit_bias`.
 
     Args:
+        w_router: in the dtype of the tokens, or float32; then all products, and the logits, are float32.
         batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
 
     Raises:
@@ -87,7 +88,7 @@ def scored_linear_routing(
     """
     op = "scored_linear_routing"
     sizes = check_shapes(op, tokens=(tokens, "T D"), w_router=(w_router, "E D"))
-    check_same_dtype(op, tokens=tokens, w_router=w_router)
+    check_router_dtypes(op, tokens, w_router)
     check_same_device(op, tokens=tokens, w_router=w_router)
     _check_bias(op, "logit_bias", spec.logit_bias, logit_bias, w_router.t())
     _check_bias(op, "selection_bias", spec.selection_bias is not None, selection_bias, w_router.t())
@@ -98,7 +99,7 @@ def scored_linear_routing(
             operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
             route = partial(reference.scored_linear_routing, top_k=top_k, spec=spec, **operands)
             return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
-        if spec.logits_in_token_dtype and tokens.dtype != torch.float32:
+        if spec.logits_in_token_dtype and w_router.dtype != torch.float32:
             logits = _logits_in_token_dtype(tokens, w_router, logit_bias, batch_invariant)
         elif _in_kernel(spec) and spec.logit_multiplier == 1.0 and spec.logit_softcap is None:
             topk_weights, topk_experts, logits = _scored_linear_routing_op(
@@ -124,17 +125,18 @@ def _logits_in_token_dtype(
 
 def routing_weights(
     logits: Tensor,  # [T, E]
-    topk_experts: Tensor,  # [T, K] int32
+    topk_experts: Tensor,  # [T, K] int32; -1 for none
     spec: RouterSpec,
 ) -> Tensor:  # [T, K] float32
     """The weights that a router gives to a choice of experts that need not be its own.
 
-    For its own choice they are those of `scored_routing`. Plain PyTorch, whatever the device. Differentiable in
+    For its own choice they are those of `scored_routing`. A slot of no expert weighs 0; the others of its token are
+    normalised without it. Plain PyTorch, whatever the device. Differentiable in
     `logits`: through the scores of the chosen experts, and of all experts where they share a softmax.
 
     Args:
         logits: as they were scored, that is, those of a `Routing`.
-        topk_experts: ids in [0, E). Not checked: reading them would wait for the GPU.
+        topk_experts: ids in [0, E), or -1. Not checked: reading them would wait for the GPU.
 
     Raises:
         ValueError: wrong shape or dtype, or `spec` cannot choose as many experts.
@@ -287,8 +289,8 @@ def _linear_backward(ctx, dweights, _, dlogits_direct):
     with without_autocast(tokens):
         dlogits = dlogits_direct
         if dweights is not None:
-            split_dtype = tokens.dtype if tokens.is_cuda and tokens.dtype != torch.float32 else None
             logits = router_logits_op(tokens, w_router, logit_bias, ctx.batch_invariant)
+            split_dtype = halves_dtype(tokens, w_router)
             dlogits = _call_backward(dweights, topk_experts, logits, dlogits_direct, ctx.facts, split_dtype)
         dlogit_bias = None
         if ctx.needs_input_grad[2]:

@@ -27,7 +27,6 @@ from torch import Tensor
 from moe_kernels import RouterSpec, Routing, routing_weights
 
 from .dropping import Slots
-from .losses import SCORES
 
 
 class Assignment(ABC):
@@ -51,7 +50,7 @@ class Assignment(ABC):
     def weigh(
         self,
         logits: Tensor,  # [T, E] as scored
-        topk_experts: Tensor,  # [T, K'] int32
+        topk_experts: Tensor,  # [T, K'] int32; -1 for none
         spec: RouterSpec,
     ) -> Tensor:  # [T, K']
         """The weights of a choice that may be another's. Asked where `num_slots` is known."""
@@ -82,27 +81,3 @@ class ForcedBalance(Assignment):
         slot = position[:, None] * top_k + torch.arange(top_k, device=device)
         experts = (slot % routed.logits.shape[1]).int()
         return Slots(experts, self.weigh(routed.logits, experts, spec), routed.logits)
-
-
-def slot_weights(
-    logits: Tensor,  # [T, E] as scored
-    topk_experts: Tensor,  # [T, K'] int32; -1 for none
-    spec: RouterSpec,
-) -> Tensor:  # [T, K']
-    """`moe_kernels.routing_weights` of a choice that may have no expert in some slots, or in all of a token's.
-
-    Those weigh 0; weights are normalised over the others. Differentiable in `logits`.
-    """
-    is_chosen = topk_experts >= 0
-    index = topk_experts.clamp(min=0).long()
-    if spec.is_softmax_of_chosen:
-        lowest = torch.finfo(logits.dtype).min
-        weights = torch.where(is_chosen, logits.gather(1, index), lowest).softmax(-1)
-    else:
-        weights = torch.where(is_chosen, SCORES[spec.score](logits).gather(1, index), 0.0)
-        if spec.normalize:
-            total = weights.pow(spec.norm_power).sum(-1, keepdim=True)
-            # A token of no expert has no norm, and must not divide by it.
-            norm = torch.where(is_chosen.any(1, keepdim=True), total, 1.0).pow(1 / spec.norm_power)
-            weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
-    return torch.where(is_chosen, weights * spec.scale, 0.0)

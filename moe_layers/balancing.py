@@ -152,8 +152,8 @@ def update_selection_bias(
         group: the processes that share a batch. To be named where there are several.
 
     Raises:
-        ValueError: no router here has a selection bias, `rate` is negative or not finite, or there are several
-            processes and no group.
+        ValueError: no router here has a selection bias, or one has its counts on another device, `rate` is negative or
+            not finite, or there are several processes and no group.
     """
     routers = [router for router in _routers(model) if router.selection_bias is not None]
     if not routers:
@@ -163,6 +163,12 @@ def update_selection_bias(
     if not (rate >= 0 and math.isfinite(rate)):
         raise ValueError(f"update_selection_bias: rate must be finite and not negative, got {rate}")
     check_group("update_selection_bias", group)
+    for router in routers:
+        if router.expert_counts.device != router.selection_bias.device:
+            raise ValueError(
+                "update_selection_bias: a router's expert_counts must be where its selection_bias is, got "
+                f"{router.expert_counts.device} and {router.selection_bias.device}"
+            )
     total = torch.cat([router.expert_counts for router in routers])
     if group is not None:
         distributed.all_reduce(total, group=group)

@@ -105,6 +105,8 @@ class CustomAssignment(Assignment):
         decided = self.route(logits)
         if isinstance(decided, TokenExpertPairs):
             max_rows = max(len(decided.tokens), 1)
+            exists = (decided.experts >= 0) & (decided.experts < num_experts)
+            decided = decided._replace(experts=torch.where(exists, decided.experts, -1))
             experts, weights = slots_of_pairs(decided, num_tokens, self.max_experts_per_token or num_experts)
         else:
             experts, weights = decided

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels import RouterSpec, Routing
 
 from ._checks import check_choice, check_positive
-from .assignment import Assignment, slot_weights
+from .assignment import Assignment
 from .dropping import Slots, even_share, positive_ratio
 from .layer_routing import spread_slots
 from .losses import SCORES
@@ -37,9 +37,6 @@ class _AcrossTokens(Assignment):
 
     def num_slots(self, num_experts: int, top_k: int) -> int:
         return num_experts
-
-    def weigh(self, logits: Tensor, topk_experts: Tensor, spec: RouterSpec) -> Tensor:
-        return slot_weights(logits, topk_experts, spec)
 
     def __call__(self, routed: Routing, spec: RouterSpec, token_mask: Tensor | None) -> Slots:
         logits = routed.logits

@@ -37,6 +37,7 @@ class GroupedExperts(nn.Module):
         weight_on_input: the routing weight multiplies the token before the expert, not its output.
         recompute: "up" keeps no pre-activations for backward, at the price of one more GEMM there; None keeps them.
         batch_invariant: the other tokens change no bit of a token's output, nor of its gradient.
+        init_std: standard deviation of the weights at first.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -54,6 +55,7 @@ class GroupedExperts(nn.Module):
         weight_on_input: bool = False,
         recompute: str | None = None,
         batch_invariant: bool = False,
+        init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -69,6 +71,7 @@ class GroupedExperts(nn.Module):
         self.weight_on_input = weight_on_input
         self.recompute = recompute
         self.batch_invariant = batch_invariant
+        self.init_std = init_std
         self.implementation = implementation
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -79,9 +82,11 @@ class GroupedExperts(nn.Module):
         self.w_down = parameter(d_model, d_ff)
         self.b_up = parameter(d_up) if bias else None
         self.b_down = parameter(d_model) if bias else None
+        self.reset_parameters()
 
-    def reset_parameters(self, std: float) -> None:
-        """Draw the weights from a normal distribution; biases become zero."""
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw the weights from a normal distribution, by default with `init_std`; biases become zero."""
+        std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
             nn.init.normal_(weight, std=std)
         if self.b_up is not None:

@@ -124,8 +124,9 @@ class MoEFeedForward(nn.Module):
             balance_losses = BalanceLosses(switch=load_balancing_coefficient, z=z_loss_coefficient)
         elif load_balancing_coefficient or z_loss_coefficient:
             raise ValueError("MoEFeedForward: coefficients must be in balance_losses when it is given, got both")
-        factory = {"implementation": implementation, "device": device, "dtype": dtype}
+        factory = {"init_std": init_std, "implementation": implementation, "device": device, "dtype": dtype}
         self.d_model = d_model
+        self.init_std = init_std
         self.num_zero_experts = num_zero_experts
         self.capacity = capacity
         self.balance_losses = balance_losses
@@ -152,12 +153,12 @@ class MoEFeedForward(nn.Module):
         if latent_dim is not None:
             self.w_latent_in = nn.Parameter(torch.empty(latent_dim, d_model, device=device, dtype=dtype))
             self.w_latent_out = nn.Parameter(torch.empty(d_model, latent_dim, device=device, dtype=dtype))
+            self._reset_latent(init_std)
         self.shared_expert = None
         if shared_d_ff is not None:
             kind = activation if shared_activation is None else shared_activation
             self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=kind, gate=shared_gate, **factory)
         self.batch_invariant = batch_invariant
-        self.reset_parameters(init_std)
 
     @classmethod
     def from_checkpoint(
@@ -182,7 +183,8 @@ class MoEFeedForward(nn.Module):
         Args:
             layer: the model's number of the layer (of the encoder's in an encoder-decoder), or the prefix of the
                 block's tensors where there are several.
-            dtype: of the parameters; None for the dtype on disk, of quantised weights the model's.
+            dtype: of the parameters; None for that of the experts on disk, or of quantised ones the model's. A router's
+                float32 weight then stays float32.
             experts: read only these, and let the layer compute their share of the sum: see `keep_experts`.
             mesh: of processes that share the experts. Each reads its own, and nothing is communicated.
             expert_parallel: how they share them, with a mesh; None for `ExpertParallel()`.
@@ -261,14 +263,17 @@ class MoEFeedForward(nn.Module):
         self.experts.keep(experts)
         self.dispatcher = LocalDispatcher(experts.start)
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw every weight from a normal distribution of mean 0 and standard deviation `std`."""
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw every weight from a normal distribution of mean 0 and standard deviation `std`; None for `init_std`."""
         for part in (self.router, self.experts, self.shared_expert):
             if part is not None:
                 part.reset_parameters(std)
         if self.w_latent_in is not None:
-            nn.init.normal_(self.w_latent_in, std=std)
-            nn.init.normal_(self.w_latent_out, std=std)
+            self._reset_latent(self.init_std if std is None else std)
+
+    def _reset_latent(self, std: float) -> None:
+        nn.init.normal_(self.w_latent_in, std=std)
+        nn.init.normal_(self.w_latent_out, std=std)
 
     def forward(
         self,
@@ -284,12 +289,13 @@ class MoEFeedForward(nn.Module):
 
         Args:
             return_routing: return (y, LayerRouting); gradients flow through its weights and logits.
-            token_mask: False for padding, which no routed expert computes and nothing counts. Shared experts see it.
+            token_mask: False for padding, which no routed expert computes and nothing counts; its logits are those of
+                a token of zeros. Shared experts see it.
             sequence_lengths: of the sequences that are packed one after another into the leading axes, for
                 `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
             num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
             topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`. As wide as
-                the routing that this layer returns.
+                the routing that this layer returns; -1 for no expert.
 
         Raises:
             ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the
@@ -304,7 +310,10 @@ class MoEFeedForward(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
-        tokens = x.reshape(-1, self.d_model)  # [T, D]
+        all_tokens = x.reshape(-1, self.d_model)  # [T, D]
+        tokens = all_tokens
+        if token_mask is not None:  # a NaN in padding would reach the gradients of the router, times zero
+            tokens = torch.where(said["token_mask"][:, None], tokens, 0.0)
         given = {} if topk_experts is None else {"topk_experts": topk_experts}
         if token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = said["token_mask"]
@@ -323,7 +332,7 @@ class MoEFeedForward(nn.Module):
         travelling = tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
         dispatched = self.dispatcher(travelling, slots, self.experts)
         # While what the experts computed may be under way.
-        beside = None if self.shared_expert is None else self.shared_expert(tokens)
+        beside = None if self.shared_expert is None else self.shared_expert(all_tokens)
         out = self._routed_output(tokens, slots, dispatched.arrived())
         out = out if beside is None else out + beside
         if not (return_routing or attaches or counts or self.observer is not None):

@@ -43,12 +43,14 @@ def spread_slots(
     values: Tensor | int,  # [T, K], or one for all
     num_experts: int,
 ) -> Tensor:  # [T, E]
-    """The value of each slot in the column of its expert, zero elsewhere. Differentiable in `values`."""
+    """The sum of an expert's slots in its column, zero where there are none. Differentiable in `values`."""
     # Slots of no expert go to one more column, which is cut off.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
     empty = torch.zeros(len(choices), num_experts + 1, dtype=dtype, device=choices.device)
-    return empty.scatter(1, column, values)[:, :num_experts]
+    # An assignment may name an expert twice. Sums of two are the same in any order.
+    values = values if isinstance(values, Tensor) else empty.new_full(choices.shape, values)
+    return empty.scatter_add(1, column, values)[:, :num_experts]
 
 
 def facts_of_tokens(

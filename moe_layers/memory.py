@@ -22,23 +22,27 @@ def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = N
     """
     if layer.experts.local_share is not None:
         raise NotImplementedError("saved_bytes: of experts that processes share, what is kept depends on the routing")
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # what an observer and balancing hold
     own = {name: mode.from_tensor(tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
-    parameter = layer.experts.w_up
+    parameter, loss_scale = layer.experts.w_up, layer.aux_loss_scale
+    fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
     kept: dict[int, Tensor] = {}  # by storage; the tensors keep the storages alive
 
     def keep(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
-    with mode:
+    with mode, torch.inference_mode(False), torch.enable_grad():
         sizes = num_tokens, layer.d_model
         x = torch.empty(sizes, dtype=dtype or parameter.dtype, device=parameter.device, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             try:
+                layer.aux_loss_scale = fake_scale
                 torch.func.functional_call(layer, own, x)
             except DynamicOutputShapeException as error:
                 raise NotImplementedError("saved_bytes: what the reference keeps depends on the routing") from error
-    for tensor in (x, *own.values()):
+            finally:
+                layer.aux_loss_scale = loss_scale
+    for tensor in (x, *own.values(), *([] if fake_scale is None else [fake_scale])):
         kept.pop(tensor.untyped_storage()._cdata, None)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -89,7 +89,8 @@ class RoutingObserver:
         keys = selection_keys(routing.logits, self.router.spec, selection_bias=bias).double()  # [T, E]
         is_chosen = spread_slots(routing.choices, 1, keys.shape[1]).bool()
         last = torch.where(is_chosen, keys, math.inf).amin(1)
-        return last - torch.where(is_chosen, -math.inf, keys).amax(1)
+        best = torch.where(is_chosen, -math.inf, keys).amax(1)
+        return torch.where(last == best, 0.0, last - best)  # of excluded groups all keys may be -inf
 
     def read(self, *, group: ProcessGroup | None = None) -> RoutingStatistics:
         """The statistics so far, on the CPU. Waits for the GPU.

@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ._precision import autocast
 from .collectives import Ranks
 from .dispatcher import Dispatched
 from .dropping import Slots
@@ -73,7 +74,7 @@ def row_bytes(tokens: Tensor) -> int:
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):  # as the experts would
-        tokens = tokens.to(torch.get_autocast_dtype(device_type))
+        tokens = autocast(tokens, device_type)
     if len(lengths) == 1:
         return [(tokens, slots)]
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows

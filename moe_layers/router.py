@@ -28,6 +28,7 @@ from .noise import RouterNoise
 class TopKRouter(nn.Module):
     """Chooses `top_k` experts per token and weighs them. Logits and weights are float32.
 
+    The weight may stay float32 beside shorter tokens, as some models keep theirs: all products are float32 then.
     Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
     `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
     converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
@@ -41,6 +42,7 @@ class TopKRouter(nn.Module):
         assignment: chooses in place of the top-k: an `Assignment`, or a function as of `CustomAssignment`.
         noise: in training mode.
         batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
+        init_std: standard deviation of the weight at first.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -63,6 +65,7 @@ class TopKRouter(nn.Module):
         assignment: Assignment | Callable | None = None,
         noise: RouterNoise | None = None,
         batch_invariant: bool = False,
+        init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -88,6 +91,7 @@ class TopKRouter(nn.Module):
         if noise is not None:
             noise.check("TopKRouter", spec, self.assignment is not None)
         self.batch_invariant = batch_invariant
+        self.init_std = init_std
         self.implementation = implementation
 
         def parameter(*shape: int, wanted: bool = True) -> nn.Parameter | None:
@@ -103,6 +107,7 @@ class TopKRouter(nn.Module):
         counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("expert_counts", counts, persistent=False)
         self.accumulated_counts = None
+        self.reset_parameters()
 
     @property
     def normalize(self) -> bool:
@@ -121,12 +126,19 @@ class TopKRouter(nn.Module):
             return self.top_k
         return self.assignment.num_slots(self.num_experts, self.top_k)
 
-    def reset_parameters(self, std: float) -> None:
-        """Draw the weight from a normal distribution; biases become zero, scales one."""
-        nn.init.normal_(self.weight, std=std)
-        for parameter, value in ((self.bias, 0.0), (self.input_scale, 1.0), (self.per_expert_scale, 1.0)):
-            if parameter is not None:
-                nn.init.constant_(parameter, value)
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw the weight from a normal distribution, by default with `init_std`; biases and counts become zero, scales
+        one."""
+        nn.init.normal_(self.weight, std=self.init_std if std is None else std)
+        for tensor, value in (
+            (self.bias, 0.0),
+            (self.selection_bias, 0.0),
+            (self.input_scale, 1.0),
+            (self.per_expert_scale, 1.0),
+        ):
+            if tensor is not None:
+                nn.init.constant_(tensor, value)
+        self.expert_counts.zero_()
 
     def forward(
         self,
@@ -185,6 +197,14 @@ class TopKRouter(nn.Module):
         if bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        # With `assign=True`, what the state dict lacks stays on meta, and what it has keeps its dtype.
+        if self.expert_counts.is_meta:
+            self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
+        if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
+            self.selection_bias = self.selection_bias.float()
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.spec}"

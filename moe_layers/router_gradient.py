@@ -46,6 +46,7 @@ def experts_can_pass_it_on(layer: MoEFeedForward, tokens: Tensor) -> bool:
         and experts.local_share is None
         and not experts.weight_on_input
         and not experts.batch_invariant
+        and router.weight.dtype == experts.w_up.dtype
         and layer.w_latent_in is None
         and layer.capacity is None
         and _is_called_as_written(router)

@@ -33,6 +33,7 @@ class SharedExpert(nn.Module):
         gate: the output of a token is multiplied by sigmoid(w_gate @ token), with `w_gate` [1, D].
         batch_invariant: the other tokens change no bit of a token's output, nor of its gradient. The gate is then
             float32.
+        init_std: standard deviation of the weights at first.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -47,6 +48,7 @@ class SharedExpert(nn.Module):
         activation: str | Activation = "swiglu",
         gate: bool = False,
         batch_invariant: bool = False,
+        init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -56,16 +58,18 @@ class SharedExpert(nn.Module):
         check_choice("SharedExpert", "implementation", implementation, (*IMPLEMENTATIONS, None))
         self.activation = as_activation("SharedExpert", activation)
         self.batch_invariant = batch_invariant
+        self.init_std = init_std
         self.implementation = implementation
         d_up = (1 + self.activation.gated) * d_ff
         self.w_up = nn.Parameter(torch.empty(d_up, d_model, device=device, dtype=dtype))
         self.w_down = nn.Parameter(torch.empty(d_model, d_ff, device=device, dtype=dtype))
         self.w_gate = nn.Parameter(torch.empty(1, d_model, device=device, dtype=dtype)) if gate else None
+        self.reset_parameters()
 
-    def reset_parameters(self, std: float) -> None:
-        """Draw every weight from a normal distribution."""
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw every weight from a normal distribution, by default with `init_std`."""
         for weight in self.parameters():
-            nn.init.normal_(weight, std=std)
+            nn.init.normal_(weight, std=self.init_std if std is None else std)
 
     def forward(
         self,

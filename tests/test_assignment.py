@@ -18,7 +18,10 @@ from moe_layers import (
     RouterNoise,
     RoutingRecord,
     TokenExpertPairs,
+    importance_loss,
+    load_balancing_loss,
     save_routing,
+    sequence_load_balancing_loss,
     slots_of_pairs,
 )
 
@@ -90,6 +93,32 @@ def test_pairs_worked_by_hand(device):
     assert slot_weights.tolist() == [[2, 0], [0, 0], [1, 3]]
     slot_weights.sum().backward()
     assert weights.grad.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_pairs_of_no_expert_take_no_place(device):
+    pairs = TokenExpertPairs(
+        torch.tensor([0, 0, 1, 1], device=device),
+        torch.tensor([6, 1, -1, 2], device=device, dtype=torch.int32),  # there are experts 0 to 5
+        torch.ones(4, device=device, dtype=torch.float64),
+    )
+    assignment = CustomAssignment(lambda logits: pairs, max_experts_per_token=1)
+    routing = make_layer(device, 6, 2, assignment=assignment)(make_x(device, (2, 32)), return_routing=True)[1]
+    assert routing.topk_experts.tolist() == [[1], [2]]
+
+
+def test_losses_count_what_comes_twice_twice(device):
+    """An expert that a token has in two slots has the sum of their weights, in losses as in the output."""
+    x = make_x(device, (5, 32))
+    twice = torch.tensor([[1, 1, 0], [2, 3, 2], [0, 4, 5], [5, 5, 1], [3, 2, 2]], device=device, dtype=torch.int32)
+    weights = torch.linspace(0.2, 1.6, 15, device=device, dtype=torch.float64).view(5, 3).requires_grad_()
+    routing = make_layer(device, 6, 2, assignment=lambda logits: (twice, weights))(x, return_routing=True)[1]
+    importance = torch.zeros(6, device=device, dtype=torch.float64).index_add(0, twice.flatten(), weights.flatten())
+    expected = importance.var(correction=0) / importance.mean() ** 2
+    loss = importance_loss(routing)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, weights, retain_graph=True) for each in (loss, expected)))
+    of_one_sequence = routing._replace(sequence_lengths=torch.tensor([5], device=device))
+    torch.testing.assert_close(sequence_load_balancing_loss(of_one_sequence), load_balancing_loss(routing))
 
 
 def test_every_pair_adds_its_term(device):

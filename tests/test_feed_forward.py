@@ -3,8 +3,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
+from moe_kernels import RouterSpec
 from moe_layers import LocalDispatcher, MoEFeedForward
 
 from .dtypes import DTYPES
@@ -111,6 +113,82 @@ def test_nan_stays_in_its_token(device):
     torch.testing.assert_close(y[others], clean[others], **({"rtol": 0.0, "atol": 0.0} if y.is_cuda else {}))
     ids = routing.topk_experts[1 * 7 + 2].tolist()
     assert len(set(ids)) == 2 and all(0 <= e < 6 for e in ids)
+
+
+PADDED = {
+    "plain": {},
+    "groups": {"router": RouterSpec.sigmoid_groups()},
+    "normed": {"router": RouterSpec.normed_input(1e-6)},
+    "latent": {"latent_dim": 16},
+    "zero_experts": {"num_zero_experts": 2},
+}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
+def test_nan_in_padding_stays_there(options, implementation, device):
+    layer, x = make_layer(device, implementation=implementation, **options), make_x(device)
+    token_mask = torch.ones(3, 7, dtype=torch.bool, device=device)
+    token_mask[1, 2:4] = False
+    results = []
+    for value in (0.0, torch.nan, torch.inf):
+        broken = x.masked_fill(~token_mask[..., None], value).requires_grad_()
+        y = layer(broken, token_mask=token_mask)
+        results.append([y, *torch.autograd.grad(y[token_mask].sin().sum(), [broken, *layer.parameters()])])
+        assert not y[~token_mask].any()
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("router", [None, RouterSpec.sigmoid_groups()], ids=str)
+def test_a_router_may_stay_float32(router, implementation, device):
+    """It then decides as that of a float32 layer does: nothing that it computes is rounded to the tokens' dtype."""
+    layer = make_layer(device, DTYPES[-1], router=router, implementation=implementation)
+    layer.router.to(torch.float32)
+    torch.nn.init.normal_(layer.router.weight)
+    x = make_x(device, DTYPES[-1]).requires_grad_()
+    y, routing = layer(x, return_routing=True)
+    exact = copy.deepcopy(layer).float()
+    _, expected = exact(x.detach().float(), return_routing=True)
+    assert torch.equal(routing.topk_experts, expected.topk_experts)
+    torch.testing.assert_close(routing.topk_weights, expected.topk_weights, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(layer(x), y, rtol=0, atol=0)
+    y.float().square().sum().backward()
+    assert y.dtype == x.grad.dtype == layer.experts.w_up.grad.dtype == DTYPES[-1]
+    assert layer.router.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("latent_dim", [None, 16])
+def test_autocast_leaves_float64_alone(latent_dim, device):
+    """As nn.Linear under autocast does."""
+    layer = make_layer(device, torch.float64, latent_dim=latent_dim, shared_d_ff=16, implementation="reference")
+    x = make_x(device, torch.float64)
+    with torch.autocast(device, torch.bfloat16):
+        assert functional.linear(x, layer.router.weight).dtype == torch.float64
+        assert torch.equal(layer(x), layer(x.clone())) and layer(x).dtype == torch.float64
+        under_autocast = layer(x)
+    assert torch.equal(under_autocast, layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch.func.jvp itself
+def test_forward_mode_is_exact_or_an_error(device):
+    """The reference has tangents, and where a kernel would lose them it says so."""
+    layer, x = make_layer(device, torch.float64, implementation="reference"), make_x(device, torch.float64)
+    step = 1e-6 * torch.ones_like(x)
+    tangent = torch.func.jvp(layer, (x,), (step,))[1]
+    torch.testing.assert_close(tangent, (layer(x + step) - layer(x - step)) / 2, rtol=1e-3, atol=1e-9)
+    layer = layer.float()
+    layer.router.implementation = layer.experts.implementation = "triton"
+    for needs_gradient in (True, False):
+        layer.requires_grad_(needs_gradient)
+        with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
+            torch.func.jvp(layer, (x.float(),), (step.float(),))
+        with forward_ad.dual_level():
+            with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
+                layer(forward_ad.make_dual(x.float(), step.float()))
+            layer(x.float())  # which has no tangent
 
 
 def test_autocast_follows_pytorch(device):

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_layers import CapacityFactor, ExpertChoice, MoEFeedForward, TokenRounding, saved_bytes
+from moe_layers import (
+    BalanceLosses,
+    CapacityFactor,
+    ExpertChoice,
+    MoEFeedForward,
+    TokenRounding,
+    carry_expert_counts,
+    observe,
+    saved_bytes,
+)
 
 from .dtypes import DTYPES
 
@@ -55,6 +64,26 @@ def test_a_frozen_layer_saves_for_the_gradient_of_its_input(device):
     layer = MoEFeedForward(32, 48, 8, 2, implementation="triton", device=device).requires_grad_(False)
     x = torch.randn(10, 32, device=device).requires_grad_()
     assert layer.saved_bytes(10) == seen_bytes(layer, x) > 0
+
+
+def test_neither_what_balances_nor_what_observes_counts(device):
+    losses = BalanceLosses(switch=0.1, global_batch=0.1)
+    layer = MoEFeedForward(32, 48, 8, 2, balance_losses=losses, implementation="triton", device=device)
+    x = torch.randn(10, 32, device=device).requires_grad_()
+    expected = layer.saved_bytes(10)
+    assert expected == seen_bytes(layer, x)
+    scale = torch.tensor(0.5, device=device)
+    layer.set_aux_loss_scale(scale)
+    (observer,) = observe(layer).values()
+    layer(x).sum().backward()
+    carry_expert_counts(layer)
+    before = observer.read(), layer.router.expert_counts.clone()
+    assert layer.saved_bytes(10) == expected
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert layer.saved_bytes(10) == expected
+    assert str(observer.read()) == str(before[0]) and torch.equal(layer.router.expert_counts, before[1])
+    assert layer.aux_loss_scale.item() == 0.5
 
 
 @pytest.mark.gpu

@@ -95,6 +95,8 @@ def test_dropped_slots_add_nothing(implementation, device):
     drows, dweights = torch.autograd.grad(out.sum(), (rows, weights))
     assert drows[:, 0].tolist() == [10.0, 10.0, 10.0, 0.0, 0.0, 0.0]
     assert dweights.tolist() == [[6.0, 0.0], [3.0, 9.0], [0.0, 0.0]]
+    spoiled = weights.detach().masked_fill(permutation.slot_to_row < 0, torch.nan)
+    assert torch.equal(combine(rows, spoiled, permutation.slot_to_row, implementation=implementation), out)
     tokens = torch.ones(3, 4, device=device, requires_grad=True)
     permuted = permute(tokens, permutation, implementation=implementation)
     upstream = torch.ones_like(permuted)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_kernels import linear_routing, reference, topk_routing
+from moe_kernels import RouterSpec, linear_routing, reference, scored_linear_routing, topk_routing
 from moe_kernels.routing import _linear_routing_op, _topk_op
 from moe_kernels.testing import CASES, check_accuracy, make_inputs
 
@@ -169,6 +169,41 @@ def test_linear_routing_keeps_no_logits(normalize, device):
     assert (case.num_tokens, case.num_experts) not in saved
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("spec", [None, RouterSpec.sigmoid_groups(), RouterSpec(logits_in_token_dtype=True)], ids=str)
+def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
+    """As if the tokens were float32, but for what is kept of them, and the dtype of their gradient."""
+    case, dtype = CASES["odd_sizes"], DTYPES[-1]
+    tokens = make_inputs(case, dtype, device).tokens
+    w_router = torch.randn(case.num_experts, case.d_model, device=device)
+    bias = torch.zeros(case.num_experts, device=device)
+
+    def run(tokens, w_router):
+        tokens, w_router = tokens.detach().requires_grad_(), w_router.detach().requires_grad_()
+        options = {"batch_invariant": batch_invariant, "implementation": "triton"}
+        if spec is None:
+            routed = linear_routing(tokens, w_router, case.top_k, **options)
+        else:
+            options["selection_bias"] = None if spec.selection_bias is None else bias
+            routed = scored_linear_routing(tokens, w_router, case.top_k, spec, **options)
+        routed.topk_weights.square().sum().backward()
+        return routed, tokens.grad, w_router.grad
+
+    saved = set()
+
+    def keep(tensor):
+        saved.add((tensor.shape, tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        routed, dtokens, dw_router = run(tokens, w_router)
+    expected, dtokens_float32, dw_router_float32 = run(tokens.float(), w_router)
+    assert (tokens.shape, dtype) in saved and (tokens.shape, torch.float32) not in saved
+    for actual, other in zip((*routed, dw_router), (*expected, dw_router_float32), strict=True):
+        assert torch.equal(actual, other)
+    assert dtokens.dtype == dtype and torch.equal(dtokens, dtokens_float32.to(dtype))
+
+
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_autocast_rounds_nothing(implementation, device):
     tokens = torch.randn(16, 32, device=device, requires_grad=True)
@@ -234,6 +269,8 @@ def test_bad_logits(arguments, message):
     [
         (torch.zeros(3, 4), torch.zeros(2, 5), r"w_router must be \[E, D\] with D=4, got \[2, 5\]"),
         (torch.zeros(3, 4), torch.zeros(2, 4).half(), "one floating-point dtype"),
+        (torch.zeros(3, 4).double(), torch.zeros(2, 4), "one floating-point dtype"),
+        (torch.zeros(3, 4).int(), torch.zeros(2, 4), "one floating-point dtype"),
         (torch.zeros(3, 4), torch.zeros(2, 4, device="meta"), "one device"),
     ],
 )

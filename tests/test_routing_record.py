@@ -186,6 +186,36 @@ def test_choice_as_an_argument(device):
     assert torch.equal(layer(x, topk_experts=(own + 1) % 5, return_routing=True)[1].choices, (own + 1) % 5)
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_slots_of_no_expert_weigh_nothing(name):
+    """Those of a choice that has some, or of a token that has none; the others are weighed as if they were alone."""
+    spec = SPECS[name]
+    logits = draw(spec, 3, 12, dtype=torch.float64)[0].requires_grad_()
+    experts = torch.tensor([[4, 7], [-1, 5], [-1, -1]], dtype=torch.int32)
+    weights = routing_weights(logits, experts, spec)
+    assert torch.equal(weights[0], routing_weights(logits[:1], experts[:1], spec)[0])
+    assert not weights[experts < 0].any()
+    if name != "sparsemixer":  # which always chooses two
+        torch.testing.assert_close(weights[1:2, 1:], routing_weights(logits[1:2], experts[1:2, 1:], spec))
+    else:
+        torch.testing.assert_close(weights[1, 1], routing_weights(logits[1:2], experts[1:2].flip(1), spec)[0, 0])
+    (gradient,) = torch.autograd.grad(weights.sum(), logits)
+    assert gradient.isfinite().all() and not gradient[2].any()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_choice_that_a_masked_layer_returned(name, implementation, device):
+    layer = Model(device, implementation=implementation, **ROUTERS[name]).layers[0]
+    x, token_mask = make_x(device), torch.ones(3, 4, dtype=torch.bool, device=device)
+    token_mask[0, 2] = token_mask[2] = False
+    y, routing = layer(x, token_mask=token_mask, return_routing=True)
+    assert (routing.choices < 0).any()
+    again = layer(x, token_mask=token_mask, topk_experts=routing.choices)
+    torch.testing.assert_close(again, y)
+    assert torch.equal(layer(x, topk_experts=routing.choices), again)
+
+
 def test_several_forwards_and_no_tokens(device):
     batches = [make_x(device, shape, seed) for seed, shape in enumerate([(2, 3, 16), (0, 16), (5, 16)])]
     sampler, model = Model(device), Model(device, seed=5)
