@@ -1,6 +1,7 @@
-"""Blocks of transformers that have no experts interface, by class name: how ours replaces their forward.
+"""Experts of transformers that have no experts interface, by class name: how ours replaces their forward.
 
-The module stays where it is with its parameters and its router, whose outputs transformers records.
+The modules stay where they are with their parameters, and call one another as before: what others put around one of
+them (hooks, LoRA, sharding) acts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _longcat_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     """Ids beyond the experts are zero experts: they return the token."""
     routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
-    return routed + (identity * hidden_states).to(routed.dtype)
+    return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
 
 
 def _llama4_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,26 +71,25 @@ def _llama4_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Ten
     tokens = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(tokens)  # [T, E] each
     chosen = logits.topk(self.top_k, dim=1).indices
-    routed = experts_forward(self.experts, tokens, chosen, scores.gather(1, chosen))
+    routed = self.experts(tokens, chosen, scores.gather(1, chosen))
     return self.shared_expert(tokens) + routed, logits
 
 
 @dataclass(frozen=True)
 class Swap:
-    """How to compute a block of a class.
+    """How to compute the experts of a class.
 
     Attributes:
-        forward: in place of the block's own.
-        spec: of its experts; from the experts module and an implementation.
-        child: name of the experts module below the block, "" for the block itself.
+        forward: in place of the experts' own.
+        spec: from the experts module and an implementation.
+        caller: class of the block around the experts, if it calls its own in another way than ours; "" if not.
+        caller_forward: in place of that block's.
     """
 
     forward: Callable[..., object]
     spec: Callable[[nn.Module, str | None], ExpertsSpec]
-    child: str = ""
-
-    def experts(self, block: nn.Module) -> nn.Module:
-        return block.get_submodule(self.child)
+    caller: str = ""
+    caller_forward: Callable[..., object] | None = None
 
 
 def _dbrx(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
@@ -114,6 +114,6 @@ def _step3p7(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
 SWAPS = {
     "DbrxExperts": Swap(_dbrx_forward, _dbrx),
     "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
-    "Llama4TextMoe": Swap(_llama4_forward, _llama4, child="experts"),
+    "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),
     "Step3p7Experts": Swap(experts_forward, _step3p7),
 }

@@ -30,19 +30,17 @@ class Found:
     """An experts module that we can compute.
 
     Attributes:
-        block: the module that changes, the experts or one that holds them.
-        forward: in place of the block's own; None goes through the experts interface.
+        forwards: what to put in place of whose forward; empty for one that goes through the experts interface.
     """
 
     name: str
-    block: nn.Module
     experts: nn.Module
     spec: ExpertsSpec
-    forward: Callable[..., object] | None
+    forwards: dict[nn.Module, Callable[..., object]]
 
     @property
     def path(self) -> str:
-        return "experts interface" if self.forward is None else "replaced forward"
+        return "replaced forward" if self.forwards else "experts interface"
 
 
 def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
@@ -52,9 +50,11 @@ def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
         ValueError: there are none, or some that we cannot compute.
     """
     found = [
-        part for name, module in model.named_modules() if (part := _found(name, module, implementation)) is not None
+        part
+        for name, module in model.named_modules()
+        if (part := _found(model, name, module, implementation)) is not None
     ]
-    if unknown := sorted(set(_unknown(model, {part.block for part in found}))):
+    if unknown := sorted(set(_unknown(model, {part.experts for part in found}))):
         raise ValueError(f"enable: all experts must be ones that moe_layers can compute, got {', '.join(unknown)}")
     if not found:
         raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
@@ -63,19 +63,37 @@ def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
     return found
 
 
-def _found(name: str, module: nn.Module, implementation: str | None) -> Found | None:
+def _found(model: nn.Module, name: str, module: nn.Module, implementation: str | None) -> Found | None:
     kind = type(module).__name__
     if _has_interface(module):
-        return Found(name, module, module, _interface_spec(module, implementation), None)
+        return Found(name, module, _interface_spec(module, implementation), {})
     if kind not in SWAPS or not type(module).__module__.startswith("transformers."):
         return None
     if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
         return None
     swap = SWAPS[kind]
-    experts = swap.experts(module)
-    if "forward" in vars(module) and not hasattr(experts, ATTRIBUTE):
-        raise ValueError(f"enable: the forward of {kind} must be its class's own, got one that was put in its place")
-    return Found(name, module, experts, swap.spec(experts, implementation), swap.forward)
+    forwards = {module: swap.forward}
+    if swap.caller:
+        callers = _around(model, module, swap.caller)
+        if not callers:
+            return None
+        forwards |= dict.fromkeys(callers, swap.caller_forward)
+    for replaced in forwards:
+        if "forward" in vars(replaced) and not hasattr(module, ATTRIBUTE):
+            raise ValueError(
+                f"enable: the forward of {type(replaced).__name__} must be its class's own, "
+                f"got one that was put in its place"
+            )
+    return Found(name, module, swap.spec(module, implementation), forwards)
+
+
+def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
+    """The modules of a class inside of which a module lies, at any depth: wrappers may be between."""
+    return [
+        block
+        for block in model.modules()
+        if type(block).__name__ == kind and any(inner is module for inner in block.modules())
+    ]
 
 
 def _has_interface(module: nn.Module) -> bool:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
 
 from moe_kernels import Activation, fused_experts, sort_by_expert
 
 from .._precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
 
+NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec while it is ours
 
 
@@ -82,7 +84,8 @@ def experts_forward(
     if spec is None:
         raise ValueError(
             f"moe_layers: {type(self).__name__} must be in a model given to `enable` of moe_layers.integrations, "
-            f"got one that was not; does it share its configuration object with one that was?"
+            f"got one that was not; does it share its configuration with one that was, or hold a copy of it? "
+            f"A model with a copy can be enabled, or given another experts implementation"
         )
     parameters, w_down = spec.up_parameters(self), spec.w_down(self)
     permutation = sort_by_expert(top_k_index.int(), len(w_down), implementation=spec.implementation)
@@ -104,3 +107,7 @@ def experts_forward(
 
     weights = (spec.w_up(*parameters), w_down, *spec.biases(self))
     return call_with_autocast_rules(experts, hidden_states, *weights).to(hidden_states.dtype)
+
+
+# Here, because to unpickle an enabled model imports this file and may call nothing else of ours.
+ExpertsInterface.register(NAME, experts_forward)

@@ -1,6 +1,8 @@
 """What `enable` and `disable` change in a model, and what they refuse."""
 
 import copy
+import gc
+import pickle
 import subprocess
 import sys
 
@@ -249,6 +251,113 @@ def test_models_that_share_a_configuration_do_not_mix(device):
         enable(second)
     disable(first)
     assert enable(second).blocks == 2
+
+
+def test_a_copied_configuration_can_be_enabled(device):
+    first = build("qwen3_moe", device)
+    enable(first)
+    second = type(first)(copy.deepcopy(first.config)).eval().to(device)
+    second.load_state_dict(first.state_dict())
+    tokens = draw_tokens(first)
+    with pytest.raises(ValueError, match="A model with a copy can be enabled"):
+        second(input_ids=tokens)
+    assert enable(second).blocks == 2
+    disable(first)
+    wanted = first(input_ids=tokens).logits
+    enable(first)
+    assert torch.equal(second(input_ids=tokens).logits, first(input_ids=tokens).logits)
+    disable(second)
+    assert torch.equal(second(input_ids=tokens).logits, wanted)
+
+
+def test_a_copied_configuration_can_take_another_implementation(device):
+    first = build("qwen3_moe", device)
+    tokens = draw_tokens(first)
+    wanted = first(input_ids=tokens).logits
+    enable(first)
+    second = type(first)(copy.deepcopy(first.config)).eval().to(device)
+    second.load_state_dict(first.state_dict())
+    second.set_experts_implementation("eager")
+    assert torch.equal(second(input_ids=tokens).logits, wanted)
+
+
+def test_a_model_loads_with_the_configuration_of_an_enabled_one(tmp_path, device):
+    first = build("qwen3_moe", device)
+    enable(first)
+    first.save_pretrained(tmp_path)
+    second = type(first).from_pretrained(tmp_path, config=first.config).to(device)
+    tokens = draw_tokens(first)
+    assert enable(second).blocks == 2
+    assert torch.equal(second(input_ids=tokens).logits, first(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_the_configuration_of_an_enabled_copy_is_taken(copied):
+    model = build("qwen3_moe")
+    enable(model)
+    twin = copied(model)
+    third = build("qwen3_moe")
+    for module in third.modules():
+        if hasattr(module, "config"):
+            module.config = twin.config
+    with pytest.raises(ValueError, match="must have a configuration object of its own"):
+        enable(third)
+    disable(twin)
+    assert enable(third).blocks == 2
+
+
+def test_the_configuration_of_a_model_that_is_gone_is_free():
+    config = config_of("qwen3_moe")
+    first, second = (transformers.Qwen3MoeForCausalLM(config) for _ in range(2))
+    enable(first)
+    del first
+    gc.collect()
+    assert enable(second).blocks == 2
+
+
+PICKLED = """
+import torch
+model, tokens, wanted = torch.load("pickled.pt", weights_only=False)
+assert torch.equal(model(input_ids=tokens).logits, wanted)
+"""
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
+def test_an_enabled_model_unpickles_in_a_new_process(model_type, tmp_path, device):
+    model = build(model_type, device)
+    tokens = draw_tokens(model)
+    enable(model)
+    torch.save((model, tokens, model(input_ids=tokens).logits.detach()), tmp_path / "pickled.pt")
+    code = f"import os, sys; sys.path.insert(0, os.getcwd()); os.chdir({str(tmp_path)!r})\n{PICKLED}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+class Around(nn.Module):
+    """It looks for what it does not have in what it holds, as the models of peft do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+def test_a_model_that_was_enabled_inside_can_be_disabled(device):
+    model = build("mixtral", device)
+    wanted = snapshot(model)
+    around = Around(model)
+    enable(model)
+    disable(around)
+    assert_same_model(snapshot(model), wanted)
+    enable(model)
+    assert enable(around, implementation="reference").blocks == 2
+    disable(around)
+    assert_same_model(snapshot(model), wanted)
 
 
 WITHOUT_TRANSFORMERS = """

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from moe_layers.integrations.transformers import enable
 
-from .models import assert_same_step, build, draw_tokens, step
+from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
 
 # gpt_oss: biases, a clamp that acts, transposed and interleaved. nemotron_h: no gates. qwen2_moe: a shared expert.
 INTERFACE = {
@@ -50,7 +48,6 @@ def test_experts_by_the_interface(model_type, device):
 
 @pytest.mark.parametrize("model_type", REPLACED)
 def test_blocks_without_the_interface(model_type, device):
-    if model_type == "dbrx" and Version(transformers.__version__) < Version("5.17"):
-        pytest.skip("DBRX's experts of transformers before 5.17 multiply by transposed matrices")
+    skip_old_dbrx(model_type)
     model = build(model_type, device)
     assert_enabled_step_is_the_models_own(model, REPLACED[model_type], "replaced forward")

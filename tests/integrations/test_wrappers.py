@@ -1,0 +1,117 @@
+"""What others put around the modules of an enabled model acts: hooks, and low-rank changes of the weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from moe_layers.integrations.transformers import disable, enable
+
+from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
+from .test_models import INTERFACE, REPLACED
+
+RANK = 3
+
+
+class Added(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight):
+        return weight + self.change
+
+
+class LowRank(nn.Module):
+    """Experts with `b @ a` added to a parameter while their forward runs, in the way of peft's `ParamWrapper`."""
+
+    def __init__(self, base_layer, name):
+        super().__init__()
+        self.base_layer, self.name = base_layer, name
+        num_experts, rows, columns = self.parameter_of().shape
+        like = {"device": self.parameter_of().device, "dtype": self.parameter_of().dtype}
+        self.a = nn.Parameter(torch.randn(num_experts, RANK, columns).to(**like) * columns**-0.5)
+        self.b = nn.Parameter(torch.randn(num_experts, rows, RANK).to(**like) * 0.3)
+
+    def experts(self):
+        return self.base_layer.experts() if isinstance(self.base_layer, LowRank) else self.base_layer
+
+    def parameter_of(self):
+        return getattr(self.experts(), self.name)
+
+    def forward(self, *args):
+        experts = self.experts()
+        parametrize.register_parametrization(experts, self.name, Added(self.b @ self.a))
+        try:
+            with parametrize.cached():
+                return self.base_layer(*args)
+        finally:
+            parametrize.remove_parametrizations(experts, self.name, leave_parametrized=False)
+            self.parameter_of().requires_grad_(False)
+
+
+def adapt(model):
+    """Freeze a model and wrap its experts."""
+    torch.manual_seed(4)
+    model.requires_grad_(False)
+    for block in [module for module in model.modules() if hasattr(module, "experts")]:
+        names = [name for name, parameter in block.experts.named_parameters() if parameter.dim() == 3]
+        for name in names:
+            block.experts = LowRank(block.experts, name)
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+@pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash", "step3p7_text", "qwen3_moe", "gpt_oss"])
+def test_low_rank_changes_of_the_experts(model_type, order, device):
+    """`order`: what the model was first."""
+    own = build(model_type, device)
+    ours = copy.deepcopy(own)
+    adapt(own)
+    tokens = draw_tokens(own)
+    baseline, exact = step(own, tokens), step(copy.deepcopy(own).double(), tokens)
+    if order == "enabled":
+        enable(ours)
+        adapt(ours)
+    else:
+        adapt(ours)
+        enable(ours)
+    actual = step(ours, tokens)
+    assert set(actual[2]) == {name for name, _ in own.named_parameters() if name.endswith((".a", ".b"))}
+    assert_same_step(actual, baseline, exact)
+    disable(ours)
+    assert torch.equal(step(ours, tokens)[0], baseline[0])
+
+
+def called(model):
+    """The names of the modules that are called, less those that the kernels stand for: an activation, DBRX's `mlp`."""
+    names, handles = set(), []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(lambda *_, name=name: names.add(name)))
+    model(input_ids=draw_tokens(model))
+    for handle in handles:
+        handle.remove()
+    return {name for name in names if ".experts." not in name or name.endswith("identity_expert")}
+
+
+@pytest.mark.parametrize("model_type", [*INTERFACE, *REPLACED])
+def test_each_module_is_called_as_before(model_type, device):
+    skip_old_dbrx(model_type)
+    model = build(model_type, device)
+    before = called(model)
+    assert any(name.endswith("experts") for name in before)
+    enable(model)
+    assert called(model) >= before
+
+
+def test_a_hook_on_zero_experts_acts(device):
+    """Tensor parallelism of transformers has one: it divides their input, because each process adds them."""
+    model = build("longcat_flash", device)
+    for name, module in model.named_modules():
+        if name.endswith("identity_expert"):
+            module.register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+    tokens = draw_tokens(model)
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    enable(model)
+    assert_same_step(step(model, tokens), baseline, exact)
