@@ -105,6 +105,18 @@ def test_margin_of_every_router_is_of_its_own_choice(name, device):
     assert 0 < observer.read().smallest_margin < observer.read().margin < 10
 
 
+def test_margin_of_a_choice_from_excluded_groups(device):
+    """Of four experts in two groups all but one are chosen, or one that the router would exclude."""
+    spec = RouterSpec(score="sigmoid", num_groups=2, top_groups=1, excluded_score=-math.inf)
+    router = TopKRouter(16, 4, 2, spec=spec, device=device)
+    logits = torch.tensor([[3.0, 2.0, -1.0, -2.0]], device=device)
+    for experts, expected in (([0, 1, 2], 0.0), ([0, 2, -1], -math.inf), ([0, 1, -1], math.inf)):
+        choice = torch.tensor([experts], dtype=torch.int32, device=device)
+        observer = RoutingObserver(router, 4)
+        observer.add(LayerRouting(choice, torch.ones(1, 3), logits, count(choice.cpu(), 4).to(device)))
+        assert observer.read().smallest_margin == observer.read().margin == expected
+
+
 def test_by_hand(device):
     """Two tokens, three experts, of which the last is dead; probabilities 1/2, 1/4, 1/4 and 1/4, 1/2, 1/4."""
     layer = make_layer(device, num_experts=3, top_k=1)
