@@ -153,12 +153,12 @@ class MoEFeedForward(nn.Module):
         if latent_dim is not None:
             self.w_latent_in = nn.Parameter(torch.empty(latent_dim, d_model, device=device, dtype=dtype))
             self.w_latent_out = nn.Parameter(torch.empty(d_model, latent_dim, device=device, dtype=dtype))
-            self._reset_latent(init_std)
         self.shared_expert = None
         if shared_d_ff is not None:
             kind = activation if shared_activation is None else shared_activation
             self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=kind, gate=shared_gate, **factory)
         self.batch_invariant = batch_invariant
+        self._reset_latent(init_std)
 
     @classmethod
     def from_checkpoint(
@@ -268,12 +268,12 @@ class MoEFeedForward(nn.Module):
         for part in (self.router, self.experts, self.shared_expert):
             if part is not None:
                 part.reset_parameters(std)
-        if self.w_latent_in is not None:
-            self._reset_latent(self.init_std if std is None else std)
+        self._reset_latent(self.init_std if std is None else std)
 
     def _reset_latent(self, std: float) -> None:
-        nn.init.normal_(self.w_latent_in, std=std)
-        nn.init.normal_(self.w_latent_out, std=std)
+        for weight in (self.w_latent_in, self.w_latent_out):
+            if weight is not None:
+                nn.init.normal_(weight, std=std)
 
     def forward(
         self,
@@ -290,7 +290,7 @@ class MoEFeedForward(nn.Module):
         Args:
             return_routing: return (y, LayerRouting); gradients flow through its weights and logits.
             token_mask: False for padding, which no routed expert computes and nothing counts; its logits are those of
-                a token of zeros. Shared experts see it.
+                a token of zeros. Shared experts see it. Takes a copy of x, which backward keeps.
             sequence_lengths: of the sequences that are packed one after another into the leading axes, for
                 `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
             num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.

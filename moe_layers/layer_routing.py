@@ -48,7 +48,8 @@ def spread_slots(
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
     empty = torch.zeros(len(choices), num_experts + 1, dtype=dtype, device=choices.device)
-    # An assignment may name an expert twice. Sums of two are the same in any order.
+    # An assignment may name an expert twice. Sums of two are the same in any order; those of more need PyTorch's
+    # deterministic mode on a GPU.
     values = values if isinstance(values, Tensor) else empty.new_full(choices.shape, values)
     return empty.scatter_add(1, column, values)[:, :num_experts]
 

@@ -106,7 +106,6 @@ class TopKRouter(nn.Module):
         self.register_buffer("selection_bias", selection_bias)
         counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.register_buffer("expert_counts", counts, persistent=False)
-        self.accumulated_counts = None
         self.reset_parameters()
 
     @property
@@ -139,6 +138,7 @@ class TopKRouter(nn.Module):
             if tensor is not None:
                 nn.init.constant_(tensor, value)
         self.expert_counts.zero_()
+        self.accumulated_counts = None
 
     def forward(
         self,

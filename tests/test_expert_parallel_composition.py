@@ -136,6 +136,23 @@ def whole_state_dicts(device):
             assert torch.equal(full(other.state[a][name]), full(optimizer.state[b][name]))
 
 
+def a_float32_router_beside_shorter_experts(device):
+    """FSDP2 takes parameters of one dtype at a time: the router goes first."""
+    one, mesh = make_layer(device).to(torch.bfloat16), expert_mesh(device, 1)["efsdp"]
+    one.router.float()
+    many = copy.deepcopy(one)
+    for module in (many.router, many.experts, many):
+        fully_shard(module, mesh=mesh)
+    x = draw(device, 12, seed=distributed.get_rank()).to(torch.bfloat16)
+    y, expected = many(x), one(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    y.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    gradient = many.router.weight.grad.full_tensor()
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient, summed(one.router.weight.grad) / mesh.size(), rtol=1e-5, atol=1e-6)
+
+
 class Block(nn.Module):
     def __init__(self, device):
         super().__init__()
@@ -201,6 +218,7 @@ TWO = [
     accumulated_gradients,
     replicated_by_ddp,
     whole_state_dicts,
+    a_float32_router_beside_shorter_experts,
     sequence_parallelism,
     tokens_of_several_processes_are_refused,
     tokens_may_be_under_way,

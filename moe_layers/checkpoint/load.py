@@ -61,7 +61,7 @@ def load_layer(
         if dtype is None:
             module.to(_stored_dtype(plan, values, config))
             router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
-            if router.value_dtype == torch.float32:  # as some models keep it, and a router may
+            if router.encoding == "plain" and router.dtype == torch.float32:  # as some models keep it, and a router may
                 module.router.weight = nn.Parameter(module.router.weight.float())
         module.to_empty(device=torch.get_default_device() if device is None else device)
         for parameter in module.parameters():

@@ -90,6 +90,21 @@ def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
     ]
 
 
+def test_a_quantised_router_is_of_the_models_dtype(tmp_path):
+    def quantise(tensors):
+        for name in list(tensors):
+            if "correction_bias" not in name:
+                tensors[name] = tensors[name].bfloat16()
+            if name.endswith("gate.weight"):
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    golden = copy_case("deepseek_v3", tmp_path, quantise, {"quantization_config": quantization})
+    layer = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    assert layer.router.weight.dtype == layer.experts.w_up.dtype == torch.bfloat16
+
+
 def test_dtype_of_a_quantised_source_is_the_models():
     layer = MoEFeedForward.from_checkpoint(GOLDEN / "gpt_oss_mxfp4", 0)
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
