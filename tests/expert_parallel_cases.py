@@ -148,6 +148,11 @@ def data(device, step):
     return draw(device, num_tokens, seed=step), draw(device, num_tokens, seed=100 + step)
 
 
+def own_data(device, step):
+    """This process's part of them."""
+    return (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, step))
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Names and dtypes of the collectives that run inside."""
 

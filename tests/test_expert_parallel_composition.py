@@ -23,7 +23,6 @@ from moe_layers import ExpertParallel, clip_grad_norm_
 from .expert_parallel_cases import (
     D_MODEL,
     OVERLAPPED,
-    TOKENS,
     Model,
     assert_close,
     data,
@@ -33,7 +32,7 @@ from .expert_parallel_cases import (
     full,
     layer_options,
     make_layer,
-    own,
+    own_data,
     shard_experts,
     sharded,
     summed,
@@ -41,10 +40,6 @@ from .expert_parallel_cases import (
 from .processes import failures_fixture
 
 BOTH = ("allgather", "alltoall")
-
-
-def own_data(device):
-    return (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, 0))
 
 
 def one_process(device):
@@ -72,7 +67,7 @@ def hybrid_sharding(device):
             fully_shard(layer["moe"].experts, mesh=mesh["replicate", "efsdp"])
             fully_shard(layer["moe"], mesh=dense)
         fully_shard(model, mesh=dense)
-        x, target = own_data(device)
+        x, target = own_data(device, 0)
         (model(x) - target).square().mean().backward()
         assert_gradients(model, one)
         clipped = copy.deepcopy(one)
@@ -89,7 +84,7 @@ def accumulated_gradients(device):
     one = one_process(device)
     for dispatcher in BOTH:
         model = sharded(device, 2, {"dispatcher": dispatcher})
-        halves = zip(*(tensor.chunk(2) for tensor in own_data(device)), strict=True)
+        halves = zip(*(tensor.chunk(2) for tensor in own_data(device, 0)), strict=True)
         for is_last, (x, target) in zip((False, True), halves, strict=True):
             model.set_requires_gradient_sync(is_last)
             ((model(x) - target).square().mean() / 2).backward()
@@ -104,7 +99,7 @@ def replicated_by_ddp(device):
         parallelize_module(model, expert_mesh(device)["ep"], {"layers.*.moe": ExpertParallel(dispatcher)})
         experts = [name for name, _ in model.named_parameters() if ".experts." in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
-        x, target = own_data(device)
+        x, target = own_data(device, 0)
         replicated = DistributedDataParallel(model)
         (replicated(x) - target).square().mean().backward()
         assert_gradients(model, one)
@@ -115,7 +110,7 @@ def whole_state_dicts(device):
     num_processes = distributed.get_world_size()
     first = sharded(device, 2)
     optimizer = torch.optim.AdamW(first.parameters())
-    x, target = own_data(device)
+    x, target = own_data(device, 0)
     (first(x) - target).square().mean().backward()
     optimizer.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

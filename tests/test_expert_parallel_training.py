@@ -34,6 +34,7 @@ from .expert_parallel_cases import (
     full,
     make_layer,
     own,
+    own_data,
     shard_experts,
     sharded,
     summed,
@@ -53,8 +54,7 @@ def train_step(model, optimizer, x, target, clip):
 
 
 def train_own_part(model, optimizer, device, step):
-    x, target = (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, step))
-    return train_step(model, optimizer, x, target, clip_grad_norm_)
+    return train_step(model, optimizer, *own_data(device, step), clip_grad_norm_)
 
 
 def make_optimizer(model, kind):
