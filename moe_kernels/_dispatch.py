@@ -24,7 +24,8 @@ FLOAT8_CC = 89  # the first GPUs that multiply it
 
 
 def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str | None:
-    """Why the Triton kernels cannot take this tensor, or None if they can.
+    """Why the Triton kernels cannot take this tensor, or None if they can. The GPU's age is not looked at: where it has
+    no kernel, the selection says so.
 
     Args:
         dtypes: the floating-point dtypes that they compute in.
@@ -72,9 +73,12 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """No autocast for tensors on this one's device; where there is none anyway, this costs nothing."""
+    """No autocast for tensors on this one's device, which kernels do not know either: references run in this.
+
+    Where there is none anyway, it costs nothing.
+    """
     device_type = tensor.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises for meta
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -128,6 +132,7 @@ class Op:
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self._name}", inputs)
         if _needs_gradient(inputs):
+            check_transforms(f"moe_kernels::{self._name}", inputs)
             return self._function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
@@ -150,6 +155,14 @@ def check_tangents(op: str, values: tuple[Any, ...]) -> None:
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(f"{op} has no forward-mode gradient; implementation='reference' has")
+
+
+def check_transforms(op: str, values: tuple[Any, ...]) -> None:
+    """Raises NotImplementedError if torch.func differentiates one, of which `autograd.Function` says less clearly."""
+    if torch._C._are_functorch_transforms_active():
+        for value in values:
+            if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):
+                raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
 
 
 def _needs_gradient(values: tuple[Any, ...]) -> bool:

@@ -36,14 +36,32 @@ def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tupl
     return dtype, contiguous, aligned and all(s == 1 or s * dtype.itemsize % 16 == 0 for s in strides)
 
 
+def is_one_behind_another(matrices: Tensor) -> bool:
+    """Whether the rows of a batch [L, M, C] are as far apart from one matrix to the next as within each."""
+    num_batches, num_rows, _ = matrices.shape
+    return num_batches <= 1 or matrices.stride(0) == num_rows * matrices.stride(1)
+
+
 def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
     rows = rows_bucket(num_rows, num_groups)
     return f"{form} {str(dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
 
 
+def _index_form(index: Tensor | None) -> bool | None:
+    """None without an index, else whether kernels can read it."""
+    return None if index is None else index.is_contiguous()
+
+
 def epilogue_key(epilogue: str | None) -> str:
     """Part of a table's key."""
     return "" if epilogue is None else f" epilogue={epilogue}"
+
+
+def float32_uses_tf32() -> bool:
+    """Whether PyTorch was asked to multiply float32 matrices in TF32, in its older way or its newer one."""
+    # What `torch.backends.cuda.matmul.fp32_precision` reads, in a quarter of its time: every launch asks.
+    # `torch.get_float32_matmul_precision` raises after the newer way.
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
 
 
 class _Readers(NamedTuple):
@@ -55,7 +73,7 @@ class _Readers(NamedTuple):
 
 @functools.cache
 def _readers(cls: type[Arguments]) -> _Readers:
-    facts = ["args.A.get_device()", "precision()"]
+    facts = ["args.A.get_device()", "uses_tf32()"]
     others = []  # of every field, so that none is forgotten
     for field in dataclasses.fields(cls):
         name = f"args.{field.name}"
@@ -71,7 +89,7 @@ def _readers(cls: type[Arguments]) -> _Readers:
         else:
             facts.append(f"{name}.dtype, {name}.stride(), {name}.data_ptr() % 16 == 0")
             others.append(f"{name}.shape")
-    names = {"cls": cls, "precision": torch.get_float32_matmul_precision}
+    names = {"cls": cls, "uses_tf32": float32_uses_tf32}
     facts_source = f"({', '.join(facts)})"
     return _Readers(
         eval(f"lambda args: {facts_source}", names),
@@ -83,6 +101,7 @@ class Arguments(abc.ABC):
     """Base of the argument classes: A, the operands by name, and checks of what all kernels need."""
 
     A: Tensor
+    out: Tensor
     accumulator_type: torch.dtype
     epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
@@ -98,6 +117,11 @@ class Arguments(abc.ABC):
     @property
     def operands(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.operand_names}
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What a kernel writes."""
+        return [self.out]
 
     def error(self) -> str | None:
         """What no kernel could compute, naming the operand; None if all is well."""
@@ -157,6 +181,13 @@ class Arguments(abc.ABC):
             return f"Operand `{name}`: expected {' or '.join(map(str, ranks))} axes, got shape {list(tensor.shape)}"
         return None
 
+    def _expect_contiguous(self, *names: str) -> str | None:
+        for name in names:
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                return f"Operand `{name}`: expected contiguous, got strides {tensor.stride()}"
+        return None
+
     def _expect_one_of(self, *names: str) -> str | None:
         if all(getattr(self, name) is None for name in names):
             return f"Operand `{names[0]}`: expected it or {names[1]}, got neither"
@@ -201,12 +232,17 @@ class GroupedGemmArguments(Arguments):
     def product(self) -> Tensor:  # [R, N]
         return self.out if self.epilogue is None else self.preactivation
 
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.out] if self.preactivation is None else [self.out, self.preactivation]
+
     def selection_key(self) -> tuple[Any, ...]:
         given = [getattr(self, name) is not None for name in self.optional_operands]
         bias = None if self.bias is None else (self.bias.dtype, self.bias.stride(-1) == 1)
+        product = None if self.preactivation is None else layout_of(self.preactivation)
         num_rows, sizes = self.num_rows, self.B.shape
-        form = self.row_to_token is not None, self.epilogue, *given, bias, self.assumed_rows, self.out.shape[0] == 0
-        return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
+        form = _index_form(self.row_to_token), self.epilogue, *given, bias, self.assumed_rows, self.out.shape[0] == 0
+        return *sizes, rows_bucket(num_rows, sizes[0]), *form, product, *self._layouts()
 
     def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         sizes, num_rows = self.B.shape, self.out.shape[0]
@@ -239,6 +275,7 @@ class GroupedGemmArguments(Arguments):
             or self._expect("out", num_rows, num_columns // 2 if gated else num_columns)
             or self._expect("offsets", num_groups, dtype=torch.int32)
             or self._expect("row_to_token", num_rows, dtype=torch.int32)
+            or self._expect_contiguous("row_to_token")
             or self._expect("preactivation", num_rows, num_columns, dtype=self.out.dtype)
             or self._expect("bias", num_groups, num_columns)
             or self._expect("row_scale", num_rows, dtype=torch.float32)
@@ -271,7 +308,7 @@ class WgradArguments(Arguments):
         return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
 
     def selection_key(self) -> tuple[Any, ...]:
-        gathers = (self.a_row_to_token is not None, self.dout_row_to_token is not None)
+        gathers = _index_form(self.a_row_to_token), _index_form(self.dout_row_to_token)
         num_rows = self.num_rows
         form = *gathers, self.epilogue, num_rows == 0
         sizes = self.out.shape
@@ -302,6 +339,7 @@ class WgradArguments(Arguments):
             or self._expect("offsets", num_groups, dtype=torch.int32)
             or self._expect("a_row_to_token", num_rows, dtype=torch.int32)
             or self._expect("dout_row_to_token", num_rows, dtype=torch.int32)
+            or self._expect_contiguous("a_row_to_token", "dout_row_to_token")
             or self._expect_one_of("offsets", "tile_table")
         )
 
@@ -332,7 +370,8 @@ class GemmArguments(Arguments):
 
     def selection_key(self) -> tuple[Any, ...]:
         rows = (self.num_batches, self.A.dim(), self.rows_per_matrix, self.assumed_rows, self.out.shape[-2] == 0)
-        return rows, self.B.shape, self.epilogue, self._layouts()
+        one_behind_another = tuple(x.dim() == 2 or is_one_behind_another(x) for x in (self.A, self.out))
+        return rows, self.B.shape, self.epilogue, one_behind_another, self._layouts()
 
     def table_key(self) -> str:
         form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}{epilogue_key(self.epilogue)}"

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from . import tuning
 from ._checks import check_same_device, check_same_dtype, check_shapes, result_dtype
-from ._dispatch import choose, registered_op
+from ._dispatch import choose, registered_op, without_autocast
 from .catalog import GemmArguments
 
 ASSUMED_ROWS = 2048  # of each group: what the tables of kernels hold for most layers
@@ -35,9 +35,9 @@ def invariant_linear(
 ) -> Tensor:  # [T, N]
     """`tokens @ weight.T`, where the other tokens change no bit of a token's result, nor of its gradient.
 
-    Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision`.
-    Deterministic. Differentiable in `tokens` and `weight`, whose gradient is a sum over all tokens. Upstream gradients
-    are rounded to the dtype of `tokens` first.
+    Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic. Differentiable in `tokens` and `weight`, whose
+    gradient is a sum over all tokens. Upstream gradients are rounded to the dtype of `tokens` first.
 
     Args:
         out_dtype: None is that of `tokens`; 16-bit operands also give float32.
@@ -53,7 +53,8 @@ def invariant_linear(
     if choose("invariant_linear", implementation, tokens) == "reference":
         dtype = torch.promote_types(tokens.dtype, out_dtype)
         matrix = weight.to(dtype)
-        (out,) = token_by_token(lambda token: (functional.linear(token.to(dtype), matrix),), tokens)
+        with without_autocast(tokens):
+            (out,) = token_by_token(lambda token: (functional.linear(token.to(dtype), matrix),), tokens)
         return out.to(out_dtype)
     return invariant_product(tokens, weight.t(), out_dtype)
 
@@ -103,7 +104,8 @@ def _backward(ctx, dout):
     a, b = ctx.saved_tensors
     dout = dout.to(a.dtype)
     da = invariant_product(dout, b.t(), a.dtype) if ctx.needs_input_grad[0] else None
-    db = a.t() @ dout if ctx.needs_input_grad[1] else None
+    with without_autocast(a):
+        db = a.t() @ dout if ctx.needs_input_grad[1] else None
     return da, db, None
 
 

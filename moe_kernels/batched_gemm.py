@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import reference, tuning
 from ._checks import check_same_device, check_same_dtype, check_shapes, result_dtype
-from ._dispatch import FLOAT8, choose, registered_op
+from ._dispatch import FLOAT8, choose, registered_op, without_autocast
 from .catalog import GemmArguments
 
 
@@ -21,7 +21,8 @@ def batched_gemm(
     """a @ b, for each l of a batch; an operand without a batch is shared by all l. Differentiable in `a` and `b`.
 
     Any strides. Accumulates in float32 and rounds once; float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision`. Deterministic. Upstream gradients are rounded to the dtype of `a` first.
+    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
+    Upstream gradients are rounded to the dtype of `a` first.
 
     Args:
         out_dtype: None is `a`'s; 16-bit operands also give float32.
@@ -40,7 +41,8 @@ def batched_gemm(
         raise ValueError(f"batched_gemm: operands must have 16 bits or more, got {a.dtype}")
     out_dtype = result_dtype("batched_gemm", a, None, out_dtype)
     if choose("batched_gemm", implementation, a) == "reference":
-        return reference.batched_gemm(a, b, out_dtype=out_dtype)
+        with without_autocast(a):
+            return reference.batched_gemm(a, b, out_dtype=out_dtype)
     return _batched_gemm_op(a, b, out_dtype)
 
 

@@ -176,12 +176,12 @@ class Kernel(abc.ABC):
         if args.epilogue != (epilogue := self.metadata.epilogue):
             return Status(f"applies {epilogue or 'no'} epilogue, asked for {args.epilogue}")
         for name, tensor in args.operands.items():
-            if error := _operand_error(getattr(self.metadata.operands, name), tensor):
+            if error := operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
-        if not (status := self.supports_design(args)):
-            return status
-        error = args.error() if isinstance(args, Arguments) else None
-        return Status(error) if error else SUPPORTED
+        # Designs read shapes that are right.
+        if isinstance(args, Arguments) and (error := args.error()):
+            return Status(error)
+        return self.supports_design(args)
 
     def supports_cc(self, cc: int) -> Status:
         """Whether it was written for GPUs of this compute capability."""
@@ -287,6 +287,7 @@ class Kernel(abc.ABC):
             if artifact is not None and not assume_fits:
                 self._require_artifact(artifact, launch)
             run_launch(launch, artifact, args.A, scratch)
+            torch.autograd.graph.increment_version(args.outputs)
 
     def _require(self, args: Arguments) -> None:
         if not (status := self.supports(args)):
@@ -338,7 +339,8 @@ def is_device_cc_supported(ccs: Collection[int]) -> Status:
     return SUPPORTED
 
 
-def _operand_error(operand: Operand, tensor: Tensor) -> str | None:
+def operand_error(operand: Operand, tensor: Tensor) -> str | None:
+    """What is wrong with the tensor's dtype, layout and alignment."""
     if tensor.dtype != operand.dtype and tensor.dtype not in operand.other_dtypes:
         return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
     if tensor.dim() < 2:
@@ -387,4 +389,4 @@ def get_kernels(
         and (metadata_filter is None or metadata_filter(kernel.metadata))
         and (args is None or kernel.supports(args))
     ]
-    return kernels if args is None else best_first(kernels, args, measured_best(args))
+    return best_first(kernels, args, measured_best(args)) if args is not None and kernels else kernels

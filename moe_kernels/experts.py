@@ -35,7 +35,7 @@ from torch import Tensor
 
 from . import reference
 from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, once_per_form
-from ._dispatch import choose, registered_op
+from ._dispatch import choose, registered_op, without_autocast
 from .activation import launch_weighted_activation_backward
 from .activation_spec import Activation, as_activation
 from .batch_invariance import ASSUMED_ROWS, settled, token_by_token
@@ -108,7 +108,8 @@ def fused_experts(
         options = {"activation": activation, "weight_on_input": weight_on_input, "b_up": b_up, "b_down": b_down}
         options |= {} if w_router is None else {"w_router": w_router}
         run = _reference_by_token if batch_invariant else reference.fused_experts
-        return run(tokens, topk_weights, permutation, w_up, w_down, **options)
+        with without_autocast(tokens):
+            return run(tokens, topk_weights, permutation, w_up, w_down, **options)
     out, _ = _fused_experts_op(
         tokens,
         topk_weights.float().contiguous(),
@@ -117,7 +118,7 @@ def fused_experts(
         b_up,
         b_down,
         slot_to_row.contiguous(),
-        row_to_token,
+        row_to_token.contiguous(),
         *permutation.tile_table[:4],
         w_router,
         permutation.tile_table.block_rows,

@@ -167,4 +167,4 @@ class BackwardInParts:
 
 def _rows(permutation: Permutation, reserved_sms: int) -> Rows:
     slot_to_row = permutation.slot_to_row.contiguous()
-    return Rows(slot_to_row, permutation.row_to_token, permutation.tile_table, reserved_sms, None)
+    return Rows(slot_to_row, permutation.row_to_token.contiguous(), permutation.tile_table, reserved_sms, None)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from . import reference, tuning
 from ._checks import check_float8, check_no_gradient
-from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op
+from ._dispatch import FLOAT8, KERNEL_DTYPES, choose, registered_op, without_autocast
 from .catalog import GroupedGemmArguments, WgradArguments, device_cc
 from .gemm.epilogue import launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
-from .grouped_gemm_checks import check_product, check_values, check_wgrad
+from .grouped_gemm_checks import check_out, check_product, check_values, check_wgrad
 
 
 def grouped_gemm(
@@ -42,36 +42,41 @@ def grouped_gemm(
     so a routing weight as `row_scale` weighs the bias too, as in the weighted sum of the experts' outputs. Any strides:
     a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32; of float8, after
     every 128 products, which the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision`. Rows at or past `offsets[-1]` are zeros in the result and are never read, so
-    NaN there reaches neither it nor a gradient. Deterministic, and never waits for the GPU.
+    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past
+    `offsets[-1]` are zeros in the result and are never read, so NaN there reaches neither it nor a gradient.
+    Deterministic, and never waits for the GPU.
 
-    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s strides,
-    zeros for empty groups. Their GEMMs take upstream gradients rounded to the dtype of `a`.
+    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` is stored by rows or
+    columns as `b` is, with zeros for empty groups. Their GEMMs take upstream gradients rounded to the dtype of `a`.
 
     Args:
         offsets: on the CPU they are checked; on a GPU, where a check would wait, they are clamped to a non-decreasing
             sequence within [0, R].
         bias: in the dtype of `a` or of the result, or float32.
-        activation: a gated one, of the gate columns [0, F) and the up columns [F, 2F) as rounded to `out_dtype`.
+        activation: the name of a gated one, of the gate columns [0, F) and the up columns [F, 2F) as rounded to
+            `out_dtype`.
         scale_a, scale_b: of the float8 values in `a` and `b`.
-        out: where to write the result; no input may require a gradient.
+        out: where to write the result, sharing no memory with an operand; no input may require a gradient.
         out_dtype: None is `out`'s, else `a`'s, and bfloat16 for float8. 16-bit operands also give float32, float8
             (e4m3) ones float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
-            not sorted within [0, R], or an input requires a gradient with `out` or float8 operands.
+            not sorted within [0, R], `out` overlaps itself, or an input requires a gradient with `out` or float8
+            operands.
         NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
     """
     out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
     check_values("grouped_gemm", offsets, a.shape[0])
-    if out is not None or a.dtype == FLOAT8:
-        inputs = (a, b, bias, row_scale, scale_a, scale_b, out)
-        check_no_gradient("grouped_gemm", "out=" if out is not None else "float8 operands", *inputs)
+    if out is not None:
+        check_out("grouped_gemm", out, a, b, bias, row_scale, scale_a, scale_b)
+    elif a.dtype == FLOAT8:
+        check_no_gradient("grouped_gemm", "float8 operands", a, b, bias, row_scale, scale_a, scale_b)
     options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
     if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
-        return reference.grouped_gemm(a, b, offsets, **dict(zip(_OPTIONS, options, strict=True)), out=out)
+        with without_autocast(a):
+            return reference.grouped_gemm(a, b, offsets, **dict(zip(_OPTIONS, options, strict=True)), out=out)
     if a.dtype == FLOAT8 and a.is_cuda:
         check_float8("grouped_gemm", device_cc(a.device))
     if out is not None:
@@ -100,7 +105,7 @@ def grouped_gemm_wgrad(
     Differentiable in `a` and `dout`.
 
     Args:
-        out: where to write the result; no input may require a gradient.
+        out: where to write the result, sharing no memory with an operand; no input may require a gradient.
         out_dtype: None is `out`'s, else `a`'s; 16-bit operands also give float32.
 
     Raises:
@@ -109,9 +114,10 @@ def grouped_gemm_wgrad(
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
     check_values("grouped_gemm_wgrad", offsets, a.shape[0])
     if out is not None:
-        check_no_gradient("grouped_gemm_wgrad", "out=", a, dout, out)
+        check_out("grouped_gemm_wgrad", out, a, dout)
     if choose("grouped_gemm_wgrad", implementation, a) == "reference":
-        return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
+        with without_autocast(a):
+            return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
     if out is not None:
         _wgrad_out_op(a, dout, offsets, out)
         return out
@@ -309,8 +315,13 @@ def empty_wgrad(
 
 @registered_op("grouped_gemm_wgrad_out", mutates=("out",))
 def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
-    args = WgradArguments(a, dout, out, offsets=offsets)
-    tuning.run(args)
+    _launch_wgrad(a, dout, offsets, out)
+
+
+def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
+    # The fastest kernels write rows: to a transposed matrix the transpose of the product.
+    operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
+    tuning.run(WgradArguments(*operands, offsets=offsets))
 
 
 @registered_op("grouped_gemm_wgrad")
@@ -318,8 +329,7 @@ def _wgrad_op(
     a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     out = empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
-    args = WgradArguments(a, dout, out, offsets=offsets)
-    tuning.run(args)
+    _launch_wgrad(a, dout, offsets, out)
     return out
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import check_dtype, check_same_device, check_same_dtype, check_shapes, once_per_form, result_dtype
+from ._checks import (
+    check_dtype,
+    check_no_gradient,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+    once_per_form,
+    result_dtype,
+)
 from ._dispatch import FLOAT8
 from .gemm.epilogue import check_epilogue
 
@@ -63,6 +71,13 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
     check_same_device(op, offsets=offsets, **operands)
     if offsets.shape[0] == 0:
         raise ValueError(f"{op}: offsets must have at least one group, got none")
+
+
+def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
+    """Raises ValueError if `out` overlaps itself, or it or an input requires a gradient."""
+    check_no_gradient(op, "out=", out, *inputs)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")
 
 
 def check_values(op: str, offsets: Tensor, num_rows: int) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import reference, tuning
 from ._checks import check_float8, check_no_gradient, result_dtype
-from ._dispatch import FLOAT8, KERNEL_DTYPES, check_tangents, choose, registered_op
+from ._dispatch import FLOAT8, KERNEL_DTYPES, check_tangents, check_transforms, choose, registered_op, without_autocast
 from .catalog import CompiledArtifact, Kernel, device_cc
 from .gemm.array import GroupedGemmListArguments, leading_dimension, make_problem_table
 
@@ -34,7 +34,7 @@ def grouped_gemm_list(
     Operands lie by rows or by columns, each with any leading dimension; one with neither axis contiguous is copied
     first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once; of float8, after every step of
     the reduction, whose products the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision`. Deterministic.
+    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
 
     Differentiable in every matrix, unless they are float8. Upstream gradients are rounded to the operands' dtype first.
     Each list's gradient is one launch, and is stored in its matrix's order.
@@ -59,9 +59,12 @@ def grouped_gemm_list(
     if a_list[0].dtype == FLOAT8:
         check_no_gradient(op, "float8 operands", *a_list, *b_list)
     if _choose(op, implementation, a_list[0]) == "reference":
-        return reference.grouped_gemm_list(a_list, b_list, out_dtype=out_dtype)
+        with without_autocast(a_list[0]):
+            return reference.grouped_gemm_list(a_list, b_list, out_dtype=out_dtype)
     if forward_ad._current_level >= 0:
         check_tangents(op, (*a_list, *b_list))
+    if not torch.compiler.is_compiling():
+        check_transforms(op, (*a_list, *b_list))
     return _grouped_gemm_list_op(list(a_list), list(b_list), [False] * len(a_list), out_dtype)
 
 
@@ -100,7 +103,7 @@ class GroupedProblem:
         """
         op = "GroupedProblem.from_lists"
         _check(op, a_list, b_list)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*a_list, *b_list)):
+        if torch.is_grad_enabled() and any(matrix.requires_grad for matrix in (*a_list, *b_list, *(out_list or ()))):
             raise ValueError(f"{op}: records no gradients, got operands that require grad: use grouped_gemm_list")
         out_dtype = result_dtype(op, a_list[0], out_list[0] if out_list else None, out_dtype)
         if out_list is None:
@@ -124,7 +127,8 @@ class GroupedProblem:
         if self.kernel is not None:
             self.kernel.run(args, self.artifact, assume_supported_args=True)
         else:
-            products = reference.grouped_gemm_list(args.A_list, args.B_list, out_dtype=args.out_list[0].dtype)
+            with without_autocast(args.A):
+                products = reference.grouped_gemm_list(args.A_list, args.B_list, out_dtype=args.out_list[0].dtype)
             for out, product in zip(args.out_list, products, strict=True):
                 out.copy_(product)
         return list(args.out_list)

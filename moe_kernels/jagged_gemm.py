@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import reference, tuning
 from ._checks import check_dtype, check_same_device, check_shapes
-from ._dispatch import choose, registered_op
+from ._dispatch import choose, registered_op, without_autocast
 from ._triton import cdiv
 from ._upload import upload
 from .catalog import WgradArguments
@@ -46,7 +46,7 @@ def pack_groups(
             "pack_groups: a_list must hold matrices [M, K] of one K, dtype and device, got "
             f"{[(list(a.shape), a.dtype, str(a.device)) for a in a_list]}"
         )
-    offsets = torch.tensor([0, *accumulate(len(a) for a in a_list)], dtype=torch.int32)
+    offsets = torch.tensor([0, *accumulate(len(a) for a in a_list)], dtype=torch.int32, device="cpu")
     group_offsets = torch.empty_like(offsets, device=a_list[0].device)
     return PackedGroups(torch.cat(tuple(a_list)), upload("pack_groups", offsets, group_offsets))
 
@@ -61,10 +61,10 @@ def jagged_gemm(
     """Multiply each group of rows by the same matrix. Differentiable in `a_packed` and `b`.
 
     Operands of two dtypes are converted to the promoted one first, which is the result's; any strides. Accumulates in
-    float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision`. Rows before the
-    first offset and at or past the last are zeros in the result and are never read into it or into a gradient. The
-    gradient of `b` is the sum of parts of the rows in a fixed order, and has `b`'s storage order. Deterministic, and
-    never waits for the GPU.
+    float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows before the first offset and at or past the last are zeros
+    in the result and are never read into it or into a gradient. The gradient of `b` is the sum of parts of the rows in
+    a fixed order, and has `b`'s storage order. Deterministic, and never waits for the GPU.
 
     Args:
         group_offsets: on the CPU they are checked; on a GPU, where a check would wait, they are clamped to a
@@ -82,7 +82,8 @@ def jagged_gemm(
     dtype = torch.promote_types(a_packed.dtype, b.dtype)
     a_packed, b = a_packed.to(dtype), b.to(dtype)
     if choose("jagged_gemm", implementation, a_packed) == "reference":
-        return reference.jagged_gemm(a_packed, b, group_offsets)
+        with without_autocast(a_packed):
+            return reference.jagged_gemm(a_packed, b, group_offsets)
     return _jagged_gemm_op(a_packed, b, group_offsets)
 
 

@@ -16,11 +16,17 @@ NUM_FORMS = 12  # of `LayerForms.all`
 
 
 def parse_layer(text: str) -> Case:
-    """T,D,F,E,K of a command line."""
+    """T,D,F,E,K of a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not five sizes of a layer.
+    """
     try:
-        num_tokens, d_model, d_ff, num_experts, top_k = map(int, text.split(","))
+        num_tokens, d_model, d_ff, num_experts, top_k = sizes = [int(size) for size in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"a layer must be T,D,F,E,K, got {text!r}") from error
+    if min(sizes) < 1 or top_k > num_experts:
+        raise argparse.ArgumentTypeError(f"T, D, F, E and K must be at least 1, and K at most E, got {text!r}")
     return Case(num_tokens, d_model, d_ff, num_experts, top_k)
 
 

@@ -30,7 +30,7 @@ def permute(
     check_same_device("permute", tokens=tokens, permutation=permutation.row_to_token)
     if choose("permute", implementation, tokens) == "reference":
         return reference.permute(tokens, permutation)
-    return _permute_op(tokens, permutation.row_to_token, permutation.slot_to_row)
+    return _permute_op(tokens, permutation.row_to_token.contiguous(), permutation.slot_to_row)
 
 
 def combine(
@@ -61,7 +61,7 @@ def combine(
     check_same_device("combine", **{name: tensor for name, (tensor, _) in operands.items()})
     if choose("combine", implementation, rows) == "reference":
         return reference.combine(rows, topk_weights, slot_to_row)
-    return _combine_op(rows, topk_weights, slot_to_row)
+    return _combine_op(rows, None if topk_weights is None else topk_weights.float(), slot_to_row)
 
 
 @registered_op("permute")
@@ -321,7 +321,7 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
             dweights,
             d_model,
             TOP_K=top_k,
-            BLOCK_D=min(next_power_of_2(d_model), 1024),
+            BLOCK_D=min(next_power_of_2(max(d_model, 1)), 1024),
         )
     return dweights
 

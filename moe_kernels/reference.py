@@ -405,7 +405,7 @@ def combine(
     dtype = torch.promote_types(rows.dtype, torch.float32)
     padded = functional.pad(rows, (0, 0, 0, 1))  # with a row of zeros, for the dropped slots
     row = torch.where(slot_to_row < 0, len(rows), slot_to_row).flatten()
-    chosen = rearrange(padded.index_select(0, row).to(dtype), "(t k) d -> t k d", k=slot_to_row.shape[1])
+    chosen = padded.index_select(0, row).to(dtype).unflatten(0, slot_to_row.shape)  # [T, K, D]
     if topk_weights is not None:
         chosen = chosen * torch.where(slot_to_row < 0, 0.0, topk_weights)[..., None].to(dtype)
     return chosen.sum(1).to(rows.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from ._dispatch import without_autocast
 from ._triton import cdiv
 from .activation_spec import is_gated
 from .catalog import Arguments, GemmArguments, GroupedGemmArguments, Kernel, WgradArguments
@@ -43,7 +44,7 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
     Raises:
         AssertionError: the result is wrong, and by how much.
     """
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(args.A):
         for comparison in _COMPARISONS[type(args)](args, first):
             if comparison.exact.isfinite().all():
                 actual, baseline, exact = _as_precise_as_sums_of(args.A.dtype, comparison)

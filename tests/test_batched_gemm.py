@@ -117,6 +117,15 @@ def test_each_kernel(kernel, device):
     assert num_supported >= (0 if on_other_gpu else len(CASES) if is_pointer else 2)
 
 
+def test_offsets_whatever_the_default_device(device):
+    a, b = torch.empty(3, 5, 16, device=device).half(), torch.empty(3, 16, 8, device=device).half()
+    args = GemmArguments(a, b, torch.empty(3, 5, 8, device=device).half())
+    kernel = next(kernel for kernel in KERNELS if isinstance(kernel, BatchedGemm))
+    with torch.device("meta"):
+        offsets = kernel.with_metadata(args, None).tile_table
+    assert offsets.bounds.device == a.device and offsets.bounds[:4].tolist() == [0, 5, 10, 15]
+
+
 @pytest.mark.parametrize("epilogue", PLAIN_EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_epilogues(dtype, epilogue, device):
@@ -134,6 +143,22 @@ def test_epilogues(dtype, epilogue, device):
             assert kernel.metadata.epilogue == epilogue and kernel.metadata.kernel_name.endswith(epilogue)
             kernel.run(args, kernel.compile(args))
             assert_accurate(args.out.to(dtype), baseline, exact, kernel.metadata.kernel_name)
+
+
+@pytest.mark.parametrize("form", ["slice", "expanded"])
+def test_matrices_apart_after_contiguous_ones(form, device, monkeypatch):
+    """A kernel chosen for matrices one behind another is not kept for others of the same sizes."""
+    monkeypatch.setattr("moe_kernels.gemm.batched._TABLE_LAUNCHES", 0)
+    monkeypatch.setattr(tuning, "_selected", {})
+    b = torch.randn(3, 64, 256, device=device).half()
+    memory = torch.randn(3, 256, 64, device=device).half()
+    behind = memory[:, :128].contiguous()
+    apart = memory[:, :128] if form == "slice" else memory[:1, :128].expand(3, -1, -1)
+    chosen = [tuning.select(GemmArguments(a, b, b.new_empty(3, 128, 256))) for a in (behind, apart)]
+    assert isinstance(chosen[0], BatchedGemm) and not isinstance(chosen[1], BatchedGemm)
+    for a in (behind, apart):
+        expected = (reference.batched_gemm(*operands) for operands in ((a, b), to_float64((a, b))))
+        assert_accurate(triton_gemm(a, b), *expected)
 
 
 def test_an_epilogue_that_no_kernel_has_is_named():
@@ -163,7 +188,7 @@ def test_batches_that_are_no_rows_name_the_operand():
             (zeros(16, 64), zeros(2, 64, 32), zeros(2, 16, 32)),
             "Operand `A`: this kernel takes none that a batch shares",
         ),
-        ((zeros(16, 64), zeros(2, 64, 32), zeros(16, 32)), "Operand `out`: expected a batch as B"),
+        ((zeros(16, 64), zeros(2, 64, 32), zeros(16, 32)), "Operand `out`: expected shape [2, 16, 32], got [16, 32]"),
     ]:
         assert kernel.supports(GemmArguments(*operands)).error.startswith(error)
 

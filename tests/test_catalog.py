@@ -1,11 +1,19 @@
 """Each kernel of the catalog, chosen by hand, on every case it supports."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
-from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, reference
+from moe_kernels import (
+    GemmArguments,
+    GroupedGemmArguments,
+    GroupedGemmListArguments,
+    WgradArguments,
+    get_kernels,
+    reference,
+)
 from moe_kernels._triton import TRITON_VERSION
 from moe_kernels.activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation_spec import is_gated
@@ -333,9 +341,30 @@ def test_metadata_is_frozen():
 )
 def test_supports_names_the_operand(change, error):
     kernel = next(k for k in get_kernels() if k.metadata.operands.A.dtype == torch.float32)
-    args = GroupedGemmArguments(torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.zeros(4, 8))
+    offsets = torch.zeros(2, dtype=torch.int32)
+    args = GroupedGemmArguments(torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.zeros(4, 8), offsets=offsets)
     status = kernel.supports(dataclasses.replace(args, **change))
     assert not status and error in status.error
+
+
+half = partial(torch.zeros, dtype=torch.float16)
+MALFORMED = {
+    "four axes of A": (GemmArguments(half(2, 2, 8, 8), half(8, 8), half(2, 2, 8, 8)), "Operand `A`: expected 2 or 3"),
+    "one axis of out": (GemmArguments(half(8, 8), half(8, 8), half(8)), "Operand `out`"),
+    "a matrix for B": (GroupedGemmArguments(half(8, 8), half(8, 8), half(8, 8)), "Operand `B`: expected 3 axes"),
+    "a batch for A": (WgradArguments(half(1, 8, 8), half(8, 8), half(2, 8, 8)), "Operand `A`: expected 2 axes"),
+    "no problems": (GroupedGemmListArguments([], [], []), "at least one problem"),
+    "no B": (GroupedGemmListArguments([half(8, 8)], [], [half(8, 8)]), "as many A as B and out, got 1, 0 and 1"),
+    "a vector": (GroupedGemmListArguments([half(8)], [half(8, 8)], [half(8)]), "expected a matrix"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_arguments_are_an_error_and_no_crash(case):
+    args, message = MALFORMED[case]
+    assert get_kernels(args) == []
+    errors = [kernel.takes(args).error for kernel in get_kernels()]
+    assert all(errors) and any(message in error for error in errors)
 
 
 def test_supports_names_the_arguments_class():

@@ -183,6 +183,39 @@ def test_status_of_other_forms():
         assert wgrad.supports(WgradArguments(*operands, offsets=zeros(2).int())).error == error
 
 
+def test_an_index_must_be_contiguous():
+    index = torch.zeros(40, 2, dtype=torch.int32)[:, 0]
+    gathering = get_kernels(metadata_filter=lambda m: m.operands.A.dtype == torch.float32 and m.design.gather)
+    args = dataclasses.replace(grouped_arguments("cpu", torch.float32), row_to_token=index)
+    grouped = [kernel for kernel in gathering if kernel.arguments_class is GroupedGemmArguments]
+    error = "Operand `row_to_token`: expected contiguous, got strides (2,)"
+    assert {kernel.supports(args).error for kernel in grouped} == {error}
+    wgrad = [kernel for kernel in gathering if kernel.arguments_class is WgradArguments]
+    for name in ("a_row_to_token", "dout_row_to_token"):
+        args = dataclasses.replace(wgrad_arguments("cpu", torch.float32), **{name: index})
+        assert {kernel.supports(args).error for kernel in wgrad} == {error.replace("row_to_token", name)}
+
+
+def test_a_preactivation_is_stored_as_the_output():
+    """With an epilogue a kernel writes both, by rows, and each half of a gated one's product from 16 bytes on."""
+    args = grouped_arguments("cpu", size_k=1024)
+    args = dataclasses.replace(args, B=args.B.mT.contiguous().mT, out=args.out[:, :24].clone(), epilogue="swiglu")
+    product = torch.zeros(40, 48, dtype=FLOAT16)
+    kernels = [kernel for kernel in get_kernels() if kernel.takes(dataclasses.replace(args, preactivation=product))]
+    assert len(kernels) > 1
+    for stored in (
+        torch.zeros(40, 96).half()[:, ::2],
+        torch.zeros(48, 40).half().t(),
+        torch.zeros(40, 52).half()[:, :48],
+    ):
+        other = dataclasses.replace(args, preactivation=stored)
+        assert all("Operand `preactivation`: expected" in kernel.takes(other).error for kernel in kernels)
+    narrow = {"B": args.B[..., :40], "out": torch.zeros(40, 24).half()[:, :20]}
+    narrow |= {"preactivation": torch.zeros(40, 40, dtype=FLOAT16)}
+    narrow = dataclasses.replace(args, **narrow)
+    assert all("halves of rows of whole 16 bytes" in kernel.takes(narrow).error for kernel in kernels)
+
+
 @pytest.mark.parametrize("form", ["wgrad", "jagged"])
 def test_forms_without_an_epilogue_say_so(form, device):
     args = dataclasses.replace(ARGUMENTS[form](device), epilogue="relu")
@@ -214,6 +247,14 @@ def test_run_asks_unless_told_or_selected(device, monkeypatch):
     kernel.run(args, assume_supported_args=True)
     with pytest.raises(pytest.fail.Exception, match="asked"):
         kernel.run(args)
+
+
+@pytest.mark.parametrize("form", ARGUMENTS)
+def test_autograd_sees_what_is_written(form, device):
+    args = ARGUMENTS[form](device)
+    before = args.out._version
+    get_kernels(args)[0].run(args)
+    assert args.out._version > before
 
 
 @pytest.mark.parametrize("form", ARGUMENTS)

@@ -134,6 +134,13 @@ def test_a_layer_has_five_sizes(layer, capsys):
     assert f"a layer must be T,D,F,E,K, got '{layer}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("layer", ["0,2,3,4,1", "1,2,3,0,1", "1,2,3,4,0", "1,-2,3,4,1", "1,2,3,4,5"])
+def test_sizes_that_no_layer_has(layer, capsys):
+    with pytest.raises(SystemExit):
+        main([layer, "--cc", "80"])
+    assert f"T, D, F, E and K must be at least 1, and K at most E, got '{layer}'" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_on_the_gpu(capsys):
     assert main(["512,512,1024,4,2", "--dtype", "float16"]) == 0

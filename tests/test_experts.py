@@ -128,6 +128,21 @@ def test_dropped_slots_add_nothing_and_get_no_gradient(op, device):
     assert dweights[3, 0] == 0 and not dweights[8].any() and dweights[3, 1] != 0
 
 
+def test_any_strides_of_the_permutation(device):
+    tokens, weights, experts, w_up, w_down = draw(CASES["odd_sizes"], torch.float32, device)
+    permutation = sort_by_expert(experts, len(w_up), implementation="triton")
+    strided = permutation._replace(
+        row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
+        slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
+    )
+    operands = [tensor.requires_grad_() for tensor in (tokens, w_up, w_down)]
+    results = []
+    for chosen in (permutation, strided):
+        out = triton_experts(tokens, weights, chosen, w_up, w_down)
+        results.append([out, *torch.autograd.grad(out.sum(), operands)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_transposed_weights(device):
     tokens, weights, experts, w_up, w_down = draw(CASES["odd_sizes"], torch.float32, device)
     stored = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w_up, w_down)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference, tuning
+from moe_kernels.arguments import float32_uses_tf32
 from moe_kernels.gemm import precision
 from moe_kernels.gemm.precision import has_fast_float64
 from moe_kernels.grouped_gemm import _grouped_gemm_op, _wgrad_op
@@ -209,6 +210,47 @@ def test_float32_uses_tf32_only_on_request(device):
     assert error < 1e-4 < tf32_error
 
 
+@pytest.fixture
+def precision_settings():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        backend.fp32_precision = "none"
+
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.mark.parametrize(
+    ("settings", "tf32"),
+    [
+        ([], False),
+        ([(MATMUL, "tf32")], True),
+        ([(torch.backends, "tf32")], True),
+        ([(torch.backends, "tf32"), (MATMUL, "ieee")], False),
+        ([(torch.backends.mkldnn.matmul, "bf16")], False),
+        (["high"], True),
+        (["medium"], True),
+        (["high", (MATMUL, "ieee")], False),
+        (["high", "highest"], False),
+    ],
+)
+def test_every_way_to_ask_for_tf32(settings, tf32, device, precision_settings):
+    for setting in settings:
+        if isinstance(setting, str):
+            torch.set_float32_matmul_precision(setting)
+        else:
+            setting[0].fp32_precision = setting[1]
+    assert float32_uses_tf32() == (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
+    a, b, offsets = draw("ordinary", torch.float32, device)
+    assert (precision.dot_precision(a) == "tf32") == tf32
+    for dtype in DTYPES:
+        a, b = a.to(dtype), b.to(dtype)
+        out = triton_gemm(a, b, offsets)
+        assert torch.equal(torch.compile(triton_gemm, fullgraph=True, backend="aot_eager")(a, b, offsets), out)
+        torch.testing.assert_close(out, reference.grouped_gemm(a, b, offsets), rtol=1e-2, atol=1e-1)
+
+
 def test_float32_is_rounded_once(device):
     """Where float64 is fast a float32 product is the exact one, rounded; a float32 sum of 4096 terms is not."""
     if not has_fast_float64(torch.device(device)):
@@ -250,6 +292,23 @@ def test_addresses_past_two_gigabytes(device):
     dout[-1, -1] = 7.0
     wgrad = triton_wgrad(a, dout, offsets)
     assert wgrad[1, -1, -1] == 21.0 and not wgrad[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_gradient_of_a_stored_weight_takes_the_kernel_of_a_plain_one(dtype, device, monkeypatch):
+    """[G, N, K] in memory: its transpose is written by rows, which the fastest kernels do."""
+    a, dout = torch.randn(2, 300, 64, device=device).to(dtype)
+    offsets = torch.tensor([100, 130, 300], dtype=torch.int32, device=device)
+    taken = []
+    monkeypatch.setattr(tuning, "run", lambda args: taken.append(args) or tuning.select(args).run(args))
+    stored = torch.empty(3, 64, 64, dtype=dtype, device=device)
+    for out in (stored.transpose(1, 2), stored):
+        grouped_gemm_wgrad(a, dout, offsets, out=out, implementation="triton")
+        baseline, exact = (
+            reference.grouped_gemm_wgrad(x, y, offsets) for x, y in ((a, dout), (a.double(), dout.double()))
+        )
+        assert_accurate(out, baseline, exact)
+    assert tuning.select(taken[0]) is tuning.select(taken[1])
 
 
 def test_repeats_bitwise(device):

@@ -1,13 +1,15 @@
 """What grouped_gemm does beyond the product: bias, scales, activation, other result dtypes, float8, `out=`."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
-from moe_kernels import GroupedGemmArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
+from moe_kernels import Activation, GroupedGemmArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
 from moe_kernels._checks import check_float8
 from moe_kernels.catalog import PointerDesign
+from moe_kernels.gemm.epilogue import launch_bias_and_scale
 from moe_kernels.grouped_gemm import (
     _gated_gemm_op,
     _grouped_gemm_op,
@@ -16,6 +18,7 @@ from moe_kernels.grouped_gemm import (
     _wgrad_op,
 )
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
+from moe_kernels.tiles import make_tile_table
 from moe_kernels.tuning import find
 
 from .dtypes import DTYPES
@@ -90,6 +93,7 @@ def test_float32_results_of_16_bit_operands(dtype, activation, device):
     check("odd_sizes", dtype, device, ("bias", "row_scale"), activation=activation, out_dtype=torch.float32)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("names", OPTIONS, ids="+".join)
 @pytest.mark.parametrize("activation", [None, "swiglu", "geglu"])
 def test_a_fast_kernel_with_the_rest_behind(activation, names, device, monkeypatch):
@@ -102,6 +106,31 @@ def test_a_fast_kernel_with_the_rest_behind(activation, names, device, monkeypat
         pytest.skip("the fast kernels are for capability 9.0")
     assert not isinstance(kernel.metadata.design, PointerDesign)
     check("large", dtype, device, names, activation=activation)
+
+
+@pytest.mark.parametrize("names", OPTIONS, ids="+".join)
+def test_the_pass_behind_a_fast_kernel(names, device):
+    a, _, offsets, *options = draw("odd_sizes", torch.float32, device, names)
+    rows, options = a[:, :46].clone(), dict(zip(names, options, strict=True))
+    table = make_tile_table(offsets, len(rows), 128)
+    bias, scale = (options.get(name) for name in ("bias", "row_scale"))
+    expected = rows.clone()
+    for g, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
+        expected[start:end] += 0 if bias is None else bias[g]
+        expected[start:end] *= 1 if scale is None else scale[start:end, None]
+    launch_bias_and_scale(rows, bias, scale, table)
+    torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_float16_may_overflow_before_the_scale(activation, implementation, device):
+    """Products of 102400, which float16 does not hold, times 1/1024."""
+    a, b = torch.full((2, 256, 256), 20.0, device=device).half()
+    offsets, scale = torch.tensor([100, 256], dtype=torch.int32, device=device), torch.full((256,), 1 / 1024).to(device)
+    b = b[None].expand(2, -1, -1).contiguous()
+    out = grouped_gemm(a, b, offsets, row_scale=scale, activation=activation, implementation=implementation)
+    assert (out == (100.0 if activation is None else 10000.0)).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -342,6 +371,7 @@ def test_compiles_without_graph_break(device):
         ({"out": torch.zeros(4, 5)}, r"out must be \[R, N\] with R=4, N=6, got \[4, 5\]"),
         ({"out": torch.zeros(4, 6), "activation": "swiglu"}, r"out must be \[R, F\] with R=4, F=3, got \[4, 6\]"),
         ({"out": torch.zeros(4, 6).half(), "out_dtype": torch.float32}, "out_dtype must be out's"),
+        ({"out": torch.zeros(1, 6).expand(4, 6)}, r"out must not overlap itself, got strides \(0, 1\)"),
         ({"out": torch.zeros(4, 6, requires_grad=True)}, "with out= no input may require a gradient"),
         ({"out": torch.zeros(4, 6), "bias": torch.zeros(2, 6, requires_grad=True)}, "with out= no input"),
     ],
@@ -349,6 +379,15 @@ def test_compiles_without_graph_break(device):
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         grouped_gemm(torch.zeros(4, 3), torch.zeros(2, 3, 6), torch.tensor([1, 2]).int(), **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_activation_is_a_name(implementation):
+    """Its numbers are the published ones."""
+    operands = torch.zeros(4, 3), torch.zeros(2, 3, 6), torch.tensor([1, 2]).int()
+    message = r"activation must be a name, got Activation\(.*; gated_activation and fused_experts take more"
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(*operands, activation=Activation("clamped_swiglu", limit=1.0), implementation=implementation)
 
 
 def test_more_bad_input():
@@ -364,5 +403,7 @@ def test_more_bad_input():
         grouped_gemm_wgrad(a.to(FLOAT8), a.to(FLOAT8), offsets)
     with pytest.raises(ValueError, match=r"out must be \[G, K, N\] with G=2, K=3, N=3, got \[2, 3, 4\]"):
         grouped_gemm_wgrad(a, a, offsets, out=torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="grouped_gemm_wgrad: out must not overlap itself"):
+        grouped_gemm_wgrad(a, a, offsets, out=torch.zeros(3, 3).expand(2, 3, 3))
     with pytest.raises(ValueError, match="grouped_gemm_wgrad: with out= no input may require a gradient"):
         grouped_gemm_wgrad(a.requires_grad_(), a, offsets, out=torch.zeros(2, 3, 3))

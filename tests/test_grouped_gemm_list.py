@@ -255,6 +255,29 @@ def test_prepared_problem(device):
     assert all(torch.equal(x, e) for x, e in zip(outs, triton_list(a_list, b_list), strict=True))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_another_run_does_not_pass_unseen(implementation, device):
+    """What autograd keeps of the first run is not what lies there after the second."""
+    a_list, b_list = draw("unlike", torch.float32, device)
+    problem = GroupedProblem.from_lists(a_list, b_list, implementation=implementation)
+    factor = torch.ones_like(problem.run()[0]).requires_grad_()
+    product = problem.run()[0] * factor
+    problem.run()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_whatever_the_default_device(implementation, device):
+    operands = draw("unlike", torch.float32, device)
+    expected = grouped_gemm_list(*operands, implementation=implementation)
+    with torch.device("meta"):
+        outs = grouped_gemm_list(*operands, implementation=implementation)
+        prepared = GroupedProblem.from_lists(*operands, implementation=implementation).run()
+    for e, out, other in zip(expected, outs, prepared, strict=True):
+        assert torch.equal(out, e) and torch.equal(other, e)
+
+
 def test_prepared_problem_with_a_kernel_of_choice(device):
     a_list, b_list = draw("unlike", torch.float16, device)
     kernels = [kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float16]
@@ -434,6 +457,8 @@ def test_bad_preparation():
         ({"out_list": [torch.zeros(4, 4)]}, "problem 0: expected"),
         ({"out_list": []}, "as many A as B and out, got 1, 1 and 0"),
         ({"out_list": [torch.zeros(5, 4).t()]}, "expected rows contiguous"),
+        ({"out_list": [torch.zeros(1, 5).expand(4, 5)]}, "expected rows that do not overlap"),
+        ({"out_list": [torch.zeros(4, 5, requires_grad=True)]}, "require grad"),
         ({"out_list": [torch.zeros(4, 5).half()]}, "operands of torch.float32 do not give out_dtype torch.float16"),
         ({"out_list": [torch.zeros(4, 5)], "out_dtype": torch.float16}, "out_dtype must be out's"),
     ):

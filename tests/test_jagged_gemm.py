@@ -184,6 +184,13 @@ def test_pack_groups(device):
         torch.testing.assert_close(a.grad, b.sum(1).expand(len(a), 6))
 
 
+def test_pack_groups_whatever_the_default_device(device):
+    a_list = [torch.randn(m, 6, device=device) for m in (3, 4)]
+    with torch.device("meta"):
+        packed, offsets = pack_groups(a_list)
+    assert offsets.tolist() == [0, 3, 7] and offsets.device == packed.device == a_list[0].device
+
+
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
     ("offsets", "num_rows"),

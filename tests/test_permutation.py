@@ -51,6 +51,20 @@ def test_permute_matches_reference(case, dtype, device):
     assert torch.equal(run(*draw(0), op=partial(permute, implementation="triton")), run(*draw(0)))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_any_strides_of_the_permutation(implementation, device):
+    permutation = sort_by_expert(torch.randint(0, 4, (20, 2), dtype=torch.int32, device=device), 4)
+    tokens = torch.randn(20, 8, device=device)
+    strided = permutation._replace(
+        row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
+        slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
+    )
+    rows = permute(tokens, strided, implementation=implementation)
+    assert torch.equal(rows, permute(tokens, permutation, implementation="reference"))
+    sums = [combine(rows, None, p.slot_to_row, implementation=implementation) for p in (strided, permutation)]
+    assert torch.equal(*sums)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "d_model"), [(1, 3), (37, 4100), (700, 130)])
 def test_tokens_spread_by_the_tile(num_tokens, d_model, dtype, device, monkeypatch):
@@ -120,6 +134,38 @@ def test_combine_of_fewer_and_more_rows_than_slots(num_rows, implementation, dev
     assert out[:, 0].tolist() == {0: [0.0, 0.0], 2: [1.0, 2.0], 9: [3.0, 3.0]}[num_rows]
     (drows,) = torch.autograd.grad(out.sum(), rows)
     assert drows[:, 0].tolist() == [float(row in owned) for row in range(num_rows)]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_float64_weights(implementation, device, monkeypatch):
+    """Kernels get float32 ones, which only the interpreter could do without; the gradient is float64 again."""
+    taken = []
+    monkeypatch.setattr(
+        "moe_kernels.permutation._combine_op", lambda *args: taken.append(args[1].dtype) or _combine_op(*args)
+    )
+    rows, weights, slot_to_row = draw_rows(CASES["ordinary"], torch.float32, device)
+    double = weights.detach().double().requires_grad_()
+    out = combine(rows, double, slot_to_row, implementation=implementation)
+    torch.testing.assert_close(out, combine(rows, weights, slot_to_row, implementation=implementation))
+    assert set(taken) == ({torch.float32} if implementation == "triton" else set())
+    (dweights,) = torch.autograd.grad(out.sum(), double)
+    (expected,) = torch.autograd.grad(reference.combine(rows.double(), double, slot_to_row).sum(), double)
+    assert dweights.dtype == torch.float64
+    torch.testing.assert_close(dweights, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize(("num_tokens", "top_k", "d_model"), [(3, 0, 4), (3, 2, 0), (0, 2, 4)])
+def test_combine_of_nothing(num_tokens, top_k, d_model, implementation, device):
+    """No slots give zeros, and no columns a gradient of zeros to the weights."""
+    num_rows = num_tokens * top_k
+    rows = torch.ones(num_rows, d_model, device=device, requires_grad=True)
+    weights = torch.ones(num_tokens, top_k, device=device, requires_grad=True)
+    slot_to_row = torch.arange(num_rows, dtype=torch.int32, device=device).view(num_tokens, top_k)
+    out = combine(rows, weights, slot_to_row, implementation=implementation)
+    assert out.shape == (num_tokens, d_model) and not out.any()
+    drows, dweights = torch.autograd.grad(out.sum(), (rows, weights))
+    assert drows.shape == rows.shape and dweights.shape == weights.shape and not dweights.any()
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -81,6 +81,25 @@ def test_the_selector_takes_what_ones_own_table_names(folders, monkeypatch, devi
     assert tuning.select(args) is last
 
 
+def test_an_activation_measured_itself_takes_its_own_entry(monkeypatch, device):
+    rows, offsets = (
+        torch.randn(40, 1024, device=device).half(),
+        torch.tensor([10, 40], dtype=torch.int32, device=device),
+    )
+    b = rows.new_ones(2, 96, 1024).transpose(1, 2)
+    out, product = rows.new_empty(40, 48), rows.new_empty(40, 96)
+    args = GroupedGemmArguments(rows, b, out, offsets=offsets, epilogue="geglu", preactivation=product)
+    kernels = get_kernels(args)
+    if len(kernels) < 2:
+        pytest.skip("one kernel at most has an epilogue here")
+    monkeypatch.setattr(tuning, "_selected", {})
+    assert tuning.find(args) is kernels[0]
+    table = Table({args.table_key(): kernels[-1].metadata.kernel_name}, {})
+    monkeypatch.setattr(tuning, "table_for", lambda device: table)
+    monkeypatch.setattr(tuning, "_selected", {})
+    assert tuning.find(args) is kernels[-1]
+
+
 def test_copies_by_width():
     """A plain activation has half the columns before it, and is computed by a GEMM only behind a copy."""
 

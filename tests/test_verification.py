@@ -101,6 +101,17 @@ def test_right_kernels_pass_and_a_wrong_number_does_not(case, device):
             check_result(args, "wrong", first=first)
 
 
+def test_autocast_makes_no_wrong_number_right(device):
+    """The products that a result is held to are not rounded further than the result."""
+    args = dataclasses.replace(
+        gemm_arguments(device), **{name: getattr(gemm_arguments(device), name).float() for name in ("A", "B", "out")}
+    )
+    tuning.run(args)
+    args.out.mul_(1.001)
+    with torch.autocast(device, torch.bfloat16), pytest.raises(AssertionError, match="wrong: error"):
+        check_result(args, "wrong")
+
+
 def fused_arguments(device):
     args = grouped_arguments(device)
     activated = args.out.new_empty(len(args.out), 24)

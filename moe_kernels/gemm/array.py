@@ -117,8 +117,14 @@ class GroupedGemmListArguments(Arguments):
     @property
     def operands(self) -> dict[str, Tensor]:
         """Those of the first problem that has an output; the others are like them but for their sizes."""
-        first = next((g for g, out in enumerate(self.out_list) if out.numel()), 0)
-        return {"A": self.A_list[first], "B": self.B_list[first], "out": self.out_list[first]}
+        lists = self.A_list, self.B_list, self.out_list  # what differs in length is an error, but here no crash
+        filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
+        shown = next(filled, None) or next(zip(*lists, strict=False), ())
+        return dict(zip(self.operand_names, shown, strict=False))
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return list(self.out_list)
 
     def shape_error(self) -> str | None:
         return self._error
@@ -127,6 +133,8 @@ class GroupedGemmListArguments(Arguments):
     def _error(self) -> str | None:
         if not len(self.A_list) == len(self.B_list) == len(self.out_list):
             return f"as many A as B and out, got {len(self.A_list)}, {len(self.B_list)} and {len(self.out_list)}"
+        if not self.A_list:
+            return "expected at least one problem, got none"
         dtypes = self.A_list[0].dtype, self.A_list[0].dtype, self.out_list[0].dtype
         for g, matrices in enumerate(zip(self.A_list, self.B_list, self.out_list, strict=True)):
             a, b, out = (tuple(matrix.shape) for matrix in matrices)
@@ -141,6 +149,8 @@ class GroupedGemmListArguments(Arguments):
                     return f"Operand `{name}` of problem {g}: expected one contiguous axis, got {matrix.stride()}"
             if leading_dimension(matrices[2])[1]:
                 return f"Operand `out` of problem {g}: expected rows contiguous, got strides {matrices[2].stride()}"
+            if out[0] > 1 and matrices[2].stride(0) < out[1]:
+                return f"Operand `out` of problem {g}: expected rows that do not overlap, got {matrices[2].stride()}"
         return None
 
     @functools.cached_property
@@ -213,8 +223,9 @@ def make_problem_table(
     for g, count, end in zip(order, counts, ends, strict=True):
         pointers, sizes, leading, by_columns = problems[g]
         rows[g] = *pointers, *sizes, *leading, by_columns[0] + 2 * by_columns[1], end - count, end
-    described = torch.tensor([field for row in rows for field in row], dtype=torch.int64)
-    tile_to_problem = torch.repeat_interleave(torch.tensor(order, dtype=torch.int32), torch.tensor(counts))
+    on_host = functools.partial(torch.tensor, device="cpu")
+    described = on_host([field for row in rows for field in row], dtype=torch.int64)
+    tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
     # One copy: the problems, then the tiles behind them, in pairs.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
@@ -267,8 +278,6 @@ class GroupedGemmListKernel(Kernel):
         self.compiled_as = compiled_as or self
 
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
-        if error := args.error():
-            return Status(error)
         if self.metadata.operands.A.alignment_bytes == 1:
             return Status()
         for name, layout in zip(("A", "B"), args.survey.layouts, strict=True):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._triton import INTERPRET, cdiv
 from ..activation_functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
-from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments
+from ..activation_spec import is_gated
+from ..catalog import SUPPORTED, Arguments, Design, GroupedGemmArguments, Kernel, Status, WgradArguments, operand_error
 from ..reference import TileTable
 from ..tiles import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
@@ -33,6 +34,8 @@ class GroupedGemmKernel(Kernel):
     def supports_design(self, args: GroupedGemmArguments) -> Status:
         if (args.epilogue is None) != (args.preactivation is None):
             return Status("Operand `preactivation`: expected with an epilogue and only then")
+        if error := self._preactivation_error(args):
+            return Status(f"Operand `preactivation`: {error}")
         gather = self.metadata.design.gather
         if (args.row_to_token is not None) != gather:
             return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
@@ -40,6 +43,19 @@ class GroupedGemmKernel(Kernel):
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
+        """It is stored as `out` is, and the up half of a gated activation's as a matrix of its own."""
+        product, operand = args.preactivation, self.metadata.operands.out
+        if product is None:
+            return None
+        if error := operand_error(operand, product):
+            return error
+        half_bytes = product.shape[-1] // 2 * product.element_size()
+        if is_gated(args.epilogue) and half_bytes % operand.alignment_bytes:
+            rule = f"expected halves of rows of whole {operand.alignment_bytes} bytes"
+            return f"{rule}, got {product.shape[-1]} columns of {product.dtype}"
+        return None
 
     def estimate(self, args: GroupedGemmArguments) -> float:
         """Of one group and one step of the reduction."""

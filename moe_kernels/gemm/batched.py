@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._triton import cdiv
+from ..arguments import is_one_behind_another
 from ..catalog import GemmArguments, GemmOperands, GroupedGemmArguments, Kernel, Launch, Status
 from .base import GroupedGemmKernel, padded
 from .tma import TMA_KERNELS
@@ -39,10 +40,8 @@ class BatchedGemm(Kernel):
             return Status("Operand `A`: this kernel takes none that a batch shares")
         for name in ("A", "out"):
             tensor = getattr(args, name)
-            if tensor.dim() == 3 and len(tensor) > 1 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+            if tensor.dim() == 3 and not is_one_behind_another(tensor):
                 return Status(f"Operand `{name}`: expected matrices behind each other, got strides {tensor.stride()}")
-        if args.A.dim() == 2 and args.B.dim() == 3:
-            return Status("Operand `out`: expected a batch as B")
         return self.grouped.supports_design(_grouped(args))
 
     def estimate(self, args: GemmArguments) -> float:
@@ -106,7 +105,7 @@ def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -
     size = num_rows // num_groups
     if memory is None:
         memory = torch.empty(num_groups, dtype=torch.int32, device=grouped.out.device)
-    torch.arange(size, num_rows + 1, size, out=memory)
+    torch.arange(size, num_rows + 1, size, out=memory, device=memory.device)
     return dataclasses.replace(grouped, offsets=memory)
 
 

@@ -1,7 +1,7 @@
 """What follows the product of a grouped GEMM, where its kernel does not do it itself: bias, row scale, activation.
 
 The fastest kernels take no row scale and not every bias. Behind one these cost a pass over the output, at the speed of
-memory, and round the product once more.
+memory, and round the product once more. In float16, where the product might overflow, a slower kernel does it all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _BLOCK_ROWS = 16
 
 
 def check_epilogue(op: str, activation: str, num_columns: int) -> None:
-    """Raises ValueError unless the activation is known and takes this many columns of the product."""
+    """Raises ValueError unless it is a gated activation's name and takes this many columns of the product."""
+    if not isinstance(activation, str):
+        raise ValueError(
+            f"{op}: activation must be a name, got {activation!r}; gated_activation and fused_experts take more"
+        )
     if not as_activation(op, activation).gated:
         raise ValueError(f"{op}: activation must be gated, got {activation!r}")
     if num_columns % 2:
@@ -62,7 +66,8 @@ def launch_product(args: GroupedGemmArguments) -> None:
         return tuning.run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
     kernel = tuning.find(plain)
-    if not _is_fast(kernel):
+    # float16 may not hold what a scale is to make small, or a bias.
+    if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return tuning.run(args)
     table = kernel.tile_table(plain)
     tuning.launch(kernel, dataclasses.replace(plain, tile_table=table))

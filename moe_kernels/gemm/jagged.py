@@ -118,8 +118,6 @@ class JaggedGemm(Kernel):
         self.obstacle = grouped.obstacle
 
     def supports_design(self, args: JaggedGemmArguments) -> Status:
-        if error := args.error():
-            return Status(error)
         if args.group_offsets.dtype not in (torch.int32, torch.int64):
             return Status(f"Operand `group_offsets`: expected int32 or int64, got {args.group_offsets.dtype}")
         return self.grouped.supports_design(args.grouped(self._num_table_groups(args)))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._triton import tl, triton
+from ..arguments import float32_uses_tf32
 from ..catalog import device_cc
 
 # Compute capabilities whose tensor cores multiply float64 as fast as other units do float32. Most others have 1/32 or
@@ -22,12 +23,12 @@ def has_fast_float64(device: torch.device) -> bool:
 def dot_precision(operand: Tensor) -> str | None:
     """How a kernel multiplies operands like this one. None: not float32, so exactly, into a float32 sum.
 
-    "tf32" if PyTorch was asked for it (torch.set_float32_matmul_precision). Else "float64" where that is fast: products
-    are exact and sums rounded once at the end. Else "float32", in short runs.
+    "tf32" if PyTorch was asked for it. Else "float64" where that is fast: products are exact and sums rounded once at
+    the end. Else "float32", in short runs.
     """
     if operand.dtype != torch.float32:
         return None
-    if torch.get_float32_matmul_precision() != "highest":
+    if float32_uses_tf32():
         return "tf32"
     return "float64" if has_fast_float64(operand.device) else "float32"
 

@@ -160,10 +160,11 @@ def pin(args: Arguments, kernel: Kernel) -> None:
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
-    """The catalog lists one epilogue for all of its kind; another takes the kernel that would run with that one."""
+    """The catalog lists one epilogue for all of its kind; another takes the kernel that would run with that one, unless
+    it was measured itself."""
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
-    if args.epilogue == (name := listed_epilogue(args.epilogue)):
+    if args.epilogue == (name := listed_epilogue(args.epilogue)) or measured_best(args) is not None:
         return None
     listed = find(dataclasses.replace(args, epilogue=name))
     if listed is None or args.epilogue not in listed.epilogues:

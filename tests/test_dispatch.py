@@ -1,0 +1,135 @@
+"""What all ops share: which implementation runs, and what it does under the modes and transforms of PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import (
+    GroupedProblem,
+    batched_gemm,
+    combine,
+    fused_experts,
+    gated_activation,
+    grouped_gemm,
+    grouped_gemm_list,
+    grouped_gemm_wgrad,
+    invariant_linear,
+    jagged_gemm,
+    linear_routing,
+    reference,
+    topk_routing,
+)
+
+R, N = 24, 32
+SLOTS = [[t % 3, (t + 1) % 3] for t in range(R)]
+
+
+def offsets_of(rows, dtype=torch.int32):
+    return torch.tensor([5, len(rows)], dtype=dtype, device=rows.device)
+
+
+def experts(rows, matrices, weights, **options):
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=rows.device)
+    w_down = matrices[:, :, : N // 2]
+    return fused_experts(rows, weights, reference.sort_by_expert(slots, 3), matrices, w_down, **options)
+
+
+# Of rows [R, N], matrices [3, N, N] and weights [R, 2].
+OPS = {
+    "grouped_gemm": lambda r, m, w, **o: grouped_gemm(r, m[:2], offsets_of(r), **o),
+    "gated grouped_gemm": lambda r, m, w, **o: grouped_gemm(r, m[:2], offsets_of(r), activation="swiglu", **o),
+    "grouped_gemm_wgrad": lambda r, m, w, **o: grouped_gemm_wgrad(r, r.cos(), offsets_of(r), **o),
+    "batched_gemm": lambda r, m, w, **o: batched_gemm(r, m, **o),
+    "grouped_gemm_list": lambda r, m, w, **o: grouped_gemm_list([r], [m[0]], **o)[0],
+    "jagged_gemm": lambda r, m, w, **o: jagged_gemm(r, m[0], offsets_of(r), **o),
+    "invariant_linear": lambda r, m, w, **o: invariant_linear(r, m[0], **o),
+    "fused_experts": experts,
+    "invariant fused_experts": partial(experts, batch_invariant=True),
+    "fused_experts with router": lambda r, m, w, **o: experts(r, m, w, w_router=m[0, :3], **o),
+    "linear_routing": lambda r, m, w, **o: linear_routing(r, m[0], 2, **o).topk_weights,
+    "topk_routing": lambda r, m, w, **o: topk_routing(r, 2, **o).topk_weights,
+    "gated_activation": lambda r, m, w, **o: gated_activation(r, **o),
+    "combine": lambda r, m, w, **o: combine(r, w[: R // 2], torch.arange(R, device=r.device).int().view(-1, 2), **o),
+}
+PRODUCTS = [name for name in OPS if name not in ("topk_routing", "gated_activation", "combine")]
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["triton", "reference"])
+
+
+@pytest.fixture
+def operands(device):
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, device=device, generator=generator)
+    return draw(R, N), draw(3, N, N), draw(R, 2).softmax(1)
+
+
+def run_with_grads(op, operands, *, forward=False, backward=False):
+    """Each in autocast or not."""
+    autocast = partial(torch.autocast, operands[0].device.type, torch.bfloat16)
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    with autocast(enabled=forward):
+        out = op(*leaves)
+    loss = out.cos().sum()
+    with autocast(enabled=backward):
+        return out, *torch.autograd.grad(loss, leaves, materialize_grads=True)
+
+
+@pytest.mark.parametrize(("implementation", "backward"), [("triton", False), ("triton", True), ("reference", False)])
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_changes_no_bit(op, implementation, backward, operands):
+    """An op computes in its operands' dtype: whoever wants another one converts them.
+
+    The reference's backward is PyTorch's own, which autocast is not to be around.
+    """
+    op = partial(OPS[op], implementation=implementation)
+    under_autocast = run_with_grads(op, operands, forward=True, backward=backward)
+    for actual, expected in zip(under_autocast, run_with_grads(op, operands), strict=True):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
+@IMPLEMENTATIONS
+def test_autocast_changes_no_bit_of_a_prepared_problem(implementation, operands):
+    rows, matrices, _ = operands
+    problem = GroupedProblem.from_lists([rows], [matrices[0]], implementation=implementation)
+    (expected,) = (out.clone() for out in problem.run())
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        assert torch.equal(problem.run()[0], expected)
+
+
+def test_autocast_of_a_device_without_it():
+    rows, matrix = torch.empty(4, 8, device="meta"), torch.empty(8, 8, device="meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert batched_gemm(rows, matrix, implementation="reference").dtype == torch.float32
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("op", OPS)
+def test_transforms_give_the_gradient_or_name_the_reference(op, implementation, operands):
+    """torch.func differentiates the reference; kernels have their gradients from autograd alone."""
+    rows, *others = operands
+    op = partial(OPS[op], implementation=implementation)
+
+    def loss(rows):
+        return op(rows, *others).cos().sum()
+
+    for gradient in (torch.func.grad(loss), lambda rows: torch.func.vjp(loss, rows)[1](torch.ones_like(rows[0, 0]))[0]):
+        if implementation == "reference":
+            expected = torch.autograd.grad(loss(leaf := rows.clone().requires_grad_()), leaf)[0]
+            torch.testing.assert_close(gradient(rows), expected, rtol=1e-4, atol=1e-3)
+        else:
+            with pytest.raises(NotImplementedError, match=r"torch\.func.*implementation='reference'"):
+                gradient(rows)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_vmap_of_kernels(needs_gradient, operands):
+    """With autograd around it."""
+    rows, matrices, weights = operands
+    batch = torch.stack([rows, rows.flip(0)]).requires_grad_(needs_gradient)
+    op = partial(OPS["grouped_gemm"], m=matrices, w=weights, implementation="triton")
+    out, expected = torch.vmap(op)(batch), torch.stack([op(rows) for rows in batch])
+    assert torch.equal(out, expected)
+    if needs_gradient:
+        gradients = (torch.autograd.grad(y.cos().sum(), batch)[0] for y in (out, expected))
+        assert torch.equal(*gradients)
