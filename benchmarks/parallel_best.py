@@ -18,7 +18,8 @@ def best_form(times: dict[str, float]) -> str | None:
 
 
 def best_forms(rows: list[dict]) -> list[dict]:
-    """One row per shape, EP and pass: the best by the sum of the routings, beside the best whole one."""
+    """One row per shape, EP and pass: the best by the sum of the routings, beside the best whole one. What was not
+    timed for every routing counts for nothing: its sum would be too small."""
 
     def key(row: dict) -> tuple:
         return row["shape"], row["ep"], row["pass"]
@@ -26,9 +27,11 @@ def best_forms(rows: list[dict]) -> list[dict]:
     chosen = []
     timed = sorted((row for row in rows if "ms" in row and "pass" in row), key=key)
     for about, group in itertools.groupby(timed, key):
-        times: dict[str, float] = {}
+        by_routing: dict[str, dict[str, float]] = {}
         for row in group:
-            times[row["implementation"]] = times.get(row["implementation"], 0.0) + row["ms"]
+            by_routing.setdefault(row["routing"], {})[row["implementation"]] = row["ms"]
+        in_all = set.intersection(*map(set, by_routing.values()))
+        times = {name: sum(ms[name] for ms in by_routing.values()) for name in in_all}
         best = best_form(times)
         if best is None:
             continue

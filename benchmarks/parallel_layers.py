@@ -51,14 +51,16 @@ def implementation_for(device_type: str) -> str:
 
 
 def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedForward:
-    """With the same router everywhere, and experts that were never whole."""
+    """With the same router everywhere, and experts that were never whole: others in each process, so that results show
+    where rows went."""
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
     layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation_for(mesh.device_type))
     parallelize_module(layer, mesh, ExpertParallel(), src_data_rank=None)
     layer.to_empty(device=mesh.device_type)
-    torch.manual_seed(0)
-    for parameter in layer.parameters():
-        nn.init.normal_(held(parameter).data, std=0.02)
+    for module, seed in ((layer.router, 0), (layer.experts, 1 + mesh.get_local_rank())):
+        torch.manual_seed(seed)
+        for parameter in module.parameters():
+            nn.init.normal_(held(parameter).data, std=0.02)
     return layer
 
 

@@ -179,9 +179,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     preset = PRESETS[options.preset]
     settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
+    num_processes = int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1
+    expert_processes = num_processes if options.expert_processes is None else options.expert_processes
+    if expert_processes < 1 or num_processes % expert_processes:
+        parser.error(f"--expert-processes must divide the number of processes, {num_processes}, got {expert_processes}")
     device = start_processes()
     text = load_text(Path(sysconfig.get_paths()["stdlib"]), device)
-    expert_processes = options.expert_processes or distributed.get_world_size()
     run = start_run(
         settings, text, expert_processes, dispatcher=options.dispatcher, implementation=options.implementation
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_kernels import Permutation, sort_by_expert
 
 from .collectives import Trip, check_on_device, wait
+from .dropping import Slots
 from .experts import GroupedExperts
 from .rank_dispatcher import Chunk, RankDispatcher, row_bytes
 
@@ -22,8 +23,8 @@ class AllGatherDispatcher(RankDispatcher):
     All shapes follow from T, however the tokens are routed. It moves P - 1 times the tokens, which is no more than an
     all-to-all moves while P is at most top_k. All processes must have equally many tokens.
 
-    With `row_bound`, the rows computed here are at most so many times T * K. Without, they are counted; the host waits
-    for the count while the tokens are under way.
+    With `row_bound`, the rows computed here are at most so many times the slots of this process: T * K, or fewer with a
+    capacity or a list of pairs. Without, they are counted; the host waits for the count while the tokens are under way.
     """
 
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
@@ -50,8 +51,10 @@ class AllGatherDispatcher(RankDispatcher):
         ]
         num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
         own = [offsets[0].new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
-        num_sizes = len(own)
+        num_sizes, bounds = len(own), None
         if self.row_bound is not None:
+            bounds = [self._bound(slots) for _, slots in chunks]
+            own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
             own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots of [chunks, E]
         facts = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
@@ -61,23 +64,29 @@ class AllGatherDispatcher(RankDispatcher):
         if sizes.device.type == "cpu":
             message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
-        return None if self.row_bound is None else self._bounds(facts[:, num_sizes:], chunks), offsets
+        if bounds is not None:
+            self._check_bounds(facts[:, num_sizes:], bounds)
+        return bounds, offsets
 
-    def _bounds(
+    def _bound(self, slots: Slots) -> int:
+        """Rows computed at most: no more than there can be at all, so that every bound is an int32."""
+        return min(math.ceil(self.row_bound * self.num_slots(slots)), self.ranks.size * slots.topk_experts.numel())
+
+    def _check_bounds(
         self,
-        counts: Tensor,  # [P, chunks * E] slots
-        chunks: list[Chunk],
-    ) -> list[int]:
-        """Rows computed for each chunk at most. Raises ValueError if some process has more."""
-        num_rows = counts.reshape(self.ranks.size, len(chunks), self.ranks.size, -1).sum((0, 3))  # [chunks, P]
-        bounds = [math.ceil(self.row_bound * self.num_slots(slots)) for _, slots in chunks]
-        for chunk, bound in enumerate(bounds):
+        facts: Tensor,  # [P, chunks + chunks * E]: each process's bounds, and slots for each expert
+        own: list[int],
+    ) -> None:
+        """Raises ValueError, the same in all processes, if one of them has more rows than its bound."""
+        num_chunks, num_ranks = len(own), self.ranks.size
+        bounds, counts = facts[:, :num_chunks], facts[:, num_chunks:]
+        num_rows = counts.reshape(num_ranks, num_chunks, num_ranks, -1).sum((0, 3))  # [chunks, P]
+        for chunk, bound in enumerate(own):
             check_on_device(
-                (num_rows[chunk] <= bound).all(),
-                f"ExpertParallel: with row_bound={self.row_bound} every process must get at most {bound} slots, "
-                "got more",
+                (num_rows[chunk] <= bounds[:, chunk]).all(),
+                f"ExpertParallel: with row_bound={self.row_bound} every process must get at most so many times its own "
+                f"slots, here {bound}, got more",
             )
-        return bounds
 
 
 def _copy_of(trip: Trip) -> Tensor:

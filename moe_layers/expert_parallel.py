@@ -30,7 +30,7 @@ from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
 from .dispatcher import LocalDispatcher
 from .experts import GroupedExperts
-from .overlapped import OverlappedDispatcher
+from .overlapped import OverlappedDispatcher, check_overlaps
 
 DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 
@@ -40,7 +40,9 @@ class ExpertParallel(ParallelStyle):
 
     A layer that holds all experts keeps its share of them; they come from the first process, or with
     `parallelize_module(..., src_data_rank=None)` from every process's own parameters, without communication. A layer
-    that was built or loaded with `keep_experts` of just this share keeps what it has.
+    that was built or loaded with `keep_experts` of just this share keeps what it has. Parameters that two layers share
+    become two. `reset_parameters` afterwards draws other experts in each process on GPUs, but the same in all on CPUs,
+    as PyTorch then warns.
 
     Inside the layer nothing waits for the GPU but as said below. All processes of the mesh must call the layer equally
     often, in forward and backward. Under `fully_shard` with mixed precision the experts need
@@ -54,8 +56,9 @@ class ExpertParallel(ParallelStyle):
             must be of one host and keep P times their tokens for it, see `OverlappedDispatcher`.
         mean_grads: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
         row_bound: a process computes at most so many times its even share of the rows, of each chunk's, in buffers of
-            that size; more is an error, which P times never is. Nothing waits for the GPU then, and CUDA graphs capture
-            the layer. None for no bound.
+            that size; more is an error, which P times never is. With "alltoall" it bounds what each process sends to
+            each, by so many times T * top_k / P rows, and all must have equally many tokens. Nothing waits for the GPU
+            then, and CUDA graphs capture the layer. None for no bound.
         chunks: parts of the tokens, of which one travels while another is computed; with more parts the weights are
             read more often, and but for "overlapped", whose first part is smaller, the gradient of the experts is a sum
             over the parts. None for 1, or for "overlapped" 2 from 4 processes on.
@@ -63,10 +66,12 @@ class ExpertParallel(ParallelStyle):
             None for 0, or for "overlapped" 2.
 
     Raises:
-        NotImplementedError: when applied with "overlapped": weights on the input, `recompute`, `batch_invariant`.
+        NotImplementedError: when applied with "overlapped", or called later: weights on the input, `recompute`,
+            `batch_invariant`.
         ValueError: an unknown dispatcher, `row_bound` is less than 1, `chunks` is not positive or `reserved_sms`
             negative. When applied: the module is no layer with experts, the mesh has several dimensions, its size does
-            not divide the experts, or they are sharded already.
+            not divide the experts, or they are sharded already. When called: a parameter of the experts was replaced by
+            a plain one.
     """
 
     def __init__(
@@ -100,10 +105,11 @@ class ExpertParallel(ParallelStyle):
         by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
         chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
         if chosen == "overlapped":
-            _check_overlaps(experts)
+            check_overlaps(experts)
         for name, parameter in list(experts.named_parameters()):
-            sharded = self._shard(parameter, device_mesh, share)
-            setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+            sharded = nn.Parameter(self._shard(parameter, device_mesh, share), requires_grad=parameter.requires_grad)
+            sharded.__dict__.update(parameter.__dict__)  # what others noted on it
+            setattr(experts, name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
         chunks, reserved_sms = 1, 0
@@ -132,12 +138,6 @@ _DISPATCHERS = {
     "alltoall": AllToAllDispatcher,
     "overlapped": OverlappedDispatcher,
 }
-
-
-def _check_overlaps(experts: GroupedExperts) -> None:
-    settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
-    if any(settings.values()):
-        raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
 
 
 def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
@@ -173,7 +173,13 @@ def _check_held(op: str, module: nn.Module, share: range) -> None:
         raise ValueError(f"{op}: the layer must hold all experts or those of this process, {share}, got {held}")
 
 
-def local_share(parameter: Tensor) -> Tensor:
-    """This process's part of a sharded parameter."""
-    assert isinstance(parameter, DTensor), "FSDP2 gathers the experts before their forward, and leaves a DTensor"
+def local_share(name: str, parameter: Tensor) -> Tensor:
+    """This process's part of a sharded parameter. FSDP2 gathers the experts before their forward, and leaves a DTensor.
+    Raises ValueError if the parameter is none."""
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"ExpertParallel: {name} must be a DTensor, got {type(parameter).__name__} {list(parameter.shape)}; "
+            "load_state_dict(..., assign=True) of plain tensors replaces what is sharded, where "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True fills it"
+        )
     return parameter.to_local()

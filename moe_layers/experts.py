@@ -65,7 +65,8 @@ class GroupedExperts(nn.Module):
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
         check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
         self.num_experts = num_experts
-        self.local_share: Callable[[Tensor], Tensor] | None = None  # of a parameter that several processes share
+        # Of a parameter, with its name, that several processes share.
+        self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # see `fused_experts`
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
@@ -135,7 +136,7 @@ class GroupedExperts(nn.Module):
         optional = {} if self.b_up is None else {"b_up": self.b_up, "b_down": self.b_down}
         weights = self.w_up, self.w_down, *optional.values()
         if self.local_share is not None:
-            weights = map(self.local_share, weights)
+            weights = map(self.local_share, ("w_up", "w_down", *optional), weights)
         if w_router is not None:
             optional["w_router"] = w_router
             weights = *weights, w_router

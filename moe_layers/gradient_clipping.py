@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,16 +27,21 @@ def clip_grad_norm_(
     """`torch.nn.utils.clip_grad_norm_`, which refuses parameters of different meshes, for any of them together.
 
     The norm is that of the whole model: of a sharded gradient all shards count, of a replicated one a single copy. It
-    is the same in every process, bit by bit. Gradients must be averaged already. All processes must call it, with
-    parameters in the same order. Does not wait for the GPU, unless `error_if_nonfinite`.
+    is the same in every process, bit by bit, and of the dtype that all gradients promote to. Gradients must be averaged
+    already. All processes must call it, with parameters in the same order. Does not wait for the GPU, unless
+    `error_if_nonfinite`.
 
     Returns:
         the norm before clipping.
 
     Raises:
-        ValueError: a gradient is a sum that is still to be made (`Partial`).
+        ValueError: a gradient is a sum that is still to be made (`Partial`), or `norm_type` is not positive. (PyTorch
+            takes 0, too: how many tensors have a gradient that is not zero.)
         RuntimeError: the norm is not finite, and `error_if_nonfinite`.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     by_sharding: dict[Sharding, list[Tensor]] = {}
@@ -71,6 +77,8 @@ def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: b
     """The norm of tensors that are sharded alike, from the shards here."""
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
+    # That of all, also where a process holds nothing of some: processes must gather the same.
+    norm = norm.to(reduce(torch.promote_types, (shard.dtype for shard in shards)))
     if sharding is not None:
         mesh, dims = sharding
         for dim in dims:

@@ -17,7 +17,7 @@ from .collectives import Ranks, wait
 from .dropping import Slots
 from .experts import GroupedExperts
 from .rank_dispatcher import split
-from .transport import Scattering, Transport, transport_for
+from .transport import Scattering, Transport, transport_for, unseen_by_modes
 
 _MOST_PIECES = 4  # of columns
 _TILE_COLUMNS = 256  # of a GEMM, of which a piece should have whole ones
@@ -41,6 +41,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
     def start(
         self, tokens: Tensor, slots: Slots, experts: GroupedExperts
     ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        check_overlaps(experts)  # again, as they may have changed since the dispatcher was chosen
         whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
         if not runs_kernels(experts.implementation, whole[0][0]):
             return super().start(tokens, slots, experts)
@@ -56,6 +57,13 @@ class OverlappedDispatcher(AllGatherDispatcher):
         shares = 3 * self.chunks - 2
         ends = [num_tokens * (3 * chunk + 1) // shares for chunk in range(self.chunks)]
         return [end - start for start, end in pairwise([0, *ends])]
+
+
+def check_overlaps(experts: GroupedExperts) -> None:
+    """Raises NotImplementedError if the experts have an option that they cannot have with this dispatcher."""
+    if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
+        settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
+        raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
 
 
 class _Plan:
@@ -149,12 +157,15 @@ class _Overlapped(torch.autograd.Function):
         experts = plan.experts(weights, parts)
         preactivations = []
         for part, weights_of_part in enumerate(topk_weights):
-            preactivation, activated = experts.activate(part, gathering.arrive(part))
+            tokens_of_part = gathering.arrive(part)
+            with unseen_by_modes():
+                preactivation, activated = experts.activate(part, tokens_of_part)
             preactivations.append(preactivation)
             for columns in plan.columns(part, tokens):
-                out = experts.outputs(part, activated, weights_of_part, columns)
+                with unseen_by_modes():
+                    out = experts.outputs(part, activated, weights_of_part, columns)
                 plan.scatterings.append((part, columns, transport.scatter(out)))
-            del preactivation, activated
+            del tokens_of_part, preactivation, activated
         ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
         # The choices, too: a recomputation may come to others, and keeps nothing until then.
         of_parts = topk_weights, preactivations, choices, *zip(*map(_integers, parts), strict=True)
@@ -177,12 +188,16 @@ class _Overlapped(torch.autograd.Function):
         backward = plan.experts(weights, parts).backward(plan.whole(choices, parts))
         of_topk_weights, of_tokens = [], []
         for part, operands in enumerate(zip(topk_weights, preactivations, strict=True)):
-            share = backward.backward_part(part, gathering.arrive(part), *operands)
+            dout_of_part = gathering.arrive(part)
+            with unseen_by_modes():
+                share = backward.backward_part(part, dout_of_part, *operands)
             of_topk_weights.append(transport.scatter(share))
         if needs_tokens:
-            shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
+            with unseen_by_modes():
+                shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
             of_tokens = list(map(transport.scatter, shares))
-        gradients = backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), tuple(needed))
+        with unseen_by_modes():
+            gradients = backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), tuple(needed))
         _arrive(of_topk_weights, dtopk_weights, plan.lengths)
         dtokens = torch.empty_like(dout) if needs_tokens else None
         _arrive(of_tokens, dtokens, plan.lengths)

@@ -22,6 +22,11 @@ from moe_kernels import sum_shares
 
 from .collectives import Ranks, wait
 
+# What launches and caches do on the host depends on what was before, and selective checkpointing raises where a
+# recomputation does more than its forward did. So its mode, like any other, sees no more of them here than inside of a
+# registered op. A name for what PyTorch calls `no_dispatch`, which takes a microsecond.
+unseen_by_modes = torch._C._DisableTorchDispatch
+
 
 class Gathering(ABC):
     """Of all processes' tensors. `whole` holds part after part, and of each part process after process."""
@@ -135,8 +140,9 @@ class PeerCopies(Transport):
     def begin(self, *sizes: int) -> None:
         total = max(sum(map(_aligned, sizes)), _ALIGNMENT)
         if self._memory is None or self._memory.numel() < total:
-            memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
-            handle = _symmetric_memory.rendezvous(memory, self.group_name)
+            with unseen_by_modes():
+                memory = _symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
+                handle = _symmetric_memory.rendezvous(memory, self.group_name)
             if self._memory is not None:
                 self._outgrown.append(self._memory)
             self._memory, self._handle = memory, handle
@@ -210,7 +216,7 @@ _MOST_VIEWS = 1024
 
 
 def _views_of(handle: object, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-    with torch.inference_mode(False):  # whose tensors training could not write to
+    with unseen_by_modes(), torch.inference_mode(False):  # whose tensors training could not write to
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
 
@@ -270,7 +276,9 @@ class _CopiedScattering(Scattering):
                 "to use their memory; let each call return before the next one"
             )
         self._copies.wait(self._event)
-        sum_shares(self._shares[self._copies.rank], self._received, self._copies.rank, out)
+        own = self._shares[self._copies.rank]
+        with unseen_by_modes():
+            sum_shares(own, self._received, self._copies.rank, out)
         self._shares = self._received = None
         self._copies.under_way.discard(self)
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import expert_parallel, parallel_best, parallel_comparison, parallel_timing
 from benchmarks.layer import make_tokens
-from benchmarks.parallel_comparison import rows_between, token_collectives
+from benchmarks.parallel_comparison import differing, rows_between, token_collectives
 from benchmarks.parallel_compilation import compile_kernels, stand_in
 from benchmarks.parallel_layers import (
     BASELINE,
@@ -31,7 +31,7 @@ from benchmarks.parallel_layers import (
 from benchmarks.parallel_memory import peak_bytes
 from benchmarks.shapes import TINY, Shape
 from moe_kernels import Permutation
-from moe_layers.collectives import Ranks
+from moe_layers.collectives import Ranks, wait
 
 from .processes import failures_fixture
 
@@ -124,6 +124,21 @@ def parameters_are_shared(device):
         assert getattr(local.experts, name).data_ptr() == shard.data_ptr()
 
 
+def experts_are_others_in_each_process(device):
+    """Or it would not show where rows go to the wrong process. Routers are the same."""
+    mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
+    layer = make_layer(TINY, mesh, dtype)
+    ranks = Ranks.of(mesh.get_group())
+    for parameter in layer.parameters():
+        first, second = wait(ranks.all_gather(held(parameter.detach()))).chunk(2)
+        assert torch.equal(first, second) == (parameter is layer.router.weight)
+    tokens = make_tokens(layer, TINY, "even", dtype)
+    modules = {name: make_implementation(name, layer, mesh) for name in ("alltoall", "allgather")}
+    assert differing(modules, tokens, tokens) == {}
+    modules["allgather"].dispatcher.ranks = replace(ranks, rank=1 - ranks.rank)
+    assert set(differing(modules, tokens, tokens)) == {"allgather"}
+
+
 def stand_ins_have_the_shapes_of_the_others(device):
     """So that what is compiled without communication is what then runs with it."""
     mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
@@ -196,6 +211,7 @@ CASES = [
     what_is_skipped_says_why,
     what_differs_in_one_process_is_not_timed,
     parameters_are_shared,
+    experts_are_others_in_each_process,
     stand_ins_have_the_shapes_of_the_others,
     memory_is_within_the_plan,
 ]
@@ -269,6 +285,19 @@ def test_the_best_form_is_the_simplest_of_the_fastest():
     rows[2]["ms"] = 6.0  # two chunks of the first routing
     (best,) = parallel_best.best_forms(rows)
     assert best == about | {"best": "allgather/2 chunks", "times_whole": 20.2 / 16, "times_baseline": 10 / 16}
+
+
+def test_the_best_form_was_timed_for_every_routing():
+    """One that was left out of a routing, as it differed or had no time, would have the smaller sum."""
+    about = {"shape": "some", "ep": 2, "pass": "forward"}
+    times = {"a": {"allgather": 10.0, "alltoall": 8.0, BASELINE: 16.0}, "b": {"allgather": 10.0, BASELINE: 16.0}}
+    rows = [about | {"routing": r, "implementation": n, "ms": ms} for r, of in times.items() for n, ms in of.items()]
+    rows += [{"shape": "some", "ep": 2, "routing": "b", "implementation": "alltoall", "skipped": "differs"}]
+    (best,) = parallel_best.best_forms(rows)
+    assert best == about | {"best": "allgather", "times_whole": 1.0, "times_baseline": 1.6}
+    rows = [row for row in rows if (row["routing"], row["implementation"]) != ("b", BASELINE)]
+    (best,) = parallel_best.best_forms(rows)
+    assert best == about | {"best": "allgather", "times_whole": 1.0, "times_baseline": None}
 
 
 def test_plan_and_best_need_no_processes(tmp_path, capsys):

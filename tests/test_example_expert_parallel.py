@@ -73,6 +73,15 @@ def test_losses_equal_one_process(tmp_path):
     assert not failures["losses_equal_one_process"], failures["losses_equal_one_process"]
 
 
+@pytest.mark.parametrize("count", ["2", "-1"])
+def test_expert_processes_must_divide_the_processes(count, capsys, monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit):
+        example.main(["--expert-processes", count])
+    assert f"--expert-processes must divide the number of processes, 1, got {count}" in capsys.readouterr().err
+
+
 def test_under_torchrun(tmp_path):
     """The command of its docstring, in two processes."""
     script = ["examples/train_expert_parallel.py", "--preset", "cpu", "--steps", "1", "--output", str(tmp_path)]

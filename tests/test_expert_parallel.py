@@ -275,6 +275,13 @@ def errors_of_applying(device):
         layer.saved_bytes(5)
 
 
+def parameters_keep_their_attributes(device):
+    layer = make_layer(device)
+    layer.experts.w_up.weight_decay = 0.5
+    shard_experts(layer, expert_mesh(device))
+    assert isinstance(layer.experts.w_up, DTensor) and layer.experts.w_up.weight_decay == 0.5
+
+
 def wrong_sizes_of_tokens(device):
     """In one process they are wider, or of another dtype: an error in every process, before any move."""
     if device.type == "cuda":
@@ -302,7 +309,7 @@ def wrong_numbers_of_tokens(device):
         shard_experts(make_layer(device), mesh, "alltoall", row_bound=2.0)(x)
     # The slots of the first process alone are too many, for the other.
     slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6)
-    for style, message in (("alltoall", "at most 12 slots for experts of one"), ("allgather", "at most 24 slots, got")):
+    for style, message in (("alltoall", "at most 12 slots for experts of one"), ("allgather", "own slots, here 24,")):
         layer = shard_experts(make_layer(device), mesh, style, row_bound=1.3)
         with pytest.raises(ValueError, match=message):
             run_dispatcher(layer, tokens, *slots, tokens)
@@ -321,6 +328,7 @@ CASES = [
     layers_equal_one_process,
     each_process_keeps_its_experts_only,
     frozen_experts_stay_frozen,
+    parameters_keep_their_attributes,
     auto_chooses_by_traffic,
     copies_share_the_processes,
     errors_come_before_the_first_collective,

@@ -1,12 +1,16 @@
-"""What others got wrong: the order of collectives, reads of what is under way, processes without tokens or gone."""
+"""What goes wrong elsewhere: the order of collectives, reads of what is under way, processes without tokens or gone, or
+with other bounds than their peers, and parameters that are no longer shared."""
 
 import os
 from datetime import timedelta
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import get_context
@@ -14,10 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from moe_layers import clip_grad_norm_, save_routing
+from moe_layers import (
+    CapacityFactor,
+    CustomAssignment,
+    MoEFeedForward,
+    TokenExpertPairs,
+    clip_grad_norm_,
+    save_routing,
+)
 
 from .expert_parallel_cases import (
+    D_MODEL,
+    KERNELS,
     LENGTHS,
+    NUM_EXPERTS,
     OVERLAPPED,
     STYLES,
     CollectiveCounter,
@@ -126,7 +140,65 @@ def processes_without_tokens(device):
             assert clip_grad_norm_(replicated.parameters(), 1.0).isfinite()
 
 
-CASES = [collectives_start_in_one_order, nothing_reads_what_is_under_way, processes_without_tokens]
+def plain_parameters_afterwards(device):
+    """A state dict of one process cannot take the place of the sharded parameters."""
+    one, layer = make_layer(device), shard_experts(make_layer(device, seed=1), expert_mesh(device))
+    x = draw(device, 4)
+    layer.load_state_dict(one.state_dict(), assign=True)
+    with CollectiveCounter(), pytest.raises(ValueError, match=r"w_up must be a DTensor, got Parameter \[8, 16, 16\]"):
+        layer(x)
+    layer = shard_experts(make_layer(device, seed=1), expert_mesh(device))
+    set_model_state_dict(layer, one.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_close(layer(x), one(x))
+
+
+def bounds_of_unequal_numbers_of_slots(device):
+    """Of each process so many times its own. What is too much for one is an error in every process."""
+    if device.type == "cuda":
+        return
+    mesh, rank, x = expert_mesh(device), distributed.get_rank(), draw(device, 12).float()
+
+    def route(logits, num_pairs):
+        pair = torch.arange(num_pairs[rank])
+        return TokenExpertPairs(pair % len(logits), (pair % NUM_EXPERTS).int(), torch.ones(num_pairs[rank]))
+
+    for style in ({"dispatcher": "allgather"}, {"dispatcher": "allgather", "chunks": 2}, OVERLAPPED):
+        for num_pairs, fits in (((24, 48), True), ((4, 44), False)):
+            assignment = CustomAssignment(partial(route, num_pairs=num_pairs))
+            one, many = (make_layer(device, assignment=assignment, **KERNELS) for _ in "ab")
+            shard_experts(many, mesh, **style, row_bound=2.0)
+            if fits:
+                assert_close(many(x), one(x))
+                continue
+            with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"row_bound=2.0 .* its own slots, here"):
+                many(x)
+            assert sent.names == ["all_gather_into_tensor"]
+
+
+def bounds_of_other_sequences(device):
+    """Of as many tokens a capacity keeps 24 slots in one process, and 36 in the other."""
+    if device.type == "cuda":
+        return
+    x = draw(device, 12).view((12, 1, D_MODEL) if distributed.get_rank() else (1, 12, D_MODEL))
+    one = make_layer(device, capacity=CapacityFactor(0.5))
+    for row_bound in (1.5, 2.0):
+        many = make_layer(device, capacity=CapacityFactor(0.5))
+        shard_experts(many, expert_mesh(device), "allgather", row_bound=row_bound)
+        if row_bound == 2.0:
+            assert_close(many(x), one(x))
+        else:
+            with pytest.raises(ValueError, match=r"row_bound=1.5 .* its own slots, here (36|54), got"):
+                many(x)
+
+
+CASES = [
+    collectives_start_in_one_order,
+    nothing_reads_what_is_under_way,
+    processes_without_tokens,
+    plain_parameters_afterwards,
+    bounds_of_unequal_numbers_of_slots,
+    bounds_of_other_sequences,
+]
 
 failures = failures_fixture(CASES, 2)
 
@@ -134,6 +206,21 @@ failures = failures_fixture(CASES, 2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_processes(case, failures):
     assert not failures[case.__name__], failures[case.__name__]
+
+
+def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
+    """Experts go there anyway: the rest must not stay behind."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        make_layer(torch.device("cpu"), shared_d_ff=8).save_checkpoint(tmp_path / "layer")
+        with mock.patch.object(DeviceMesh, "device_type", "meta"):
+            layer = MoEFeedForward.from_checkpoint(tmp_path / "layer", mesh=mesh)
+        assert {full(parameter).device.type for parameter in layer.parameters()} == {"meta"}
+        layer = MoEFeedForward.from_checkpoint(tmp_path / "layer", mesh=mesh)
+        assert {full(parameter).device.type for parameter in layer.parameters()} == {"cpu"}
+    finally:
+        distributed.destroy_process_group()
 
 
 def run_until_one_dies(rank, folder, dispatcher, when):

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from moe_kernels import RouterSpec
 from moe_layers import (
@@ -142,7 +142,7 @@ def clipping_by_other_norms(device):
     """Of mixed meshes and plain parameters together, as PyTorch clips them where it can."""
     layer, one = shard_experts(make_layer(device), expert_mesh(device)), make_layer(device)
     x = draw(device, 6)  # the same everywhere, so that gradients of all parameters are the mean already
-    for norm_type in (1.0, 2.0, float("inf")):
+    for norm_type in (1.0, 2.0, "inf"):
         for module in (layer, one):
             module.zero_grad()
             module(x).sum().backward()
@@ -152,6 +152,9 @@ def clipping_by_other_norms(device):
         assert_close(norm, expected)
         for a, b in zip(layer.parameters(), one.parameters(), strict=True):
             assert_close(full(a.grad), b.grad)
+    for norm_type in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"norm_type must be positive, got {norm_type}"):
+            clip_grad_norm_(layer.parameters(), 0.5, norm_type)
     assert clip_grad_norm_([nn.Parameter(x)], 1.0) == 0
     unreduced = nn.Parameter(x)
     unreduced.grad = DTensor.from_local(x, expert_mesh(device)["ep"], [Partial()])
@@ -160,6 +163,23 @@ def clipping_by_other_norms(device):
     layer.router.weight.grad.fill_(torch.inf)
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients must be finite, got inf"):
         clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def clipping_of_mixed_dtypes(device):
+    """Where a process has nothing of a parameter: of one row, sharded over all. The norm is of one dtype everywhere."""
+    mesh = expert_mesh(device)["ep"]
+    kinds = ((1, torch.float32), (4, torch.bfloat16), (0, torch.float64))
+    for chosen in (kinds, kinds[:2], kinds[1::-1]):
+        parameters = []
+        for num_rows, dtype in chosen:
+            whole = torch.full((num_rows, 4), 3.0, dtype=dtype, device=device)
+            parameters.append(nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+            parameters[-1].grad = distribute_tensor(whole, mesh, [Shard(0)])
+        norm = clip_grad_norm_(parameters, 1.0)
+        assert norm.dtype == (torch.float64 if len(chosen) == 3 else torch.float32)
+        assert norm.item() == pytest.approx(3 * 20**0.5, rel=1e-2)
+        for parameter in parameters:
+            assert full(parameter.grad).float().sub(20**-0.5).abs().le(2e-3).all()
 
 
 def whole_moments(optimizer_state):
@@ -280,6 +300,7 @@ TWO = [
     outputs_may_change_in_place,
     mixed_precision,
     clipping_by_other_norms,
+    clipping_of_mixed_dtypes,
     distributed_checkpoints,
     balance_of_the_whole_batch,
     statistics_of_all_processes,

@@ -9,7 +9,8 @@ import torch
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_kernels import RouterSpec
+from moe_kernels import RouterSpec, tuning
+from moe_layers import save_communication, save_routing
 from moe_layers.overlapped import _Plan
 from moe_layers.transport import CollectiveTransport
 
@@ -152,6 +153,19 @@ def layers_in_sequence(device):
     assert_equal(gradients_of(lambda x: regions[1](regions[0](x)), x, many.parameters()), actual)
 
 
+def regions_see_nothing_of_launches(device):
+    """Which do more on the host the first and the second time than later, whatever the routing."""
+    for kept in (save_routing, save_communication):
+        tuning._plans.clear()
+        tuning._replays.clear()
+        many = nn.Sequential(*(make_overlapped(device, seed=seed, bias=True) for seed in range(2)))
+        regions = [partial(checkpoint, layer, use_reentrant=False, context_fn=kept) for layer in many]
+        for step in range(3):
+            x = own_tokens(device, seed=step).requires_grad_()
+            actual = gradients_of(lambda x, regions=regions: regions[1](regions[0](x)), x, many.parameters())
+            assert_equal(actual, gradients_of(many, x, many.parameters()))
+
+
 def training_equals_one_process(device):
     """With FSDP2 over the experts of the same name, clipping and AdamW."""
     compare_two_steps(device, 2, OVERLAPPED, {"foreach": True}, **KERNELS)
@@ -265,6 +279,17 @@ def options_that_it_lacks(device):
         shard_experts(layer, mesh, "allgather")
 
 
+def options_that_come_later(device):
+    for implementation in ("triton", "reference"):
+        for part, name, value in (("layer", "batch_invariant", True), ("experts", "recompute", "up")):
+            layer = make_overlapped(device, implementation=implementation)
+            setattr({"layer": layer, "experts": layer.experts}[part], name, value)
+            message = f"has none of .*'{name}': {value!r}"
+            with CollectiveCounter() as sent, pytest.raises(NotImplementedError, match=message):
+                layer(own_tokens(device))
+            assert not sent.names
+
+
 def chunks_and_sms_unless_said_otherwise(device):
     chunks = 1 if distributed.get_world_size() < 4 else 2
     for style, expected in (({}, (chunks, 2)), ({"chunks": 3, "reserved_sms": 0}, (3, 0))):
@@ -314,7 +339,7 @@ def wrong_numbers_of_tokens(device):
     # The slots of the first process alone are too many, for the other.
     slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6).float()
     layer = make_overlapped(device, OVERLAPPED | {"chunks": 1, "row_bound": 1.3})
-    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"row_bound=1.3 .* at most 24 slots, got more"):
+    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"row_bound=1.3 .* own slots, here 24, got more"):
         run_dispatcher(layer, tokens, slots[0], slots[1].float(), tokens)
     assert sent.names == ["all_gather_into_tensor"]
 
@@ -329,6 +354,7 @@ TWO = [
     the_first_chunk_is_the_smallest,
     more_chunks_than_tokens,
     layers_in_sequence,
+    regions_see_nothing_of_launches,
     without_gradients,
     what_is_frozen_has_no_gradient,
     backward_runs_twice,
@@ -338,6 +364,7 @@ TWO = [
     what_kernels_do_not_compute,
     the_reference_gathers,
     options_that_it_lacks,
+    options_that_come_later,
     chunks_and_sms_unless_said_otherwise,
     backward_needs_no_more_memory,
 ]
