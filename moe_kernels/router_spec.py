@@ -76,6 +76,13 @@ class RouterSpec:
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"RouterSpec: {name} must be one of {choices}, got {value!r}")
+        for name in ("num_groups", "top_groups"):
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"RouterSpec: {name} must be an integer, got {value!r}")
+        for name in ("logit_multiplier", "norm_power", "norm_epsilon", "norm_minimum", "scale"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
                 f"RouterSpec: top_groups must be in [1, num_groups={self.num_groups}], got {self.top_groups}"

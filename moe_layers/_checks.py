@@ -1,4 +1,4 @@
-"""Checks of constructor arguments."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[object, ..
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{owner}: {name} must be one of {choices}, got {value!r}")
+
+
+def check_kind(owner: str, name: str, value: object, kind: type) -> None:
+    """Raises ValueError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"
+        raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {got[:100]}")

@@ -109,6 +109,11 @@ class CustomAssignment(Assignment):
             decided = decided._replace(experts=torch.where(exists, decided.experts, -1))
             experts, weights = slots_of_pairs(decided, num_tokens, self.max_experts_per_token or num_experts)
         else:
+            is_pair = isinstance(decided, tuple | list) and len(decided) == 2
+            if not is_pair or not all(isinstance(part, Tensor) for part in decided):
+                raise ValueError(
+                    f"CustomAssignment: route must return two tensors or TokenExpertPairs, got {type(decided).__name__}"
+                )
             experts, weights = decided
         if experts.dim() != 2 or len(experts) != num_tokens or not experts.shape[1] or weights.shape != experts.shape:
             raise ValueError(
@@ -134,7 +139,9 @@ def check_slot_dtypes(op: str, experts: Tensor, weights: Tensor) -> None:
 
 
 def as_assignment(assignment: Assignment | Callable | None) -> Assignment | None:
-    """The assignment; that of a function where it is one."""
+    """The assignment; that of a function where it is one. Raises ValueError for a class, which is callable, too."""
     if assignment is None or isinstance(assignment, Assignment):
         return assignment
+    if isinstance(assignment, type):
+        raise ValueError(f"assignment must be an object or a function, got the class {assignment.__name__}")
     return CustomAssignment(assignment)

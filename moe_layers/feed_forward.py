@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, invariant_linear, sort_by_expert
 
-from ._checks import check_positive
+from ._checks import check_kind, check_positive
 from ._precision import call_with_autocast_rules
 from .assignment import Assignment
 from .balancing import BalanceLosses, update_selection_bias
@@ -30,7 +30,6 @@ from .losses import attach_loss
 from .memory import saved_bytes
 from .noise import RouterNoise
 from .observation import RoutingObserver
-from .recomputation import add_once
 from .router import TopKRouter
 from .router_gradient import experts_can_pass_it_on
 from .shared_expert import SharedExpert
@@ -124,6 +123,7 @@ class MoEFeedForward(nn.Module):
             balance_losses = BalanceLosses(switch=load_balancing_coefficient, z=z_loss_coefficient)
         elif load_balancing_coefficient or z_loss_coefficient:
             raise ValueError("MoEFeedForward: coefficients must be in balance_losses when it is given, got both")
+        check_kind("MoEFeedForward", "balance_losses", balance_losses, BalanceLosses)
         factory = {"init_std": init_std, "implementation": implementation, "device": device, "dtype": dtype}
         self.d_model = d_model
         self.init_std = init_std
@@ -185,6 +185,7 @@ class MoEFeedForward(nn.Module):
                 block's tensors where there are several.
             dtype: of the parameters; None for that of the experts on disk, or of quantised ones the model's. A router's
                 float32 weight then stays float32.
+            device: of the parameters; None for the mesh's, or without a mesh PyTorch's default device.
             experts: read only these, and let the layer compute their share of the sum: see `keep_experts`.
             mesh: of processes that share the experts. Each reads its own, and nothing is communicated.
             expert_parallel: how they share them, with a mesh; None for `ExpertParallel()`.
@@ -201,6 +202,8 @@ class MoEFeedForward(nn.Module):
                 f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
             )
         share = experts if mesh is None else partial(expert_share, mesh)
+        if device is None and mesh is not None:  # to which the experts go in any case
+            device = mesh.device_type
         module, report = load_layer(
             cls, directory, layer, dtype=dtype, device=device, experts=share, implementation=implementation
         )
@@ -225,21 +228,24 @@ class MoEFeedForward(nn.Module):
         tokens. For this every matrix product runs in one kernel whatever the number of tokens, none is cuBLAS's, and
         the shared expert runs as a routed one: it costs most where tokens are few. The reference computes token by
         token. Between processes that share the experts it is no promise: collectives sum in an order of their own.
-        Setting it raises ValueError where a choice of experts looks at other tokens by design: with a capacity, an
-        assignment or noise.
+        A ValueError where a choice of experts looks at other tokens by design: with a capacity, an assignment or noise.
         """
         return self.experts.batch_invariant
 
     @batch_invariant.setter
     def batch_invariant(self, wanted: bool) -> None:
-        if wanted and (self.capacity, self.router.assignment, self.router.noise) != (None, None, None):
+        if wanted:
+            self._check_invariance()
+        for part in (self.router, self.experts, self.shared_expert):
+            if part is not None:
+                part.batch_invariant = wanted
+
+    def _check_invariance(self) -> None:
+        if (self.capacity, self.router.assignment, self.router.noise) != (None, None, None):
             raise ValueError(
                 "MoEFeedForward: batch_invariant must have no capacity, assignment or noise, "
                 f"got {self.capacity}, {self.router.assignment} and {self.router.noise}"
             )
-        for part in (self.router, self.experts, self.shared_expert):
-            if part is not None:
-                part.batch_invariant = wanted
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""
@@ -307,6 +313,9 @@ class MoEFeedForward(nn.Module):
                 "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this process, as "
                 "PrepareModuleInput does with use_local_output=True"
             )
+        check_kind("MoEFeedForward", "x", x, Tensor)
+        if self.batch_invariant:
+            self._check_invariance()  # parts may have been replaced
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
         said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
@@ -343,7 +352,7 @@ class MoEFeedForward(nn.Module):
             loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
             out = attach_loss(out, loss, self.aux_loss_scale)
         if counts:
-            add_once(self.router.expert_counts, routing.choices_per_expert)
+            self.router.count(routing.choices_per_expert)
         if self.observer is not None:
             self.observer.add(routing)
         out = _shaped_as(out, x)
@@ -393,12 +402,13 @@ class MoEFeedForward(nn.Module):
         """Multiply the gradients of the auxiliary losses by `scale`, a scalar on the layer's device (None: 1).
 
         Under loss scaling pass the loss scale, under gradient accumulation 1 / number of accumulated calls. The tensor
-        is kept, not copied: changing it in place takes effect.
+        is kept, not copied: changing it in place takes effect from the next forward on.
 
         Raises:
             ValueError: not a scalar, or on another device than the parameters.
         """
         if scale is not None:
+            check_kind("set_aux_loss_scale", "scale", scale, Tensor)
             device = self.router.weight.device
             if scale.numel() != 1 or scale.device != device:
                 raise ValueError(

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._checks import check_kind
+
 
 class LayerRouting(NamedTuple):
     """What the router decided in one forward of a layer; T counts the tokens over all leading axes.
@@ -64,8 +66,10 @@ def facts_of_tokens(
     if num_tokens is not None:
         check_num_tokens("MoEFeedForward", num_tokens)
     if sequence_lengths is not None:
+        check_kind("MoEFeedForward", "sequence_lengths", sequence_lengths, Tensor)
         check_sequence_lengths("MoEFeedForward", sequence_lengths, x.device)
     if token_mask is not None:
+        check_kind("MoEFeedForward", "token_mask", token_mask, Tensor)
         if token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool or token_mask.device != x.device:
             raise ValueError(
                 f"MoEFeedForward: token_mask must be {list(x.shape[:-1])} torch.bool on {x.device}, "

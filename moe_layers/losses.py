@@ -210,10 +210,14 @@ class _AttachLoss(torch.autograd.Function):
     """The identity on `tokens`, whose backward also starts the gradient of `loss`, with `scale` as its gradient."""
 
     @staticmethod
-    def forward(ctx, tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, loss, scale = inputs
         ctx.save_for_backward(scale)
         ctx.loss_dtype, ctx.loss_device = loss.dtype, loss.device
-        return tokens.view_as(tokens)
 
     @staticmethod
     def backward(ctx, dtokens: Tensor):

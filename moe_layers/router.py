@@ -17,12 +17,13 @@ from moe_kernels import (
     scored_linear_routing,
 )
 
-from ._checks import check_choice, check_positive
+from ._checks import check_choice, check_kind, check_positive
 from ._precision import call_with_autocast_rules
 from .assignment import Assignment
 from .custom_assignment import as_assignment
 from .dropping import Slots
 from .noise import RouterNoise
+from .recomputation import add_once
 
 
 class TopKRouter(nn.Module):
@@ -32,7 +33,8 @@ class TopKRouter(nn.Module):
     Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
     `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
     converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
-    balancing is in `expert_counts` [E] int64, which no state dict holds.
+    balancing is in `expert_counts` [E] int64, which no state dict holds. It is no buffer, as every process has its own,
+    and DistributedDataParallel would overwrite it with the first one's.
 
     Args:
         normalize: short for `spec=RouterSpec(normalize=...)`: the weights of a token sum to one (softmax over the
@@ -79,16 +81,18 @@ class TopKRouter(nn.Module):
             spec = RouterSpec(normalize=normalize)
         elif not normalize:
             raise ValueError("TopKRouter: normalize=False must be said in spec when there is one, got both")
+        check_kind("TopKRouter", "spec", spec, RouterSpec)
         spec.check_sizes("TopKRouter", num_experts, top_k)
         self.num_experts = num_experts
         self.top_k = top_k
-        self.spec = spec
+        self._spec = spec
         self._is_plain_softmax = spec.is_plain_softmax
         self.assignment = as_assignment(assignment)
         self.noise = noise
         if self.assignment is not None:
             self.assignment.check("TopKRouter", spec)
         if noise is not None:
+            check_kind("TopKRouter", "noise", noise, RouterNoise)
             noise.check("TopKRouter", spec, self.assignment is not None)
         self.batch_invariant = batch_invariant
         self.init_std = init_std
@@ -104,9 +108,13 @@ class TopKRouter(nn.Module):
         has_bias = spec.selection_bias is not None
         selection_bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if has_bias else None
         self.register_buffer("selection_bias", selection_bias)
-        counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
-        self.register_buffer("expert_counts", counts, persistent=False)
+        self.expert_counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self.reset_parameters()
+
+    @property
+    def spec(self) -> RouterSpec:
+        """Fixed, as the parameters are those that it asks for."""
+        return self._spec
 
     @property
     def normalize(self) -> bool:
@@ -156,6 +164,8 @@ class TopKRouter(nn.Module):
         """
         if topk_experts is not None and self.num_slots is None:
             raise ValueError("TopKRouter: a CustomAssignment's choice must not be replayed, got topk_experts")
+        if topk_experts is not None:
+            check_kind("TopKRouter", "topk_experts", topk_experts, Tensor)
         if topk_experts is not None and topk_experts.shape != (len(tokens), self.num_slots):
             raise ValueError(
                 f"TopKRouter: topk_experts must be {[len(tokens), self.num_slots]}, got {list(topk_experts.shape)}"
@@ -189,9 +199,22 @@ class TopKRouter(nn.Module):
         options |= {"logit_bias": self.bias, "selection_bias": self.selection_bias}
         return scored_linear_routing(tokens, weight, self.top_k, spec=self.spec, **options)
 
+    def count(
+        self,
+        choices_per_expert: Tensor,  # [E]
+    ) -> None:
+        """Add to `expert_counts`, but not in a recomputation."""
+        if self.expert_counts.device != choices_per_expert.device:
+            # What moves the parameters, as `fully_shard` does, need not know of the counts.
+            self.expert_counts = self.expert_counts.to(choices_per_expert.device)
+        add_once(self.expert_counts, choices_per_expert)
+
     def _apply(self, fn, recurse: bool = True):
         bias, counts = self.selection_bias, self.expert_counts
         super()._apply(fn, recurse)
+        self.expert_counts = fn(counts)
+        if self.accumulated_counts is not None:
+            self.accumulated_counts = fn(self.accumulated_counts)
         if counts.is_meta and not self.expert_counts.is_meta:
             self.expert_counts.zero_()  # `to_empty` made them, and no state dict fills them
         if bias is not None and self.selection_bias.dtype.itemsize < 4:

@@ -13,6 +13,7 @@ from moe_layers import (
     BalanceLosses,
     CapacityFactor,
     CustomAssignment,
+    ExpertChoice,
     ForcedBalance,
     MoEFeedForward,
     RouterNoise,
@@ -303,6 +304,7 @@ def test_layers_with_assignments_are_copied(device):
     ("options", "message"),
     [
         ({"assignment": "hash"}, "CustomAssignment: route must be a callable that is no nn.Module, got str"),
+        ({"assignment": ExpertChoice}, "assignment must be an object or a function, got the class ExpertChoice"),
         ({"assignment": torch.nn.Linear(3, 3)}, "route must be a callable that is no nn.Module, got Linear"),
         (
             {"assignment": ForcedBalance(), "noise": RouterNoise(gumbel=1.0)},
@@ -314,6 +316,12 @@ def test_layers_with_assignments_are_copied(device):
 def test_bad_construction(options, message):
     with pytest.raises(ValueError, match=message):
         MoEFeedForward(8, 4, 3, 2, **options)
+
+
+def test_a_route_that_decides_nothing():
+    layer = MoEFeedForward(8, 4, 3, 2, assignment=lambda logits: None)
+    with pytest.raises(ValueError, match="route must return two tensors or TokenExpertPairs, got NoneType"):
+        layer(torch.zeros(2, 8))
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,18 @@ def test_scale_can_be_changed_in_place(device):
     assert all(map(torch.equal, gradients(layer, (x, {})), expected))
 
 
+def test_functional_gradients_are_those_of_a_backward(device):
+    x, layer = make_x(device), make_layer(device, balance_losses=ALL, implementation="reference")
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(layer, parameters, (x,)).sum()
+
+    functional_gradients = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    assert_all_close(functional_gradients.values(), [parameter.grad for parameter in parameters.values()])
+
+
 def test_float16_with_loss_scaling_over_micro_batches(device):
     """The gradient of a small coefficient is below float16's smallest number, and survives scaled by the GradScaler."""
     coefficient, micro_batches = 1e-7, [make_x(device, seed=seed) for seed in range(4)]
@@ -422,6 +434,8 @@ def test_bad_scale():
     layer = make_layer("cpu")
     with pytest.raises(ValueError, match=r"scale must be a scalar tensor on cpu, got \[2\] on cpu"):
         layer.set_aux_loss_scale(torch.ones(2))
+    with pytest.raises(ValueError, match=r"scale must be a Tensor, got float 0\.25"):
+        layer.set_aux_loss_scale(0.25)
     with pytest.raises(ValueError, match=r"got \[\] on meta"):
         layer.set_aux_loss_scale(torch.ones((), device="meta"))
 

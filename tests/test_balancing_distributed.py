@@ -106,6 +106,17 @@ def bias_updates_equal_one_process(device):
         assert torch.equal(layer.router.selection_bias.double(), expected)
 
 
+def data_parallel_leaves_counts_alone(device):
+    """DistributedDataParallel sends the first process's buffers to all before a forward; counts are each one's own."""
+    tokens = draw_tokens(device, 2, 2)[distributed.get_rank()]  # of two micro-batches
+    layer = make_layer(device, distributed.group.WORLD, router=RouterSpec.sigmoid_groups())
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    for part in tokens:
+        model(part).sum().backward()
+    chosen = [layer.router(part).topk_experts.flatten().long().bincount(minlength=5) for part in tokens]
+    assert torch.equal(layer.router.expert_counts, sum(chosen))
+
+
 def errors(device):
     layer = make_layer(device, None, router=RouterSpec.sigmoid_groups())
     x = torch.zeros(2, 3, 16, dtype=torch.float64, device=device)
@@ -115,7 +126,13 @@ def errors(device):
         layer.update_selection_bias()
 
 
-CASES = [losses_equal_one_process, layers_equal_one_process, bias_updates_equal_one_process, errors]
+CASES = [
+    losses_equal_one_process,
+    layers_equal_one_process,
+    bias_updates_equal_one_process,
+    data_parallel_leaves_counts_alone,
+    errors,
+]
 
 failures = failures_fixture(CASES, 2)
 

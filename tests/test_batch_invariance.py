@@ -276,6 +276,13 @@ def test_choices_that_look_at_other_tokens_are_refused(options):
         make_layer("cpu", torch.float32, **options)
 
 
+def test_parts_that_are_replaced_later_are_refused(device):
+    layer = MoEFeedForward(8, 4, 4, 2, batch_invariant=True, device=device)
+    layer.router.assignment = ExpertChoice(2.0)
+    with pytest.raises(ValueError, match="batch_invariant must have no capacity, assignment or noise, got"):
+        layer(torch.randn(3, 8, device=device))
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 70])

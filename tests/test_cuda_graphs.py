@@ -153,7 +153,8 @@ class Training:
 
     def state(self):
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        return *self.model.parameters(), *self.model.buffers(), *moments
+        counts = [layer.router.expert_counts for layer in self.model.layers]
+        return *self.model.parameters(), *self.model.buffers(), *counts, *moments
 
 
 @pytest.mark.parametrize("region", REGIONS)

@@ -311,6 +311,9 @@ def test_trains_after_inference_mode(implementation, device):
         ({"implementation": "cuda"}, "implementation must be one of"),
         ({"shared_d_ff": 0}, "d_ff must be a positive integer, got 0"),
         ({"z_loss_coefficient": -0.1}, "z_loss_coefficient and init_std must not be negative"),
+        ({"balance_losses": 0.1}, "balance_losses must be a BalanceLosses, got float 0.1"),
+        ({"router": "sigmoid"}, "spec must be a RouterSpec, got str 'sigmoid'"),
+        ({"noise": 0.1}, "noise must be a RouterNoise, got float 0.1"),
     ],
 )
 def test_bad_construction(options, message):
@@ -325,11 +328,27 @@ def test_bad_construction(options, message):
         (torch.zeros(()), r"x must be \[\.\.\., d_model=32\], got \[\]"),
         (torch.zeros(3, 32, dtype=torch.float16), "one floating-point dtype"),
         (torch.zeros(3, 32, device="meta"), "one device"),
+        (None, "x must be a Tensor, got NoneType None"),
     ],
 )
 def test_bad_x(x, message):
     with pytest.raises(ValueError, match=message):
         make_layer("cpu")(x)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"token_mask": [[True] * 3]}, {"sequence_lengths": [1, 2]}, {"topk_experts": [[0, 1]] * 3}]
+)
+def test_facts_of_tokens_are_tensors(facts):
+    (name,) = facts
+    with pytest.raises(ValueError, match=f"{name} must be a Tensor, got list"):
+        make_layer("cpu")(torch.zeros(3, 32), **facts)
+
+
+def test_the_facts_of_a_router_are_fixed():
+    """Its parameters are those that they ask for."""
+    with pytest.raises(AttributeError, match="spec"):
+        make_layer("cpu").router.spec = RouterSpec(scale=2.0)
 
 
 def test_is_a_module_of_modules(device):

@@ -66,7 +66,9 @@ def test_an_assigned_state_dict(dtype, device):
     """What it lacks comes where its parameters are, and balancing goes on; its bias stays float32."""
     source = make_layer(device).to(dtype)
     layer = make_layer("meta", balance_losses=BalanceLosses(global_batch=0.1))
-    layer.load_state_dict({name: tensor.to(dtype) for name, tensor in source.state_dict().items()}, assign=True)
+    layer.load_state_dict(
+        {name: tensor.to(dtype, copy=True) for name, tensor in source.state_dict().items()}, assign=True
+    )
     assert layer.router.selection_bias.dtype == torch.float32
     assert not layer.router.expert_counts.any()
     x = torch.randn(20, 64, device=device).to(dtype)

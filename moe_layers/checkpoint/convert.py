@@ -148,7 +148,7 @@ class ExpertReader:
         """What makes the tensor of `key`: of one expert, or of all of them with number None."""
 
         def make(files: CheckpointFiles) -> Tensor:
-            tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized))
+            tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized), device="cpu")
             for expert in range(self.sizes.num_experts) if number is None else (number,):
                 rows = key.rows_of_expert(expert, self.sizes)
                 matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]

@@ -123,7 +123,7 @@ class CheckpointFiles:
         size = shape[0] if shape else 1
         start, stop, _ = (rows or slice(None)).indices(size)
         if into is None:
-            into = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+            into = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype, device="cpu")
         assert into.dtype == dtype and into.is_contiguous() and into.numel() * size == (stop - start) * prod(shape)
         if into.numel():
             first = self._first_byte(name) + start * (into.nbytes // max(stop - start, 1))

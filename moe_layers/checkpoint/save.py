@@ -107,7 +107,7 @@ def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
 
 @torch.no_grad()
 def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Tensor:
-    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype)
+    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype, device="cpu")
     key.disk_parts(tensor).copy_(key.parameter_parts(parameter, gated))
     return tensor
 
@@ -115,7 +115,7 @@ def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Te
 @torch.no_grad()
 def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
     """The tensor of one expert, or with number None of all."""
-    tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype)
+    tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device="cpu")
     for expert in range(sizes.num_experts) if number is None else (number,):
         rows = key.rows_of_expert(expert, sizes)
         matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]

@@ -23,7 +23,7 @@ from torch import nn
 
 from moe_kernels import IMPLEMENTATIONS
 
-from .._checks import check_choice
+from .._checks import check_choice, check_kind
 from .discovery import Found, find_experts
 from .experts_forward import ATTRIBUTE, NAME
 
@@ -91,6 +91,7 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
             another one with its configuration, is enabled.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
+    check_kind("enable", "model", model, nn.Module)
     found = find_experts(model, implementation)
     through_interface = [part.experts for part in found if not part.forwards]
     configs = {id(experts.config): experts.config for experts in through_interface}.values()

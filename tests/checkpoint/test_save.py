@@ -50,6 +50,18 @@ def test_every_layout_of_a_loaded_layer(case, tmp_path):
         assert same_state(layer, first)
 
 
+def test_whatever_the_default_device(tmp_path):
+    """Tensors on their way from file to file are in host memory."""
+    golden = Golden("deepseek_v3")
+    expected = MoEFeedForward.from_checkpoint(golden.directory, golden.layer)
+    with torch.device("meta"):
+        layer = MoEFeedForward.from_checkpoint(golden.directory, golden.layer, device="cpu")
+        layer.save_checkpoint(tmp_path / "saved", layout="fused")
+        convert(golden.directory, tmp_path / "converted", "fused")
+    for directory in ("saved", "converted"):
+        assert same_state(MoEFeedForward.from_checkpoint(tmp_path / directory, golden.layer), expected)
+
+
 OPTIONS = {
     "plain": {},
     "shared": {"shared_d_ff": 7},
