@@ -297,11 +297,11 @@ def test_addresses_past_two_gigabytes(device):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_the_gradient_of_a_stored_weight_takes_the_kernel_of_a_plain_one(dtype, device, monkeypatch):
     """[G, N, K] in memory: its transpose is written by rows, which the fastest kernels do."""
-    a, dout = torch.randn(2, 300, 64, device=device).to(dtype)
+    a, dout = torch.randn(2, 300, 256, device=device).to(dtype)
     offsets = torch.tensor([100, 130, 300], dtype=torch.int32, device=device)
     taken = []
     monkeypatch.setattr(tuning, "run", lambda args: taken.append(args) or tuning.select(args).run(args))
-    stored = torch.empty(3, 64, 64, dtype=dtype, device=device)
+    stored = torch.empty(3, 256, 256, dtype=dtype, device=device)
     for out in (stored.transpose(1, 2), stored):
         grouped_gemm_wgrad(a, dout, offsets, out=out, implementation="triton")
         baseline, exact = (

@@ -10,6 +10,7 @@ import torch
 
 from moe_kernels import GroupedGemmArguments, WarpSpecializedDesign, get_kernels, tuning
 from moe_kernels._triton import HAS_TRITON
+from moe_kernels.catalog import Kernel
 from moe_kernels.tuning import table_files
 from moe_kernels.tuning.table_files import Table, merged_table, read, table_name, user_folder, write
 
@@ -81,23 +82,19 @@ def test_the_selector_takes_what_ones_own_table_names(folders, monkeypatch, devi
     assert tuning.select(args) is last
 
 
-def test_an_activation_measured_itself_takes_its_own_entry(monkeypatch, device):
-    rows, offsets = (
-        torch.randn(40, 1024, device=device).half(),
-        torch.tensor([10, 40], dtype=torch.int32, device=device),
-    )
-    b = rows.new_ones(2, 96, 1024).transpose(1, 2)
+def test_an_activation_measured_itself_takes_its_own_entry(monkeypatch):
+    rows, offsets = torch.empty(40, 1024, dtype=torch.float16), torch.tensor([10, 40], dtype=torch.int32)
+    b = rows.new_empty(2, 96, 1024).transpose(1, 2)
     out, product = rows.new_empty(40, 48), rows.new_empty(40, 96)
     args = GroupedGemmArguments(rows, b, out, offsets=offsets, epilogue="geglu", preactivation=product)
-    kernels = get_kernels(args)
-    if len(kernels) < 2:
-        pytest.skip("one kernel at most has an epilogue here")
+    monkeypatch.setattr(Kernel, "supports", Kernel.takes)  # whatever GPU there is: nothing runs
+    first, *_, last = get_kernels(args)
     monkeypatch.setattr(tuning, "_selected", {})
-    assert tuning.find(args) is kernels[0]
-    table = Table({args.table_key(): kernels[-1].metadata.kernel_name}, {})
+    assert tuning.find(args) is first
+    table = Table({args.table_key(): last.metadata.kernel_name}, {})
     monkeypatch.setattr(tuning, "table_for", lambda device: table)
     monkeypatch.setattr(tuning, "_selected", {})
-    assert tuning.find(args) is kernels[-1]
+    assert tuning.find(args) is last
 
 
 def test_copies_by_width():
