@@ -109,13 +109,6 @@ def _index(device):
     return torch.randperm(Sizes.num_rows, generator=torch.Generator().manual_seed(1)).int().to(device)
 
 
-def results(args):
-    """What a kernel writes."""
-    if isinstance(args, GroupedGemmListArguments):
-        return list(args.out_list)
-    return [args.out] if getattr(args, "preactivation", None) is None else [args.out, args.preactivation]
-
-
 def _one_of_each_kind():
     """The smallest kernel of each form, design and dtype: what the interpreter has time for."""
     chosen = {}

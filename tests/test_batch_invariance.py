@@ -24,7 +24,7 @@ from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import CapacityFactor, ExpertChoice, ForcedBalance, MoEFeedForward, RouterNoise
 
 from .dtypes import DTYPES
-from .kernel_arguments import KERNELS, Sizes, results, supported_arguments
+from .kernel_arguments import KERNELS, Sizes, supported_arguments
 
 ON_GPU = torch.cuda.is_available()
 D = 512 if ON_GPU else 40
@@ -187,7 +187,7 @@ def test_every_kernel_sums_a_row_alike_in_any_tile(kernel, device):
     args.B.copy_(args.B[:1].clone())
     args.A.copy_(args.A.flatten(0, -2)[:1].clone().expand_as(args.A))
     kernel.run(args)
-    for written in results(args):
+    for written in args.outputs:
         rows = written.flatten(0, -2)[: Sizes.ends[-1]]
         assert rows.isfinite().all() and rows.any()
         different = (rows != rows[0]).any(1).nonzero().flatten().tolist()
