@@ -63,7 +63,7 @@ def grouped_gemm(
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
-            not sorted within [0, R], `out` overlaps itself, or an input requires a gradient with `out` or float8
+            not sorted within [0, R], `out` is expanded, or an input requires a gradient with `out` or float8
             operands.
         NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
     """

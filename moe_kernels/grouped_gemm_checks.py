@@ -74,7 +74,7 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
-    """Raises ValueError if `out` overlaps itself, or it or an input requires a gradient."""
+    """Raises ValueError if `out` is expanded, with rows or columns in one place, or anything requires a gradient."""
     check_no_gradient(op, "out=", out, *inputs)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")

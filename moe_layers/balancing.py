@@ -164,6 +164,7 @@ def update_selection_bias(
         raise ValueError(f"update_selection_bias: rate must be finite and not negative, got {rate}")
     check_group("update_selection_bias", group)
     for router in routers:
+        router.take_counts_to(router.selection_bias.device)
         if router.expert_counts.device != router.selection_bias.device:
             raise ValueError(
                 "update_selection_bias: a router's expert_counts must be where its selection_bias is, got "
@@ -182,6 +183,7 @@ def update_selection_bias(
 def carry_expert_counts(model: nn.Module) -> None:
     """Call between the micro-batches of an optimizer step: the next global-batch losses count those so far, too."""
     for router in _routers(model):
+        router.take_counts_to(router.weight.device)
         router.accumulated_counts = router.expert_counts.clone()
 
 

@@ -226,10 +226,16 @@ class _AttachLoss(torch.autograd.Function):
         return dtokens, dloss if scale is None else dloss * scale, None
 
 
+# `apply` as it is without functorch's transforms, for which it inspects its arguments in four times the time.
+_attach = super(torch.autograd.Function, _AttachLoss).apply
+
+
 def attach_loss(
     tokens: Tensor,  # [T, D]
     loss: Tensor,  # scalar
     scale: Tensor | None,  # scalar; None is 1
 ) -> Tensor:  # [T, D]
     """`tokens`, such that a backward through them adds the gradient of `scale * loss`."""
-    return _AttachLoss.apply(tokens, loss, scale)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _AttachLoss.apply(tokens, loss, scale)
+    return _attach(tokens, loss, scale)

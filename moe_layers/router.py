@@ -204,10 +204,15 @@ class TopKRouter(nn.Module):
         choices_per_expert: Tensor,  # [E]
     ) -> None:
         """Add to `expert_counts`, but not in a recomputation."""
-        if self.expert_counts.device != choices_per_expert.device:
-            # What moves the parameters, as `fully_shard` does, need not know of the counts.
-            self.expert_counts = self.expert_counts.to(choices_per_expert.device)
+        if self.expert_counts.is_meta and not choices_per_expert.is_meta:
+            self.expert_counts = torch.zeros_like(self.expert_counts, device=choices_per_expert.device)
+        self.take_counts_to(choices_per_expert.device)
         add_once(self.expert_counts, choices_per_expert)
+
+    def take_counts_to(self, device: torch.device) -> None:
+        """What moves the parameters, as `fully_shard` does, need not know of the counts. Those on meta stay there."""
+        if self.expert_counts.device != device and not self.expert_counts.is_meta:
+            self.expert_counts = self.expert_counts.to(device)
 
     def _apply(self, fn, recurse: bool = True):
         bias, counts = self.selection_bias, self.expert_counts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_layers import BalanceLosses, MoEFeedForward, update_selection_bias
+from moe_layers import BalanceLosses, MoEFeedForward, carry_expert_counts, update_selection_bias
 
 OPTIONS = {
     "router": RouterSpec.sigmoid_groups(),
@@ -77,6 +77,31 @@ def test_an_assigned_state_dict(dtype, device):
         model.update_selection_bias(rate=0.5)
     assert layer.router.selection_bias.any()
     assert torch.equal(layer.router.selection_bias, source.router.selection_bias)
+
+
+def test_memory_that_is_given_by_name(device):
+    """By a loader that knows parameters and buffers, and not the counts."""
+    layer, source = make_layer("meta"), make_layer(device)
+    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+        owner, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(owner), last, tensor)
+    x = torch.randn(20, 64, device=device)
+    assert torch.equal(layer(x), source(x))
+    assert torch.equal(layer.router.expert_counts, source.router.expert_counts)
+
+
+def test_counts_follow_what_moved_without_them(device):
+    """As `fully_shard` moves parameters and buffers; meta stands for the other device. Nothing has been counted yet."""
+    layer = make_layer(device)
+    for owner in layer.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            owner.register_buffer(name, buffer.to("meta"))
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            owner.register_parameter(name, torch.nn.Parameter(parameter.to("meta")))
+    carry_expert_counts(layer)
+    assert layer.router.accumulated_counts.is_meta
+    layer.update_selection_bias()
+    assert layer.router.expert_counts.is_meta
 
 
 def test_counts_elsewhere_are_an_error(device):
