@@ -20,6 +20,9 @@ from torch import Tensor
 
 from ._triton import INTERPRET, triton
 
+# Whether to fuse multiplications and additions: Triton does up to 3.9, which warns if it is not told; 3.10 will not.
+_FUSION = {} if INTERPRET or "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
+
 DESCRIPTOR_BYTES = 128  # of device memory that a TMA descriptor made on the device takes, per program
 
 
@@ -71,7 +74,7 @@ class CompiledArtifact:
 
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     """Compile for the active device or compilation target."""
-    compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+    compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options, **_FUSION)
     return CompiledArtifact(kernel_name, static_properties(launch), compiled)
 
 
@@ -130,8 +133,14 @@ def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tenso
     if artifact is None or artifact.compiled is None:
         ready = find_ready(launch)
     else:
+        _from_artifacts[id(artifact.compiled)] = artifact.compiled
         ready = make_ready(launch, artifact.compiled)
     run_ready(launch, ready, operand, scratch)
+
+
+# Triton's compiled kernels of artifacts that ran. From Triton 3.8 on one that is freed takes its code off the GPU, from
+# under CUDA graphs and launches that have yet to run.
+_from_artifacts: dict[int, Any] = {}
 
 
 def run_ready(launch: Launch, ready: Ready | None, operand: Tensor, scratch: Tensor | None = None) -> None:
@@ -181,7 +190,7 @@ def _launch(launch: Launch, ready: Ready | None) -> None:
     function, grid, arguments, options = launch
     hooks = triton.knobs.runtime
     if ready is None:
-        compiled = function[grid](*arguments, **options)
+        compiled = function[grid](*arguments, **options, **_FUSION)
         # Without a GPU this compiles for some target, which is not part of the properties.
         if not INTERPRET and torch.cuda.is_available():
             _compiled[static_properties(launch)] = compiled

@@ -40,7 +40,7 @@ from moe_kernels.scored_routing import _facts
 from moe_kernels.scored_routing_kernels import launch_backward, launch_forward
 from moe_kernels.shares import launch_sum_shares
 from tests.racecheck import warp_specialize_lines
-from tests.sass import unordered_accesses
+from tests.sass import spills_beside_multiplications, unordered_accesses
 
 TARGETS = (80, 90, 100)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -193,6 +193,7 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         artifact = kernel.compile(args, assume_supported_args=True)
         launch = kernel.launch(args)
     lines = warp_specialize_lines().get(launch.function.__name__)
+    code = "" if lines is None else disassemble(artifact.compiled)
     return {
         "kernel": kernel.metadata.kernel_name,
         "case": form,
@@ -201,7 +202,8 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
         "artifact_launches_alike": artifact_launches_alike(artifact, launch),
         "described_twice": described_twice(launch),
-        "unordered": None if lines is None else unordered_accesses(disassemble(artifact.compiled), lines),
+        "unordered": None if lines is None else unordered_accesses(code, lines),
+        "spills_beside_multiplications": 0 if lines is None else spills_beside_multiplications(code),
         **inspect(artifact.compiled),
     }
 

@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool racecheck python -m tests.sanitize > REPORT
 
-racecheck reports the words by which Triton 3.6 starts and ends the warps of `warp_specialize`, although a barrier of
+racecheck reports the words by which Triton starts and ends the warps of `warp_specialize`, although a barrier of
 the block stands between every write and every read of them. These hazards, and no others, are known. They are told by
 their source lines, which are the kernel's `def` and its call of `warp_specialize`. What else the compiler may attribute
 to these lines is held to the same: `tests/test_aot.py` looks for the barriers in the machine code of each such kernel.

@@ -1,6 +1,6 @@
 """Order of shared-memory accesses in a disassembled warp-specialised kernel.
 
-Triton 3.6 starts and ends the warps of `warp_specialize` by words in shared memory. Warps 0 to 3 write them: which
+Triton 3.6 to 3.9 start and end the warps of `warp_specialize` by words in shared memory. Warps 0 to 3 write them: which
 function each other warp is to run, and values that these functions need. The others read them. Between stand barriers
 of the whole block, three per turn of the other warps. So the number of such barriers behind an access, modulo 3, says
 what it can meet: two accesses with different numbers always have a barrier between them. All warps leave after the same
@@ -17,6 +17,8 @@ _LABEL = re.compile(r"(\.L_x_\d+):")
 _SOURCE = re.compile(r'//## File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 _BLOCK_BARRIER = re.compile(r"BAR\.SYNC(\.DEFER_BLOCKING)? 0x1$")  # the one without a number of threads
 _BRANCH = re.compile(r"BRA\b")
+_MULTIPLICATION = re.compile(r"HGMMA\b")
+_LOCAL = re.compile(r"(STL|LDL)\b")
 _UNFOLLOWED = re.compile(r"(BRX|BRXU|JMP|JMX|JMXU|CALL|RET|WARPSYNC\.COLLECTIVE)\b")
 _KINDS = {
     "read": re.compile(r"(LDS|LDSM|UTMASTG)\b"),
@@ -59,18 +61,16 @@ def unordered_accesses(disassembly: str, lines: set[tuple[str, int]]) -> list[st
         ValueError: there are no such accesses to judge, or the code jumps in a way that is not followed here.
     """
     code, labels = parse(disassembly)
-    # The first branch parts warps 0 to 3, which take it, from the others.
+    # The first branch parts warps 0 to 3 from the others. Which take it differs between versions of Triton; warps 0 to
+    # 3 are those that write.
     split = next((i for i, instruction in enumerate(code) if _BRANCH.match(instruction.text)), None)
     if split is None:
         raise ValueError(f"unordered_accesses: expected a branch in the kernel, got {len(code)} instructions without")
-    starts = {"first": _targets(code[split], labels)[0], "other": split + 1}
+    sides = [_accesses(code, labels, start, lines) for start in (_targets(code[split], labels)[0], split + 1)]
+    sides.sort(key=lambda accesses: all(kind != "write" for _, kind, _ in accesses))
     wrong, kinds = [], set()
-    for warps, start in starts.items():
-        for index, barriers in _barriers_behind(code, labels, start).items():
-            instruction = code[index]
-            kind = _kind(instruction)
-            if kind is None or (kind != "exit" and instruction.source not in lines):
-                continue
+    for warps, accesses in zip(("first", "other"), sides, strict=True):
+        for instruction, kind, barriers in accesses:
             kinds.add((warps, kind))
             if (warps, kind, barriers) not in _ORDERED:
                 behind = f"behind {sorted(barriers)} barriers"
@@ -78,6 +78,40 @@ def unordered_accesses(disassembly: str, lines: set[tuple[str, int]]) -> list[st
     if not wrong and kinds != {(warps, kind) for warps, kind, _ in _ORDERED}:
         raise ValueError(f"unordered_accesses: expected writes and reads on lines {sorted(lines)}, got {sorted(kinds)}")
     return wrong
+
+
+def spills_beside_multiplications(disassembly: str) -> int:
+    """The local-memory accesses in the loops over the steps of a reduction: those that multiply and hold no other loop.
+
+    Raises:
+        ValueError: there are fewer such loops than the two consumers have.
+    """
+    code, labels = parse(disassembly)
+    ends: dict[int, int] = {}  # of loops, by their first instruction
+    for index, instruction in enumerate(code):
+        for target in _targets(instruction, labels) if _BRANCH.match(instruction.text) else ():
+            if target <= index:
+                ends[target] = index
+    bodies = [
+        [instruction.text for instruction in code[first : last + 1]]
+        for first, last in ends.items()
+        if not any(first <= head and end <= last for head, end in ends.items() if head != first)
+    ]
+    bodies = [texts for texts in bodies if any(map(_MULTIPLICATION.match, texts))]
+    if len(bodies) < 2:
+        raise ValueError(f"spills_beside_multiplications: expected a loop of each consumer, got {len(bodies)}")
+    return sum(bool(_LOCAL.match(text)) for texts in bodies for text in texts)
+
+
+def _accesses(
+    code: list[Instruction], labels: dict[str, int], start: int, lines: set[tuple[str, int]]
+) -> list[tuple[Instruction, str, set[int]]]:
+    """(instruction, kind, possible numbers of barriers before it) of what is judged on this side of the branch."""
+    return [
+        (code[index], kind, barriers)
+        for index, barriers in _barriers_behind(code, labels, start).items()
+        if (kind := _kind(code[index])) is not None and (kind == "exit" or code[index].source in lines)
+    ]
 
 
 def _kind(instruction: Instruction) -> str | None:
@@ -89,22 +123,39 @@ def _targets(instruction: Instruction, labels: dict[str, int]) -> list[int]:
 
 
 def _barriers_behind(code: list[Instruction], labels: dict[str, int], start: int) -> dict[int, set[int]]:
-    """For each instruction that can be reached, the possible numbers of barriers before it, modulo 3."""
+    """For each instruction that can be reached, the possible numbers of barriers before it, modulo 3.
+
+    A barrier under a predicate is followed both ways, and what this says of the predicate holds for the barriers,
+    branches and exits right behind it.
+    """
     found: dict[int, set[int]] = {}
-    todo = [(start, 0)]
+    todo: list[tuple[int, int, str | None]] = [(start, 0, None)]  # and a guard that is known to hold
+    seen = set()
     while todo:
-        index, barriers = todo.pop()
-        if index >= len(code) or barriers in found.setdefault(index, set()):
+        state = index, barriers, known = todo.pop()
+        if index >= len(code) or state in seen:
             continue
-        found[index].add(barriers)
+        seen.add(state)
         instruction = code[index]
         if _UNFOLLOWED.match(instruction.text):
             raise ValueError(f"unordered_accesses: cannot follow jumps by register or calls, got {instruction.text}")
-        after = (barriers + bool(_BLOCK_BARRIER.match(instruction.text))) % _TURN
-        if _BRANCH.match(instruction.text):
-            todo += [(target, after) for target in _targets(instruction, labels)]
-        # A branch may also depend on a predicate among its operands.
-        falls_through = instruction.guard or not re.match(r"EXIT|BRA (\(|`)", instruction.text)
-        if falls_through:
-            todo.append((index + 1, after))
+        is_barrier, guard = bool(_BLOCK_BARRIER.match(instruction.text)), instruction.guard
+        is_followed = is_barrier or bool(_BRANCH.match(instruction.text)) or instruction.text.startswith("EXIT")
+        known = known if is_followed else None
+        runs = guard is None or known != _negated(guard)
+        skipped = guard is not None and known != guard
+        if runs:
+            found.setdefault(index, set()).add(barriers)
+            after = guard if is_followed and guard else known
+            if _BRANCH.match(instruction.text):
+                todo += [(target, barriers, after) for target in _targets(instruction, labels)]
+            # A branch may also depend on a predicate among its operands.
+            if not re.match(r"EXIT|BRA (\(|`)", instruction.text):
+                todo.append((index + 1, (barriers + is_barrier) % _TURN, after))
+        if skipped:
+            todo.append((index + 1, barriers, _negated(guard) if is_followed else None))
     return found
+
+
+def _negated(guard: str) -> str:
+    return guard.removeprefix("!") if guard.startswith("!") else f"!{guard}"

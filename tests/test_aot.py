@@ -11,6 +11,7 @@ import pytest
 from moe_kernels import get_kernels
 from moe_kernels._triton import HAS_TRITON, TRITON_VERSION
 from moe_kernels.catalog import WarpSpecializedDesign
+from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -37,8 +38,8 @@ def where(record):
 
 
 def compiles_here(metadata):
-    """The warp-specialised kernels are written in the Gluon of Triton 3.6; the second environment of CI has it."""
-    return not isinstance(metadata.design, WarpSpecializedDesign) or TRITON_VERSION[:2] == (3, 6)
+    """The warp-specialised kernels are written in Gluon."""
+    return not isinstance(metadata.design, WarpSpecializedDesign) or KNOWS_GLUON
 
 
 def test_covers_every_kernel_and_target(records):
@@ -51,8 +52,18 @@ def test_covers_every_kernel_and_target(records):
             assert (kernel.metadata.kernel_name, cc) in compiled
 
 
-def test_no_spills(records):
-    assert not [where(record) for record in records if record["spilled_bytes"]]
+def spills_allowed(record):
+    """In bytes per thread, of the warp-specialised kernels alone: later versions of LLVM and ptxas keep in memory, from
+    tile to tile, some of what consumers have registers for."""
+    if "_ws_" not in record["kernel"] or TRITON_VERSION[:2] < (3, 8):
+        return 0
+    return 64 if TRITON_VERSION[:2] == (3, 8) else 128
+
+
+def test_spills(records):
+    assert not [where(record) for record in records if record["spilled_bytes"] > spills_allowed(record)]
+    # Not a single one in a step of the reduction.
+    assert not [where(record) for record in records if record["gemm"] and record["spills_beside_multiplications"]]
 
 
 def test_shared_memory_fits(records):
@@ -76,7 +87,7 @@ def test_each_tensor_has_one_descriptor(records):
 def test_words_of_warp_specialize_have_barriers_between(records):
     """So what racecheck reports of them, which `tests/racecheck.py` lets pass, is none."""
     specialized = [record for record in records if "_ws_" in record["kernel"]]
-    assert specialized or TRITON_VERSION[:2] != (3, 6)
+    assert specialized or not KNOWS_GLUON
     assert not [(where(record), record["unordered"]) for record in specialized if record["unordered"] != []]
 
 

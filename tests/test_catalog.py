@@ -14,10 +14,10 @@ from moe_kernels import (
     get_kernels,
     reference,
 )
-from moe_kernels._triton import TRITON_VERSION
 from moe_kernels.activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation_spec import is_gated
 from moe_kernels.catalog import PointerDesign, WarpSpecializedDesign
+from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 from moe_kernels.testing import assert_accurate, to_float64
 from moe_kernels.tuning import find
 
@@ -248,7 +248,7 @@ def test_an_epilogue_takes_the_kernel_that_the_listed_one_would(listed, activati
 
 
 def has_warp_specialized(device):
-    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and TRITON_VERSION[:2] == (3, 6)
+    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
 
 
 def test_every_plain_activation_is_an_epilogue_of_a_warp_specialized_kernel():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_kernels import Activation, fused_experts, reference, tuning
-from moe_kernels._triton import TRITON_VERSION
 from moe_kernels.activation_functions import ACTIVATIONS
 from moe_kernels.catalog import Kernel, Status, TmaDesign, WarpSpecializedDesign
 from moe_kernels.expert_rows import Rows, Up
+from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 from moe_kernels.testing import check_accuracy
 
 from .dtypes import DTYPES
@@ -45,7 +45,7 @@ def draw_uneven(activation, bias, dtype, device, seed=0):
 @pytest.mark.parametrize("d_model", [648, 136])
 @pytest.mark.parametrize(("activation", "bias"), FUSED)
 def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
-    """The choice alone, as for bfloat16 on an H200 with Triton 3.6; what is chosen does not run."""
+    """The choice alone, as for bfloat16 on an H200; what is chosen does not run."""
 
     def supports(kernel, args):
         return kernel.takes(args) if kernel.runs_on(90) else Status("for another GPU")
@@ -82,7 +82,7 @@ def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
 
 @pytest.mark.parametrize(("activation", "bias"), FUSED)
 def test_fused_activations_and_biases_match_reference(activation, bias, device, monkeypatch):
-    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and TRITON_VERSION[:2] == (3, 6)
+    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
     if hopper:
         monkeypatch.setattr("moe_kernels.expert_rows.launch_activation", None)  # calling it would fail
 

@@ -186,6 +186,19 @@ def test_descriptors_made_on_the_device_get_memory(kept, driver, monkeypatch):
     assert len(compiled.launches) == 3
 
 
+def test_what_ran_for_an_artifact_outlives_it(kept, driver, monkeypatch):
+    """A CUDA graph may still hold its code."""
+    plain = kept[0]
+    monkeypatch.setattr(launching, "_from_artifacts", {})
+    artifact = launching.CompiledArtifact("kernel", (), Compiled(plain))
+    compiled = weakref.ref(artifact.compiled)
+    for _ in range(2):
+        launching.run_launch(plain, artifact, plain.arguments[0], None)
+    del artifact
+    gc.collect()
+    assert len(compiled().launches) == 2 and list(launching._from_artifacts.values()) == [compiled()]
+
+
 def test_a_tensor_for_none_and_a_parameter_for_a_tensor(kept):
     """What has another type is read in another way."""
     plain = kept[0]

@@ -10,7 +10,7 @@ import torch
 from moe_kernels import GroupedGemmArguments, get_kernels, tuning
 from tests.racecheck import HOPPER, is_known, parse, warp_specialize_lines
 from tests.sanitize import only
-from tests.sass import unordered_accesses
+from tests.sass import spills_beside_multiplications, unordered_accesses
 
 KERNEL = "grouped_gemm_kernel"
 DEF, CALL = sorted(line for _, line in warp_specialize_lines()[KERNEL])
@@ -113,9 +113,71 @@ SASS = """
 """
 LINES = {("kernel.py", 1), ("kernel.py", 2)}
 
+# As from Triton 3.8 on: the others jump, and warps that have nothing to run pass two barriers by a predicate.
+JUMPS = """
+	//## File "/folder/kernel.py", line 1
+        /*0000*/               @P0 BRA `(.L_x_0) ;
+        /*0010*/                   STS.64 [UR14+0x380e0], R2 ;
+        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0030*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0040*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0050*/                   STS.64 [UR4+0x380e0], R2 ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0070*/                   EXIT ;
+.L_x_0:
+        /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0090*/                   LDS.U8 R0, [R0+UR6+0x380dc] ;
+        /*00a0*/               @P1 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*00b0*/               @P1 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*00c0*/               @P1 BRA `(.L_x_0) ;
+        /*00d0*/                   EXIT ;
+"""
 
-def test_barriers_between_all_accesses():
-    assert unordered_accesses(SASS, LINES) == []
+
+@pytest.mark.parametrize("code", [SASS, JUMPS])
+def test_barriers_between_all_accesses(code):
+    assert unordered_accesses(code, LINES) == []
+
+
+@pytest.mark.parametrize("address", ["0020", "0040", "0060", "0080", "00a0", "00b0"])
+def test_no_barrier_of_those_that_jump_can_be_missing(address):
+    (barrier,) = (line for line in JUMPS.splitlines() if f"/*{address}*/" in line)
+    assert unordered_accesses(JUMPS.replace(barrier, f"        /*{address}*/ NOP ;"), LINES)
+
+
+def test_another_predicate_says_nothing_of_barriers():
+    for changed in (JUMPS.replace("@P1 BRA", "@P2 BRA"), JUMPS.replace("/*00b0*/               @P1", "/*00b0*/ @!P1")):
+        assert unordered_accesses(changed, LINES)
+
+
+# Two consumers. Each loop over steps waits in a loop elsewhere, and stands in a loop over tiles.
+LOOPS = """
+.L_x_0:
+        /*0000*/                   LDL R0, [R1] ;
+.L_x_1:
+        /*0010*/              @!P0 BRA `(.L_x_4) ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x256x16.F32 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+        /*0040*/                   STL [R1], R0 ;
+        /*0050*/               @P2 BRA `(.L_x_0) ;
+.L_x_3:
+        /*0060*/                   HGMMA.64x256x16.F32 R24, gdesc[UR8], R24, gsb0 ;
+        /*0070*/               @P1 BRA `(.L_x_3) ;
+        /*0080*/                   EXIT ;
+.L_x_4:
+        /*0090*/              @!P0 BRA `(.L_x_4) ;
+        /*00a0*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_spills_are_counted_in_steps_alone():
+    assert spills_beside_multiplications(LOOPS) == 0
+    for address in ("0010", "0060"):
+        line = next(line for line in LOOPS.splitlines() if f"/*{address}*/" in line)
+        assert spills_beside_multiplications(LOOPS.replace(line, f"        /*0fff*/ LDL R7, [R1] ;\n{line}")) == 1
+    with pytest.raises(ValueError, match="expected a loop of each consumer, got 1"):
+        spills_beside_multiplications(LOOPS.replace("@P1 BRA `(.L_x_3)", "NOP"))
 
 
 @pytest.mark.parametrize("address", ["0010", "0040", "0070", "00a0", "00b0", "00c0", "00e0"])

@@ -10,13 +10,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from .._triton import TRITON_VERSION
-
 SHIPPED = Path(__file__).parent.parent / "tables"
 
 
 class Table(NamedTuple):
-    """What was measured on one kind of GPU with one version of Triton."""
+    """Measurements of one kind of GPU."""
 
     kernels: dict[str, str]  # by `Arguments.table_key`
     copies: dict[str, list[bool]]  # by `copies_key`
@@ -50,11 +48,8 @@ USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CAC
 
 
 def table_name(gpu: str) -> str:
-    """The file name of a table for a kind of GPU, with the Triton that is installed."""
-    if TRITON_VERSION is None:
-        raise ValueError("table_name: a table belongs to a version of Triton, got none installed")
-    major, minor, *_ = TRITON_VERSION
-    return f"{gpu.lower().replace(' ', '_')}_triton_{major}.{minor}.json"
+    """The file name of a GPU's table."""
+    return f"{gpu.lower().replace(' ', '_')}.json"
 
 
 def paths(gpu: str) -> list[Path]:

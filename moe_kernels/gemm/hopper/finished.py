@@ -11,8 +11,8 @@ the next tile's first step, and runs out of registers.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from .gluon_names import aggregate
 from .ring import ROW_BOUND, halves, joined, packed, pinned, send, stage, unpacked, write
 
 

@@ -94,10 +94,10 @@ def _produce_gathered(
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     # Rows past the group repeat its last one; nothing of them is written.
-    token = gl.load(row_to_token_ptr + min(row + r, max(end - 1, 0)))
+    token = gl.load(row_to_token_ptr + gl.minimum(row + r, max(end - 1, 0)))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
-        next_token = gl.load(row_to_token_ptr + min(next_row + r, max(next_end - 1, 0)))
+        next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
         pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
         for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
             slot = free_slot(ring, step)

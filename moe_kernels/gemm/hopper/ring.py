@@ -1,4 +1,4 @@
-"""Parts of the warp-specialised Hopper kernels, in the Gluon of Triton 3.6 (later versions renamed its parts).
+"""Parts of the warp-specialised Hopper kernels, in the Gluon of Triton 3.6 to 3.9.
 
 One warpgroup produces: it keeps several steps of both operands on their way to shared memory. Two warpgroups consume:
 each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a finished tile to global memory
@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate
+
+from .gluon_names import aggregate, copy_load, tma_load, tma_store
 
 ROW_BOUND = gl.constexpr(0x40000000)
 PRODUCER_THREADS = gl.constexpr(128)
@@ -77,21 +78,21 @@ def load_step(ring, step, a_desc, a_at, b_desc, b_at):
     slot = free_slot(ring, step)
     ready = ring.full.index(slot)
     mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(a_desc, a_at, ready, ring.a.index(slot))
-    tma.async_copy_global_to_shared(b_desc, b_at, ready, ring.b.index(slot))
+    tma_load(a_desc, a_at, ready, ring.a.index(slot))
+    tma_load(b_desc, b_at, ready, ring.b.index(slot))
 
 
 @gluon.jit
 def load_block(ready, desc, at, buffer):
     """Producer: start the copy of the operand that is not gathered."""
     mbarrier.expect(ready, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, at, ready, buffer)
+    tma_load(desc, at, ready, buffer)
 
 
 @gluon.jit
 def gather_block(ready, pointers, mask, buffer):
     """Producer: start the copies of a block of gathered rows; zeros where the mask is false."""
-    async_copy.async_copy_global_to_shared(buffer, pointers, mask)
+    copy_load(buffer, pointers, mask)
     async_copy.mbarrier_arrive(ready, increment_count=False)
 
 
@@ -176,4 +177,4 @@ def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
 def send(desc, at, buffer):
     """Start the copy of the staging buffer to global memory."""
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, at, buffer)
+    tma_store(desc, at, buffer)

@@ -4,7 +4,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from .gluon_names import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one to a lane, whose offsets take the place of a table
 
@@ -65,8 +66,8 @@ def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr)
     group = gl.arange(0, MOST_WALKED, layout=layout)
     raw_ends = gl.load(offsets_ptr + group, mask=group < NUM_GROUPS, other=0)
     raw_starts = gl.load(offsets_ptr + (group - 1), mask=(group > 0) & (group <= NUM_GROUPS), other=0)
-    ends = gl.associative_scan(min(max(raw_ends, 0), num_rows), 0, _larger)
-    starts = gl.associative_scan(min(max(raw_starts, 0), num_rows), 0, _larger)
+    ends = gl.associative_scan(gl.minimum(gl.maximum(raw_ends, 0), num_rows), 0, _larger)
+    starts = gl.associative_scan(gl.minimum(gl.maximum(raw_starts, 0), num_rows), 0, _larger)
     counts = gl.where(group < NUM_GROUPS, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     return gl.associative_scan(counts, 0, _plus), ends
 
