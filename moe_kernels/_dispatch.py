@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,12 +52,20 @@ def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[to
         NotImplementedError: "triton" was asked for and its kernels cannot take this tensor.
     """
     if implementation is None:
+        if tensor.is_cuda and not HAS_TRITON:
+            _warn_without_triton()
         return "reference" if kernel_obstacle(tensor, dtypes) else "triton"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
     if implementation == "triton" and (obstacle := kernel_obstacle(tensor, dtypes)):
         raise NotImplementedError(f"{op}: implementation='triton' cannot run: {obstacle}")
     return implementation
+
+
+@functools.cache
+def _warn_without_triton() -> None:
+    message = "moe_kernels: Triton is not installed, so CUDA tensors are computed by the slow reference; install triton"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:

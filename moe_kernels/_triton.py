@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 
 class _Absent:
@@ -20,6 +21,11 @@ class _Absent:
         raise RuntimeError("Triton is not installed: pass implementation='reference'")
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """(3, 9, 0) of "3.9.0+git1234" or "3.9.0rc1"."""
+    return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
+
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if HAS_TRITON:
@@ -28,7 +34,7 @@ if HAS_TRITON:
 
     # Triton decides this when a kernel is defined, so it is read once, here.
     INTERPRET: bool = bool(triton.knobs.runtime.interpret)
-    TRITON_VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3])
+    TRITON_VERSION = version_numbers(triton.__version__)
     sort = tl.sort
 else:
     triton = tl = _Absent()

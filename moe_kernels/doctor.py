@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import reference, tuning
 from ._dispatch import choose
+from ._gluon import slower_kernels
 from ._triton import HAS_TRITON, INTERPRET, triton
 from .activation_functions import EPILOGUES, listed_epilogue
 from .catalog import Arguments, Kernel, WarpSpecializedDesign, device_cc, get_kernels
@@ -160,6 +161,8 @@ def print_versions(target: Target) -> None:
     else:
         cc = device_cc(torch.device("cuda", torch.cuda.current_device()))
         print(f"GPU: {torch.cuda.get_device_name()}, compute capability {cc}, driver {_driver()}")
+    if reason := slower_kernels(target.cc):
+        print(f"Warning: {reason}")
     if not target.is_here:
         print(f"Kernels below: as on {target.gpu or 'a GPU'} of compute capability {target.cc}")
 
@@ -175,7 +178,7 @@ def _driver() -> str:
 
 def print_tables(target: Target) -> None:
     if target.gpu is None or not HAS_TRITON:
-        print("Table: none, since a table belongs to a GPU and a version of Triton; a rule of thumb selects")
+        print("Table: none, since a table belongs to a named GPU; a rule of thumb selects")
     elif paths := table_files.paths(target.gpu):
         for path in paths:
             print(f"Table: {path} ({len(table_files.read(path).kernels)} kernels)")

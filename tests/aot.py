@@ -94,8 +94,19 @@ def disassemble(compiled) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+# What makes known compilers miscompile on Hopper, by what it looks like in PTX.
+MISCOMPILED = {
+    # ptxas up to 12.9, so Triton 3.6 to 3.8: https://github.com/triton-lang/triton/issues/11781
+    "wgmma reads A from registers": re.compile(r"wgmma\.mma_async[^;]*\}\s*,\s*\{"),
+    # Triton 3.7 and 3.8: https://github.com/triton-lang/triton/issues/11581, /11341, /11356, /9035
+    "packed 16-bit integer arithmetic": re.compile(r"\b(add|sub|mul|mad|min|max|abs|neg)(\.\w+)*\.[su]16x2\b"),
+    # Triton up to 3.7.0: https://github.com/fla-org/flash-linear-attention/issues/640
+    "stmatrix transposes a product": re.compile(r"\bstmatrix\b[^;]*\.trans\b"),
+}
+
+
 def inspect(compiled) -> dict[str, object]:
-    """Registers, spills, shared and scratch memory and tensor-core instructions of a compiled kernel."""
+    """Registers, spills, shared and scratch memory, instructions and known hazards of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [BIN / "cuobjdump", "-res-usage", file.name]
@@ -110,7 +121,16 @@ def inspect(compiled) -> dict[str, object]:
         "scratch_bytes": compiled.metadata.global_scratch_size,
         "num_warps": compiled.metadata.num_warps,
         "tensor_core": tensor_core[0] if tensor_core else None,
+        "hazards": [name for name, pattern in MISCOMPILED.items() if pattern.search(compiled.asm["ptx"])],
+        "moved": moved_integers(compiled.asm["ttgir"]) if "ttgir" in compiled.asm else [],
     }
+
+
+def moved_integers(ttgir: str) -> list[bool]:
+    """Of each integer that passes through a `mov` in assembly: whether a loop carries it from turn to turn."""
+    moved = re.findall(r'"mov\.b32 \$0, \$1;" \{[^}]*\} (%\w+) : i32 -> i32', ttgir)
+    carried = re.findall(r"(%[\w.]+) = %", "".join(re.findall(r"iter_args\((.*?)\) ->", ttgir)))
+    return [name in carried for name in moved]
 
 
 def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe_kernels import get_kernels
+from moe_kernels._gluon import KNOWS_GLUON
 from moe_kernels._triton import HAS_TRITON, TRITON_VERSION
 from moe_kernels.catalog import WarpSpecializedDesign
-from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -64,6 +64,18 @@ def test_spills(records):
     assert not [where(record) for record in records if record["spilled_bytes"] > spills_allowed(record)]
     # Not a single one in a step of the reduction.
     assert not [where(record) for record in records if record["gemm"] and record["spills_beside_multiplications"]]
+
+
+def test_no_trigger_of_a_known_miscompilation(records):
+    assert not [(where(record), record["hazards"]) for record in records if record["hazards"]]
+
+
+def test_loop_bounds_of_weight_gradients_follow_the_tile(records):
+    """Triton 3.6's inliner keeps the first tile's number of steps, in the producer and in both consumers, unless it
+    passes through assembly."""
+    specialized = [record for record in records if record["kernel"].startswith("wgrad_ws_")]
+    assert specialized or not KNOWS_GLUON
+    assert not [(where(r), r["moved"]) for r in specialized if len(r["moved"]) < 3 or not all(r["moved"])]
 
 
 def test_shared_memory_fits(records):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_kernels import CompiledArtifact, get_kernels
+from moe_kernels._gluon import KNOWS_GLUON
 from moe_kernels._triton import HAS_TRITON, INTERPRET
 from moe_kernels.artifact_file import read_container, write_container
-from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 
 from .test_catalog_run import ARGUMENTS, expected_result
 

@@ -14,10 +14,10 @@ from moe_kernels import (
     get_kernels,
     reference,
 )
+from moe_kernels._gluon import KNOWS_GLUON
 from moe_kernels.activation_functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation_spec import is_gated
 from moe_kernels.catalog import PointerDesign, WarpSpecializedDesign
-from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 from moe_kernels.testing import assert_accurate, to_float64
 from moe_kernels.tuning import find
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe_kernels import Activation, fused_experts, reference, tuning
+from moe_kernels._gluon import KNOWS_GLUON
 from moe_kernels.activation_functions import ACTIVATIONS
 from moe_kernels.catalog import Kernel, Status, TmaDesign, WarpSpecializedDesign
 from moe_kernels.expert_rows import Rows, Up
-from moe_kernels.gemm.warp_specialized import KNOWS_GLUON
 from moe_kernels.testing import check_accuracy
 
 from .dtypes import DTYPES

@@ -180,7 +180,7 @@ def test_show(tmp_path, capsys):
     assert (
         "key 2: gone (not in the catalog: never selected)" in printed and "key 3: copies [True, True, True]" in printed
     )
-    with pytest.raises(SystemExit, match="show: there is no no_such_gpu_triton"):
+    with pytest.raises(SystemExit, match=r"show: there is no no_such_gpu\.json"):
         main(["show", "--gpu", "No such GPU"])
 
 

@@ -14,7 +14,7 @@ from moe_kernels.catalog import Kernel
 from moe_kernels.tuning import table_files
 from moe_kernels.tuning.table_files import Table, merged_table, read, table_name, user_folder, write
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="a table belongs to a version of Triton")
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="without Triton nothing is selected")
 
 
 @pytest.fixture

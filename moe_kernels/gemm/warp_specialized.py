@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._triton import INTERPRET, TRITON_VERSION, cdiv
+from .._gluon import OBSTACLE, compiler_options, registers
+from .._triton import cdiv
 from ..activation_spec import is_gated
 from ..catalog import (
     SUPPORTED,
@@ -25,17 +26,6 @@ from ..catalog import (
 from .base import GroupedGemmKernel, WgradKernel, kernel_name, num_programs
 from .ragged import ragged_shape_and_strides
 
-KNOWS_GLUON = TRITON_VERSION is not None and (3, 6) <= TRITON_VERSION[:2] <= (3, 9)
-
-if TRITON_VERSION is None:
-    OBSTACLE = "Triton is not installed"
-elif not KNOWS_GLUON:
-    OBSTACLE = f"written for the Gluon of Triton 3.6 to 3.9, this is {'.'.join(map(str, TRITON_VERSION))}"
-elif INTERPRET:
-    OBSTACLE = "the interpreter does not run Gluon"
-else:
-    OBSTACLE = None
-
 if OBSTACLE is None:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -47,23 +37,6 @@ if OBSTACLE is None:
 
 _MOST_WALKED = 32  # groups: as many as `hopper/tiles.py` has lanes for
 _PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
-
-
-def _registers(gather: bool, pieces: int = 0) -> dict[str, int]:
-    """Of each thread; the other consumer gets what is left of 504. Chosen so that nothing spills, with Triton 3.9 only
-    outside the loops over steps."""
-    if gather and TRITON_VERSION[:2] >= (3, 8):
-        producer, consumer = (56, 224) if pieces else (72, 216)
-    elif gather:
-        producer, consumer = (40, 232) if pieces else (48, 224)
-    else:
-        producer, consumer = (24, 240) if pieces else (32, 240)
-    return {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
-
-
-def _compiler_options() -> dict[str, Any]:
-    """Triton 3.9 can schedule for few registers: without, it spills ten times as much beside a plain activation."""
-    return {"num_warps": 4} | ({"sched4reg": True} if TRITON_VERSION[:2] >= (3, 9) else {})
 
 
 def _pieces(epilogue: str | None) -> int:
@@ -236,8 +209,9 @@ def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: in
         "BLOCK_K": block_k,
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
-        **_registers(design.gather, pieces),
-        **_compiler_options(),
+        **registers(design.gather, pieces),
+        **compiler_options(),
+        "num_warps": 4,
     }
 
 
@@ -302,8 +276,9 @@ def _wgrad_options(kernel: WarpSpecializedWgrad) -> dict[str, Any]:
         "BLOCK_R": block_r,
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
-        **_registers(design.gather),
-        **_compiler_options(),
+        **registers(design.gather, 0),
+        **compiler_options(),
+        "num_warps": 4,
     }
 
 

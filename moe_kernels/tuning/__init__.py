@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._triton import INTERPRET, TRITON_VERSION
+from .._gluon import warn_if_slower
+from .._triton import HAS_TRITON, INTERPRET
 from ..activation_functions import listed_epilogue
 from ..arguments import layout_of, rows_bucket
 from ..catalog import (
@@ -21,6 +22,7 @@ from ..catalog import (
     Kernel,
     PointerDesign,
     WarpSpecializedDesign,
+    device_cc,
     get_kernels,
 )
 from ..launching import Launch, Ready, find_ready, run_launch, run_ready
@@ -61,6 +63,8 @@ def find(args: Arguments) -> Kernel | None:
     key = _key(args)
     kernel = _selected.get(key)
     if kernel is None and key not in _selected:
+        if args.A.is_cuda:
+            warn_if_slower(device_cc(args.A.device))
         kernel = _selected[key] = _by_epilogue(args) or next(iter(get_kernels(args)), None)
     return kernel
 
@@ -233,8 +237,8 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """The shipped table of this GPU and this Triton with one's own over it, or an empty one."""
-    if device.type != "cuda" or TRITON_VERSION is None:
+    """The shipped table of this GPU with one's own over it, or an empty one."""
+    if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return merged_table(torch.cuda.get_device_name(device))
 

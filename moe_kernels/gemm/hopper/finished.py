@@ -12,7 +12,7 @@ the next tile's first step, and runs out of registers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_names import aggregate
+from ..._gluon import aggregate
 from .ring import ROW_BOUND, halves, joined, packed, pinned, send, stage, unpacked, write
 
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .gluon_names import aggregate, copy_load, tma_load, tma_store
+from ..._gluon import aggregate, copy_load, tma_load, tma_store
 
 ROW_BOUND = gl.constexpr(0x40000000)
 PRODUCER_THREADS = gl.constexpr(128)

@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_names import aggregate
+from ..._gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one to a lane, whose offsets take the place of a table
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from .gluon_names import aggregate
+from ..._gluon import aggregate
 from .ring import (
     ROW_BOUND,
     buffers,
