@@ -10,7 +10,7 @@ import functools
 import warnings
 from typing import Any
 
-from ._triton import INTERPRET, TRITON_VERSION
+from ._triton import INTERPRET, TRITON_VERSION, triton
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 REMEDY = "install Triton 3.6 to 3.9 (PyTorch 2.10 to 2.15) for the fast kernels"
@@ -39,10 +39,7 @@ if OBSTACLE is None:
 
 if OBSTACLE is None:
     # Version 3.8 brought the newer names; 3.9 keeps the older ones only to raise an error.
-    if hasattr(gluon, "aggregate"):
-        aggregate = gluon.aggregate
-    else:
-        pass
+    aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load
     else:
