@@ -27,8 +27,8 @@ VARIANTS = {
     **{name: {"activation": name} for name in ACTIVATIONS},
     "swiglu with biases": {"bias": True},
     "gpt_oss with biases": {"activation": "gpt_oss", "bias": True},
-    "swiglu, weight on input": {"router": RouterSpec.sigmoid_on_input()},
-    "swiglu, grouped sigmoid router": {"router": RouterSpec.sigmoid_groups(4, 2)},
+    "swiglu, weight on input": {"router": RouterSpec.llama4()},
+    "swiglu, grouped sigmoid router": {"router": RouterSpec.deepseek_v3(4, 2)},
 }
 COLUMNS = ("shape", "pass", "variant", "ms", "dense_bound_ms", "share_of_dense_bound", "points")
 

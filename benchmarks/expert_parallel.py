@@ -35,7 +35,7 @@ from torch import distributed
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_layers.collectives import Ranks
+from moe_layers.parallel.collectives import Ranks
 
 from . import parallel_best
 from .layer import environment, print_rows

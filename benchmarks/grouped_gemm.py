@@ -37,9 +37,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
-from moe_kernels.catalog import Kernel
+from moe_kernels.gemm.kernel import Kernel
+from moe_kernels.gemm.selection import select
 from moe_kernels.testing import assert_accurate, make_logits
-from moe_kernels.tuning import select
 
 from .layer import environment, print_rows
 from .shapes import SHAPES, TINY, Shape

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, reference
-from moe_kernels.catalog import Kernel
+from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.testing import assert_accurate
 
 from .layer import environment, print_rows

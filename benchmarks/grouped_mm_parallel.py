@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from moe_layers import MoEFeedForward
-from moe_layers.collectives import Ranks
+from moe_layers.parallel.collectives import Ranks
 
 
 class TorchAllToAll(nn.Module):

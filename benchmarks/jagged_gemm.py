@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels import JaggedGemmArguments, get_kernels, jagged_gemm, reference
+from moe_kernels.gemm.selection import find
 from moe_kernels.testing import assert_accurate
-from moe_kernels.tuning import find
 
 from .layer import environment, print_rows
 from .timing import Timing, time_interleaved

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import DeviceMesh
 
 from moe_layers import MoEFeedForward
-from moe_layers.collectives import Ranks, wait
+from moe_layers.parallel.collectives import Ranks, wait
 
 from .layer import PASSES, make_tokens
 from .parallel_best import best_form

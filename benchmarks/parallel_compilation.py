@@ -10,9 +10,9 @@ from torch import Tensor, distributed
 from torch.distributed import DeviceMesh
 
 from moe_layers import MoEFeedForward
-from moe_layers.collectives import Ranks
-from moe_layers.overlapped import OverlappedDispatcher
-from moe_layers.transport import CollectiveTransport
+from moe_layers.parallel.collectives import Ranks
+from moe_layers.parallel.overlapped import OverlappedDispatcher
+from moe_layers.parallel.symmetric_memory import CollectiveTransport
 
 from .layer import make_tokens
 from .parallel_layers import BASELINE, local_layer, make_implementation, make_layer, results

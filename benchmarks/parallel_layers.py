@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_layers import ExpertParallel, MoEFeedForward
-from moe_layers.collectives import Ranks
+from moe_layers.parallel.collectives import Ranks
 
 from .grouped_mm_parallel import TorchAllToAll
 from .shapes import Shape
@@ -26,12 +26,12 @@ FORMS = {
     "/4 chunks, 16 SMs reserved": {"chunks": 4, "reserved_sms": 16},
 }
 STYLES = {
-    f"{dispatcher}{form}": ExpertParallel(dispatcher, mean_grads=False, **options)
+    f"{dispatcher}{form}": ExpertParallel(dispatcher, average_gradients=False, **options)
     for form, options in FORMS.items()
     for dispatcher in ("allgather", "alltoall")
 }
 STYLES |= {
-    f"overlapped{form}": ExpertParallel("overlapped", mean_grads=False, **options)
+    f"overlapped{form}": ExpertParallel("overlapped", average_gradients=False, **options)
     for form, options in {
         "/1 chunk, 2 SMs reserved": {"chunks": 1, "reserved_sms": 2},
         "/2 chunks, 2 SMs reserved": {"chunks": 2, "reserved_sms": 2},

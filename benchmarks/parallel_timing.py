@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, distributed
 
-from moe_layers.collectives import Ranks, wait
+from moe_layers.parallel.collectives import Ranks, wait
 
 from .timing import Timing, _percentiles, _time_calls, turns
 

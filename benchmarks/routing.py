@@ -26,7 +26,7 @@ ROUTERS = {
     "softmax E=128": (128, 8, None),
     "softmax E=256": (256, 8, None),
     "softmax E=512": (512, 10, None),
-    "deepseek-v3": (256, 8, RouterSpec.sigmoid_groups(8, 4, scale=2.5)),
+    "deepseek-v3": (256, 8, RouterSpec.deepseek_v3(8, 4, scale=2.5)),
 }
 COLUMNS = ("router", "T", "E", "K", "routing_us", "sort_us", "both_us", "bound_us", "limit_us")
 

@@ -20,11 +20,13 @@ import torch
 from tqdm import tqdm
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
-from moe_kernels.catalog import Arguments, Kernel
-from moe_kernels.tuner import check
-from moe_kernels.tuning import best_first, table_files
-from moe_kernels.tuning.keys import arguments_of
-from moe_kernels.tuning.table_files import Table
+from moe_kernels.gemm import tables
+from moe_kernels.gemm.arguments import Arguments
+from moe_kernels.gemm.kernel import Kernel
+from moe_kernels.gemm.selection import best_first
+from moe_kernels.gemm.tables import Table
+from moe_kernels.tools.table_keys import arguments_of
+from moe_kernels.tools.tune import check
 
 from .layer import environment, print_rows
 from .timing import in_a_graph, time_interleaved
@@ -86,10 +88,10 @@ def summary(rows: list[dict]) -> list[dict]:
 
 def tables_of(options: argparse.Namespace) -> Table:
     if options.table is not None:
-        return table_files.read(options.table)
+        return tables.read(options.table)
     if not torch.cuda.is_available():
         raise SystemExit("rule_of_thumb: kernels run on a CUDA GPU, got none")
-    table = table_files.merged_table(torch.cuda.get_device_name())
+    table = tables.merged_table(torch.cuda.get_device_name())
     if not table.kernels:
         raise SystemExit(f"rule_of_thumb: there is no table of {torch.cuda.get_device_name()}")
     return table

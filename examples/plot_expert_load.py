@@ -77,7 +77,7 @@ def make_model(settings: Settings, balancing: Balancing, implementation: str | N
         layer.balance_losses = balancing.losses
         if balancing.bias_rate:
             sizes = settings.width, settings.num_experts, settings.top_k
-            router = TopKRouter(*sizes, spec=RouterSpec.biased_softmax(), implementation=implementation)
+            router = TopKRouter(*sizes, spec=RouterSpec.ernie(), implementation=implementation)
             router.load_state_dict(layer.router.state_dict(), strict=False)  # all but the bias, which starts from zero
             layer.router = router
     return model

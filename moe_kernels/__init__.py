@@ -1,37 +1,30 @@
 """Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
 
-from ._dispatch import IMPLEMENTATIONS, runs_kernels
-from .activation import gated_activation, plain_activation
-from .activation_functions import ACTIVATIONS
+from .activation.functions import ACTIVATIONS
+from .activation.ops import gated_activation, plain_activation
 from .activation_spec import Activation, as_activation
-from .batch_invariance import invariant_linear
-from .batched_gemm import batched_gemm
-from .catalog import (
-    CompiledArtifact,
-    GemmArguments,
-    GroupedGemmArguments,
-    PointerDesign,
-    Status,
-    TmaDesign,
-    WarpSpecializedDesign,
-    WgradArguments,
-    get_kernels,
-    is_device_cc_supported,
-)
-from .experts import RECOMPUTE, fused_experts
-from .experts_in_parts import ExpertsInParts, ExpertWeights
-from .gemm.array import GroupedGemmListArguments
-from .gemm.jagged import JaggedGemmArguments
-from .grouped_gemm import grouped_gemm, grouped_gemm_wgrad
-from .grouped_gemm_list import GroupedProblem, grouped_gemm_list
-from .jagged_gemm import PackedGroups, jagged_gemm, pack_groups
-from .permutation import combine, permute
-from .reference import Permutation, Routing, TileTable
+from .experts.chunked import ExpertsInParts
+from .experts.fused import RECOMPUTE, fused_experts
+from .gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
+from .gemm.artifact_file import load_artifact, save_artifact
+from .gemm.batch_invariance import invariant_linear
+from .gemm.kernel import PointerDesign, Status, TmaDesign, WarpSpecializedDesign, is_device_cc_supported
+from .gemm.kernels.jagged import JaggedGemmArguments
+from .gemm.kernels.list import GroupedGemmListArguments
+from .gemm.ops.batched import batched_gemm
+from .gemm.ops.grouped import grouped_gemm, grouped_gemm_wgrad
+from .gemm.ops.jagged import PackedGroups, jagged_gemm, pack_groups
+from .gemm.ops.list import GroupedProblem, grouped_gemm_list
+from .gemm.selection import get_kernels
+from .permutation.partial_sums import sum_shares
+from .permutation.permute import combine, permute
+from .permutation.sort import sort_by_expert
 from .router_spec import RouterSpec
-from .routing import linear_routing, topk_routing
-from .scored_routing import routing_weights, scored_linear_routing, scored_routing, selection_keys
-from .shares import sum_shares
-from .sorting import sort_by_expert
+from .routing.scored import routing_weights, scored_linear_routing, scored_routing, selection_keys
+from .routing.softmax import linear_routing, topk_routing
+from .runtime.dispatch import IMPLEMENTATIONS, runs_kernels
+from .runtime.launch import CompiledArtifact
+from .types import ExpertWeights, Permutation, Routing, TileTable
 
 __all__ = [
     "ACTIVATIONS",
@@ -69,11 +62,13 @@ __all__ = [
     "is_device_cc_supported",
     "jagged_gemm",
     "linear_routing",
+    "load_artifact",
     "pack_groups",
     "permute",
     "plain_activation",
     "routing_weights",
     "runs_kernels",
+    "save_artifact",
     "scored_linear_routing",
     "scored_routing",
     "selection_keys",

@@ -10,7 +10,6 @@ choice with the flat index t * K + k; a *row* is a slot moved to expert order. G
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,33 +18,7 @@ from torch.nn import functional
 
 from .activation_spec import Activation, as_activation
 from .router_spec import RouterSpec
-
-
-class Routing(NamedTuple):
-    """What a router decided for each token."""
-
-    topk_experts: Tensor  # [T, K] int32, distinct, by falling logit; the lower id first on ties
-    topk_weights: Tensor  # [T, K] float32
-    logits: Tensor  # [T, E]
-
-
-class TileTable(NamedTuple):
-    """How the rows of a grouped GEMM are cut into tiles. Group G is the tail: rows that belong to no group."""
-
-    bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
-    tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
-    num_tiles: Tensor  # [2] int32: entries that belong to groups, and with the tail's; further ones go on counting it
-    order: Tensor  # [G] int32: the groups by falling number of rows, equal ones by id
-    block_rows: int
-
-
-class Permutation(NamedTuple):
-    """Where each slot goes when rows are sorted by expert."""
-
-    offsets: Tensor  # [E] int32: exclusive END row of each expert
-    slot_to_row: Tensor  # [T, K] int32; -1 for a dropped slot
-    row_to_token: Tensor  # [R] int32, R = T * K or max_rows; rows at or past offsets[-1] hold tokens of dropped slots
-    tile_table: TileTable
+from .types import Permutation, Routing, TileTable
 
 
 def topk_routing(
@@ -107,7 +80,7 @@ def selection_keys(
     if spec.num_groups > 1:
         groups = rearrange(keys, "t (g e) -> t g e", g=spec.num_groups)
         best = groups.topk(min(2 if spec.group_score == "top2_sum" else 1, groups.shape[-1])).values.sum(-1)
-        kept = torch.zeros_like(best).scatter(1, _top(_rankable(best), spec.top_groups), 1.0).bool()
+        kept = torch.zeros_like(best).scatter(1, _top(_rankable(best), spec.topk_groups), 1.0).bool()
         keys = torch.where(kept[..., None], groups, spec.excluded_score).flatten(1)
     return keys
 

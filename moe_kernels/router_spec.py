@@ -32,7 +32,7 @@ class RouterSpec:
             is taken, weighed by a softmax over the experts within `2 * jitter`, relatively, of it. Of the facts below,
             none applies but `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: a bias [E] without gradient is added for choosing: to the "score" or to the "logit".
-        num_groups, top_groups: experts form `num_groups` groups of neighbours; only those of the `top_groups` best
+        num_groups, topk_groups: experts form `num_groups` groups of neighbours; only those of the `topk_groups` best
             can be chosen.
         group_score: of a group: the "max" of its experts, or the "top2_sum" of its two largest.
         excluded_score: what counts for choosing an expert of another group: -inf (never chosen), or 0.0 (chosen
@@ -56,7 +56,7 @@ class RouterSpec:
     score: str = "softmax"
     selection_bias: str | None = None
     num_groups: int = 1
-    top_groups: int = 1
+    topk_groups: int = 1
     group_score: str = "max"
     excluded_score: float = -math.inf
     normalize: bool = True
@@ -76,16 +76,16 @@ class RouterSpec:
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"RouterSpec: {name} must be one of {choices}, got {value!r}")
-        for name in ("num_groups", "top_groups"):
+        for name in ("num_groups", "topk_groups"):
             if not isinstance(value := getattr(self, name), int):
                 raise ValueError(f"RouterSpec: {name} must be an integer, got {value!r}")
         for name in ("logit_multiplier", "norm_power", "norm_epsilon", "norm_minimum", "scale"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
-        if not 1 <= self.top_groups <= self.num_groups:
+        if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(
-                f"RouterSpec: top_groups must be in [1, num_groups={self.num_groups}], got {self.top_groups}"
+                f"RouterSpec: topk_groups must be in [1, num_groups={self.num_groups}], got {self.topk_groups}"
             )
         for name in ("logit_softcap", "norm_power", "input_norm_epsilon", "sparsemixer_jitter"):
             if (value := getattr(self, name)) is not None and value <= 0:
@@ -125,8 +125,8 @@ class RouterSpec:
             raise ValueError(
                 f"{owner}: num_experts must be a multiple of num_groups={self.num_groups}, got {num_experts}"
             )
-        if top_k > (available := self.top_groups * (num_experts // self.num_groups)):
-            raise ValueError(f"{owner}: top_k must be at most {available}, the experts of top_groups, got {top_k}")
+        if top_k > (available := self.topk_groups * (num_experts // self.num_groups)):
+            raise ValueError(f"{owner}: top_k must be at most {available}, the experts of topk_groups, got {top_k}")
         if self.sparsemixer_jitter is not None and top_k != 2:
             raise ValueError(f"{owner}: a SparseMixer chooses top_k=2 experts, got {top_k}")
 
@@ -144,20 +144,20 @@ class RouterSpec:
         return cls(normalize=normalize, **facts)
 
     @classmethod
-    def softmax_norm(cls, power: float, **facts) -> RouterSpec:
+    def dbrx(cls, power: float, **facts) -> RouterSpec:
         """DBRX: weights divided by their L^power norm."""
         return cls(norm_power=power, **facts)
 
     @classmethod
-    def softmax_groups(cls, num_groups: int, top_groups: int, *, scale: float = 1.0, **facts) -> RouterSpec:
+    def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **facts) -> RouterSpec:
         """DeepSeek-V2's "group_limited_greedy": groups by their best expert, never normalised."""
-        return cls(num_groups=num_groups, top_groups=top_groups, normalize=False, scale=scale, **facts)
+        return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **facts)
 
     @classmethod
-    def sigmoid_groups(
+    def deepseek_v3(
         cls,
         num_groups: int = 1,
-        top_groups: int = 1,
+        topk_groups: int = 1,
         *,
         normalize: bool = True,
         scale: float = 1.0,
@@ -168,7 +168,7 @@ class RouterSpec:
         facts = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **facts}
         return cls(
             num_groups=num_groups,
-            top_groups=top_groups,
+            topk_groups=topk_groups,
             normalize=normalize,
             norm_epsilon=norm_epsilon,
             scale=scale,
@@ -176,23 +176,21 @@ class RouterSpec:
         )
 
     @classmethod
-    def biased_softmax(
-        cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **facts
-    ) -> RouterSpec:
+    def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **facts) -> RouterSpec:
         """ERNIE 4.5 (normalised, the sum at least norm_minimum) and LongCat (normalize=False, a scale)."""
         return cls(selection_bias="score", normalize=normalize, norm_minimum=norm_minimum, scale=scale, **facts)
 
     @classmethod
-    def sigmoid_on_input(cls, **facts) -> RouterSpec:
+    def llama4(cls, **facts) -> RouterSpec:
         """Llama 4: the sigmoid of the chosen logit multiplies the expert's input."""
         return cls(score="sigmoid", normalize=False, weight_on_input=True, **facts)
 
     @classmethod
-    def sparsemixer(cls, jitter: float, **facts) -> RouterSpec:
+    def phimoe(cls, jitter: float, **facts) -> RouterSpec:
         """Phi-3.5-MoE in evaluation."""
         return cls(sparsemixer_jitter=jitter, **facts)
 
     @classmethod
-    def normed_input(cls, epsilon: float, **facts) -> RouterSpec:
+    def gemma4(cls, epsilon: float, **facts) -> RouterSpec:
         """Gemma 4: a normed and scaled token, and a learned factor per expert."""
         return cls(input_norm_epsilon=epsilon, per_expert_scale=True, **facts)

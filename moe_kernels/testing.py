@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference import Permutation
+from .types import Permutation
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,38 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
-from .assignment import Assignment, ForcedBalance
-from .balancing import (
+from .balance.balancing import (
     BalanceLosses,
     carry_expert_counts,
     global_expert_counts,
     reset_expert_counts,
     update_selection_bias,
 )
-from .checkpoint import LoadReport
-from .custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
-from .dispatcher import LocalDispatcher
-from .dropping import CapacityFactor, Slots
-from .expert_choice import ExpertChoice, TokenRounding
-from .expert_parallel import ExpertParallel
-from .experts import GroupedExperts
-from .feed_forward import MoEFeedForward
-from .gradient_clipping import clip_grad_norm_
-from .layer_routing import LayerRouting
-from .losses import (
+from .balance.losses import (
     global_load_balancing_loss,
     importance_loss,
     load_balancing_loss,
     router_z_loss,
     sequence_load_balancing_loss,
 )
+from .balance.routing_statistics import RoutingObserver, RoutingStatistics
+from .checkpoint import LoadReport
+from .experts.dispatcher import LocalDispatcher
+from .experts.grouped import GroupedExperts
+from .experts.shared import SharedExpert
+from .feed_forward import MoEFeedForward
 from .memory import saved_bytes
-from .noise import RouterNoise
-from .observation import RoutingObserver, RoutingStatistics
-from .recomputation import save_communication, save_routing
-from .router import TopKRouter
-from .routing_record import RoutingRecord
-from .shared_expert import SharedExpert
+from .parallel.collectives import save_communication
+from .parallel.expert_parallel import ExpertParallel
+from .parallel.gradient_clipping import clip_grad_norm_
+from .routing.activation_checkpointing import save_routing
+from .routing.assignment import Assignment, RoundRobinAssignment
+from .routing.capacity import CapacityFactor, Slots
+from .routing.custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
+from .routing.expert_choice import ExpertChoice, TokenRounding
+from .routing.noise import RouterNoise
+from .routing.replay import RoutingReplay
+from .routing.result import LayerRouting
+from .routing.router import TopKRouter
 from .whole_models import observe, set_aux_loss_scale
 
 __all__ = [
@@ -41,15 +42,15 @@ __all__ = [
     "CustomAssignment",
     "ExpertChoice",
     "ExpertParallel",
-    "ForcedBalance",
     "GroupedExperts",
     "LayerRouting",
     "LoadReport",
     "LocalDispatcher",
     "MoEFeedForward",
+    "RoundRobinAssignment",
     "RouterNoise",
     "RoutingObserver",
-    "RoutingRecord",
+    "RoutingReplay",
     "RoutingStatistics",
     "SharedExpert",
     "Slots",

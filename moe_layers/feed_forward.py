@@ -16,23 +16,23 @@ from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, invariant_linear, sort_by_expert
 
-from ._checks import check_kind, check_positive
-from ._precision import call_with_autocast_rules
-from .assignment import Assignment
-from .balancing import BalanceLosses, update_selection_bias
+from .balance.balancing import BalanceLosses, update_selection_bias
+from .balance.losses import attach_loss
+from .balance.routing_statistics import RoutingObserver
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
-from .dispatcher import LocalDispatcher
-from .dropping import CapacityFactor, Slots, check_capacity, drop_beyond_capacity, identity_output
-from .expert_parallel import ExpertParallel, expert_share
-from .experts import GroupedExperts
-from .layer_routing import LayerRouting, facts_of_tokens
-from .losses import attach_loss
+from .checks import check_kind, check_positive
+from .experts.dispatcher import LocalDispatcher
+from .experts.grouped import GroupedExperts
+from .experts.router_gradient import experts_can_pass_it_on
+from .experts.shared import SharedExpert
 from .memory import saved_bytes
-from .noise import RouterNoise
-from .observation import RoutingObserver
-from .router import TopKRouter
-from .router_gradient import experts_can_pass_it_on
-from .shared_expert import SharedExpert
+from .parallel.expert_parallel import ExpertParallel, expert_share
+from .precision import call_with_autocast_rules
+from .routing.assignment import Assignment
+from .routing.capacity import CapacityFactor, Slots, check_capacity, drop_beyond_capacity, identity_output
+from .routing.noise import RouterNoise
+from .routing.result import LayerRouting, facts_of_tokens
+from .routing.router import TopKRouter
 
 
 class MoEFeedForward(nn.Module):
@@ -186,7 +186,7 @@ class MoEFeedForward(nn.Module):
             dtype: of the parameters; None for that of the experts on disk, or of quantised ones the model's. A router's
                 float32 weight then stays float32.
             device: of the parameters; None for the mesh's, or without a mesh PyTorch's default device.
-            experts: read only these, and let the layer compute their share of the sum: see `keep_experts`.
+            experts: read only these, and let the layer compute their share of the sum: see `keep_local_experts`.
             mesh: of processes that share the experts. Each reads its own, and nothing is communicated.
             expert_parallel: how they share them, with a mesh; None for `ExpertParallel()`.
             return_report: return (layer, LoadReport), which says what became of each tensor.
@@ -251,7 +251,7 @@ class MoEFeedForward(nn.Module):
         """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""
         return saved_bytes(self, num_tokens, dtype)
 
-    def keep_experts(self, experts: range) -> None:
+    def keep_local_experts(self, experts: range) -> None:
         """Drop the parameters of all other experts: the layer then computes the share of these in the sum.
 
         Shared and zero experts stay; the outputs of layers with the other experts are to be added without them.
@@ -260,11 +260,11 @@ class MoEFeedForward(nn.Module):
             ValueError: not a range of neighbours within this layer's experts, or some were dropped before.
         """
         if not isinstance(experts, range) or experts.step != 1 or not experts:
-            raise ValueError(f"keep_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
+            raise ValueError(f"keep_local_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
         all_here = len(self.experts.w_up) == self.num_experts and self.experts.local_share is None
         if experts.start < 0 or experts.stop > self.experts.num_experts or not all_here:
             raise ValueError(
-                f"keep_experts: experts must lie in {range(self.num_experts)}, all still here, got {experts}"
+                f"keep_local_experts: experts must lie in {range(self.num_experts)}, all still here, got {experts}"
             )
         self.experts.keep(experts)
         self.dispatcher = LocalDispatcher(experts.start)
@@ -300,7 +300,7 @@ class MoEFeedForward(nn.Module):
             sequence_lengths: of the sequences that are packed one after another into the leading axes, for
                 `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
             num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
-            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingRecord`. As wide as
+            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingReplay`. As wide as
                 the routing that this layer returns; -1 for no expert.
 
         Raises:

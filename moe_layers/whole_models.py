@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from .balance.routing_statistics import RoutingObserver
 from .feed_forward import MoEFeedForward
-from .observation import RoutingObserver
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:

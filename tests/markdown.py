@@ -21,7 +21,7 @@ import torch
 LANGUAGES = ("python", "pycon", "sh")
 # A command that starts with one of these runs; the others are looked at only.
 QUICK = (
-    "python -m moe_kernels.doctor",
+    "python -m moe_kernels explain",
     "python -m moe_layers.checkpoint",
     "python -m tests.fuzz",
 )

@@ -11,13 +11,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .. import tuning
-from .._triton import cdiv, next_power_of_2, tl, triton
-from ..activation import _activation_backward_op, launch_activation
+from ..activation.ops import _activation_backward_op, launch_activation
 from ..activation_spec import as_activation
-from ..catalog import GroupedGemmArguments, Kernel, PointerDesign
-from ..launching import launch_kernel
-from ..reference import TileTable
+from ..runtime.launch import launch_kernel
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..types import TileTable
+from . import selection
+from .arguments import GroupedGemmArguments
+from .kernel import Kernel, PointerDesign
 
 _BLOCK_ROWS = 16
 
@@ -48,7 +49,7 @@ def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
     """Write `args.out`, and with an epilogue `args.preactivation`, in one launch if a kernel does it all."""
     if args.epilogue is None:
         launch_product(args)
-    elif args.bias is not None or not tuning.run_if_supported(args):
+    elif args.bias is not None or not selection.run_if_supported(args):
         # A kernel would leave the bias out of the preactivation.
         launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
         args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
@@ -61,16 +62,16 @@ def launch_product(args: GroupedGemmArguments) -> None:
         NotImplementedError: no kernel supports the arguments.
     """
     if args.bias is None and args.row_scale is None:
-        return tuning.run(args)
-    if args.row_scale is None and _is_fast(tuning.find(args)):
-        return tuning.run(args)
+        return selection.run(args)
+    if args.row_scale is None and _is_fast(selection.find(args)):
+        return selection.run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
-    kernel = tuning.find(plain)
+    kernel = selection.find(plain)
     # float16 may not hold what a scale is to make small, or a bias.
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
-        return tuning.run(args)
+        return selection.run(args)
     table = kernel.tile_table(plain)
-    tuning.launch(kernel, dataclasses.replace(plain, tile_table=table))
+    selection.launch(kernel, dataclasses.replace(plain, tile_table=table))
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 

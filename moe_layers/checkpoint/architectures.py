@@ -98,7 +98,7 @@ def _dbrx_router(config: Config) -> RouterSpec:
     power = values.get("moe_normalize_expert_weights", 1.0)
     if power is None:
         return RouterSpec.softmax(normalize=False)
-    return RouterSpec.softmax_norm(config.nested("ffn_config").number("moe_normalize_expert_weights", default=1.0))
+    return RouterSpec.dbrx(config.nested("ffn_config").number("moe_normalize_expert_weights", default=1.0))
 
 
 def _groups(config: Config) -> tuple[int, int]:
@@ -110,12 +110,12 @@ def _deepseek_v2_router(config: Config) -> RouterSpec:
     scale = config.number("routed_scaling_factor", default=1.0)
     if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
         return RouterSpec.softmax(normalize=False, scale=scale)
-    return RouterSpec.softmax_groups(*_groups(config), scale=scale)
+    return RouterSpec.deepseek_v2(*_groups(config), scale=scale)
 
 
 def _deepseek_v3_router(config: Config) -> RouterSpec:
     config.refuse_unless(scoring_func="sigmoid", topk_method="noaux_tc", score_function="sigmoid")
-    return RouterSpec.sigmoid_groups(
+    return RouterSpec.deepseek_v3(
         *_groups(config),
         normalize=config.flag("norm_topk_prob", "moe_renormalize", default=True),
         scale=config.number("routed_scaling_factor", default=1.0),
@@ -130,11 +130,11 @@ def _dots_router(config: Config) -> RouterSpec:
 
 def _minimax_m2_router(config: Config) -> RouterSpec:
     config.refuse_unless(scoring_func="sigmoid")
-    return RouterSpec.sigmoid_groups(norm_epsilon=0.0, scale=config.number("routed_scaling_factor", default=1.0))
+    return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("routed_scaling_factor", default=1.0))
 
 
 def _lfm2_router(config: Config) -> RouterSpec:
-    return RouterSpec.sigmoid_groups(
+    return RouterSpec.deepseek_v3(
         normalize=config.flag("norm_topk_prob", default=True),
         scale=config.number("routed_scaling_factor", default=1.0),
         norm_epsilon=1e-6,
@@ -143,12 +143,12 @@ def _lfm2_router(config: Config) -> RouterSpec:
 
 
 def _scaled_by(field: str, **default: float) -> Callable[[Config], RouterSpec]:
-    return lambda config: RouterSpec.sigmoid_groups(scale=config.number(field, **default))
+    return lambda config: RouterSpec.deepseek_v3(scale=config.number(field, **default))
 
 
 def _laguna_router(config: Config) -> RouterSpec:
     config.refuse_unless(moe_apply_router_weight_on_input=False)
-    return RouterSpec.sigmoid_groups(
+    return RouterSpec.deepseek_v3(
         norm_epsilon=0.0,
         scale=config.number("moe_routed_scaling_factor", default=1.0),
         logit_softcap=config.number("moe_router_logit_softcapping", default=0.0) or None,
@@ -157,7 +157,7 @@ def _laguna_router(config: Config) -> RouterSpec:
 
 def _flint_router(config: Config) -> RouterSpec:
     normalize = config.flag("norm_topk_prob", default=True)
-    return RouterSpec.sigmoid_groups(normalize=normalize, norm_epsilon=0.0, selection_bias=None)
+    return RouterSpec.deepseek_v3(normalize=normalize, norm_epsilon=0.0, selection_bias=None)
 
 
 def _cohere_router(config: Config) -> RouterSpec:
@@ -170,11 +170,11 @@ def _cohere_router(config: Config) -> RouterSpec:
 
 
 def _mistral_router(config: Config) -> RouterSpec:
-    num_groups, top_groups = _groups(config)
+    num_groups, topk_groups = _groups(config)
     return RouterSpec.softmax(
         normalize=config.flag("norm_topk_prob", default=True),
         num_groups=num_groups,
-        top_groups=top_groups,
+        topk_groups=topk_groups,
         group_score="top2_sum",
         norm_epsilon=1e-20,
         scale=config.number("routed_scaling_factor", default=1.0),
@@ -183,7 +183,7 @@ def _mistral_router(config: Config) -> RouterSpec:
 
 def _longcat_router(config: Config) -> RouterSpec:
     config.refuse_unless(zero_expert_type="identity")
-    return RouterSpec.biased_softmax(normalize=False, scale=config.number("routed_scaling_factor"))
+    return RouterSpec.ernie(normalize=False, scale=config.number("routed_scaling_factor"))
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ _GLM4 = Architecture(_deepseek_v3_router, shared=_several_shared())
 _SCALED = replace(_GLM4, required=("routed_scaling_factor",))
 _DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "topk_group"))
 _LLAMA4 = Architecture(
-    lambda config: RouterSpec.sigmoid_on_input(),
+    lambda config: RouterSpec.llama4(),
     d_ff="intermediate_size",
     shared=_shared("intermediate_size"),
     layouts=("transposed",),
@@ -356,13 +356,13 @@ ARCHITECTURES = {
     ),
     "mistral4": Architecture(_mistral_router, shared=_several_shared()),
     "ernie4_5_moe": Architecture(
-        lambda config: RouterSpec.biased_softmax(norm_minimum=config.number("moe_norm_min", default=1e-12)),
+        lambda config: RouterSpec.ernie(norm_minimum=config.number("moe_norm_min", default=1e-12)),
         shared=_several_shared(),
     ),
     "longcat_flash": Architecture(_longcat_router, d_ff="expert_ffn_hidden_size", zero_experts="zero_expert_num"),
     "llama4_text": _LLAMA4,
     "phimoe": Architecture(
-        lambda config: RouterSpec.sparsemixer(config.number("router_jitter_noise", default=0.01)),
+        lambda config: RouterSpec.phimoe(config.number("router_jitter_noise", default=0.01)),
         d_ff="intermediate_size",
     ),
     OWN_MODEL_TYPE: _OwnArchitecture(_softmax(True)),

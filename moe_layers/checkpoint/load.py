@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from .recognition import select_block
 from .report import LoadedTensor, LoadReport
 from .source import CheckpointSource
 
-if TYPE_CHECKING:
-    from ..feed_forward import MoEFeedForward
-
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -31,7 +27,7 @@ _DTYPES = {
 
 
 def load_layer(
-    layer_class: type[MoEFeedForward],
+    layer_class: type[nn.Module],
     directory: str | os.PathLike[str],
     layer: int | str,
     *,
@@ -39,7 +35,7 @@ def load_layer(
     device: torch.device | str | None,
     experts: range | Callable[[int], range] | None,
     implementation: str | None,
-) -> tuple[MoEFeedForward, LoadReport]:
+) -> tuple[nn.Module, LoadReport]:
     """Everything is matched and checked before the first byte of a tensor is read; tensors are then read one by one.
 
     Args:
@@ -74,14 +70,14 @@ def load_layer(
 
 
 def build_layer(
-    layer_class: type[MoEFeedForward],
+    layer_class: type[nn.Module],
     spec: BlockSpec,
     experts: range,
     *,
     dtype: torch.dtype | None,
     device: str,
     implementation: str | None,
-) -> MoEFeedForward:
+) -> nn.Module:
     """A layer of these sizes; with a part of the experts, its output is their share of the sum."""
     module = layer_class(
         spec.d_model,
@@ -102,7 +98,7 @@ def build_layer(
         dtype=dtype,
     )
     if len(experts) < spec.num_experts:
-        module.keep_experts(experts)
+        module.keep_local_experts(experts)
     return module
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .architectures import OWN_MODEL_TYPE, BlockSpec
 from .blocks import OTHER_NAMES, check_names
@@ -16,12 +15,9 @@ from .layouts import Key, Sizes, find_layout
 from .source import CheckpointSource
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
 
-if TYPE_CHECKING:
-    from ..feed_forward import MoEFeedForward
-
 
 def save_layer(
-    module: MoEFeedForward,
+    module: nn.Module,
     directory: str | os.PathLike[str],
     layout: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -66,7 +62,7 @@ def save_layer(
     writer.finish({**_config(source, spec), RECORD: layout})
 
 
-def spec_of(module: MoEFeedForward) -> BlockSpec:
+def spec_of(module: nn.Module) -> BlockSpec:
     """The facts of a layer."""
     shared = module.shared_expert
     return BlockSpec(

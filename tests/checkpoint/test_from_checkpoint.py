@@ -253,11 +253,11 @@ def test_experts_are_kept_once(device):
     layer = MoEFeedForward(8, 4, 6, 2, device=device, implementation=FASTEST)
     weights = layer.experts.w_up.detach().clone()
     with pytest.raises(ValueError, match="must lie in range"):
-        layer.keep_experts(range(5, 7))
-    layer.keep_experts(range(2, 5))
+        layer.keep_local_experts(range(5, 7))
+    layer.keep_local_experts(range(2, 5))
     assert torch.equal(layer.experts.w_up, weights[2:5])
     with pytest.raises(ValueError, match="all still here"):
-        layer.keep_experts(range(2, 3))
+        layer.keep_local_experts(range(2, 3))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_zero_experts": 2}, {"capacity": 3, "top_k": 1}], ids=str)
@@ -270,8 +270,8 @@ def test_parts_know_the_routing_of_all_experts(options, device):
     y, routing = whole(x, return_routing=True)
     gradients = torch.autograd.grad(y.sin().sum(), [x, *whole.experts.parameters()])
     parts = [copy.deepcopy(whole) for _ in range(2)]
-    parts[0].keep_experts(range(0, 2))
-    parts[1].keep_experts(range(2, 6))
+    parts[0].keep_local_experts(range(0, 2))
+    parts[1].keep_local_experts(range(2, 6))
     outputs = []
     for part in parts:
         out, part_routing = part(x, return_routing=True)

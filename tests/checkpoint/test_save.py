@@ -68,9 +68,9 @@ OPTIONS = {
     "gated_shared": {"shared_d_ff": 7, "shared_gate": True},
     "plain_shared": {"shared_d_ff": 7, "shared_activation": "relu"},
     "bias": {"bias": True, "activation": Activation("gpt_oss", limit=2.0), "router": RouterSpec(logit_bias=True)},
-    "router": {"router": RouterSpec.sigmoid_groups(3, 2, scale=2.5, excluded_score=0.0)},
+    "router": {"router": RouterSpec.deepseek_v3(3, 2, scale=2.5, excluded_score=0.0)},
     "latent": {"latent_dim": 6, "activation": "relu_squared", "shared_d_ff": 7},
-    "zero": {"num_zero_experts": 2, "router": RouterSpec.biased_softmax(normalize=False)},
+    "zero": {"num_zero_experts": 2, "router": RouterSpec.ernie(normalize=False)},
     "capacity": {"capacity": 3, "top_k": 1},
 }
 

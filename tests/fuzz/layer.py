@@ -18,11 +18,11 @@ from .tensors import Random, lay_out
 ROUTERS = {
     "softmax": RouterSpec(),
     "softmax_unnormalized": RouterSpec(normalize=False),
-    "biased_softmax": RouterSpec.biased_softmax(normalize=False, scale=2.0),
-    "sigmoid": RouterSpec.sigmoid_groups(scale=2.5),
-    "sigmoid_on_input": RouterSpec.sigmoid_on_input(),
+    "ernie": RouterSpec.ernie(normalize=False, scale=2.0),
+    "sigmoid": RouterSpec.deepseek_v3(scale=2.5),
+    "llama4": RouterSpec.llama4(),
     "logit_bias": RouterSpec(logit_bias=True),
-    "normed_input": RouterSpec.normed_input(1e-6),
+    "gemma4": RouterSpec.gemma4(1e-6),
 }
 NEAR_TIE = 1e-6  # keys as near as this may be chosen in either order
 

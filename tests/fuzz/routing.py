@@ -19,10 +19,10 @@ from .tensors import Random, lay_out
 # Those that choose by logit: the others' choice among near ties depends on how a score is rounded.
 ROUTERS = {
     "topk": None,
-    "softmax_norm": RouterSpec.softmax_norm(2.0),
+    "dbrx": RouterSpec.dbrx(2.0),
     "softmax_scale": RouterSpec.softmax(normalize=False, scale=0.5),
-    "sigmoid_on_input": RouterSpec.sigmoid_on_input(),
-    "sigmoid_epsilon": RouterSpec.sigmoid_groups(norm_epsilon=0.3, selection_bias=None, scale=2.5),
+    "llama4": RouterSpec.llama4(),
+    "sigmoid_epsilon": RouterSpec.deepseek_v3(norm_epsilon=0.3, selection_bias=None, scale=2.5),
     "biased_logit": RouterSpec(score="sigmoid", selection_bias="logit"),
 }
 

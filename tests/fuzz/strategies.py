@@ -82,7 +82,7 @@ INTERPRETER = Space(
     layouts=None,
     activations=tuple(ACTIVATION_KINDS),
     # Without a parameter so small that its gradient can only be judged from many draws.
-    routers=tuple(name for name in LAYER_ROUTERS if name not in ("logit_bias", "normed_input")),
+    routers=tuple(name for name in LAYER_ROUTERS if name not in ("logit_bias", "gemma4")),
 )
 GPU = Space(
     dtypes=("float32", "float16", "bfloat16"),

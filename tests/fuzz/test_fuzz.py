@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
-from moe_kernels._triton import HAS_TRITON
+from moe_kernels.runtime.triton import HAS_TRITON
 
 from .case import Case
 from .strategies import GPU, INTERPRETER, KINDS, REFERENCE, Space

@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from moe_kernels import GroupedGemmListArguments, permutation, tuning
-from moe_kernels._triton import HAS_TRITON
+from moe_kernels import GroupedGemmListArguments
+from moe_kernels.gemm import selection
+from moe_kernels.permutation import permute
+from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Errors
 
 from . import __main__
@@ -127,22 +129,22 @@ def test_an_error_beyond_its_budget_must_not_come_again(first, again, message):
 
 def plant(monkeypatch, change, *, everywhere=False):
     """Let `change` act on what a kernel has written."""
-    launch = tuning._launch
+    launch = selection._launch
 
     def wrong(kernel, args):
         launch(kernel, args)
         if everywhere or args.A.shape[-1] == CASE.size_k:  # the product itself: its gradients sum over other axes
             change(args)
 
-    monkeypatch.setattr(tuning, "launch", wrong)
-    monkeypatch.setattr(tuning, "run", lambda args: wrong(tuning.select(args), args))
+    monkeypatch.setattr(selection, "launch", wrong)
+    monkeypatch.setattr(selection, "run", lambda args: wrong(selection.select(args), args))
 
     def wrong_if_supported(args):
-        if kernel := tuning.find(args):
+        if kernel := selection.find(args):
             wrong(kernel, args)
         return kernel is not None
 
-    monkeypatch.setattr(tuning, "run_if_supported", wrong_if_supported)
+    monkeypatch.setattr(selection, "run_if_supported", wrong_if_supported)
 
 
 # One case of each kind, of which everything runs.
@@ -214,10 +216,8 @@ def test_every_kind_sees_one_wrong_element(kind, device, monkeypatch):
     case = ONE_OF_EACH[kind]
     case.check(device)
     if kind == "routing":
-        launch = permutation.launch_combine
-        monkeypatch.setattr(
-            permutation, "launch_combine", lambda *args: launch(*args).index_fill_(0, FIRST.to(device), 0)
-        )
+        launch = permute.launch_combine
+        monkeypatch.setattr(permute, "launch_combine", lambda *args: launch(*args).index_fill_(0, FIRST.to(device), 0))
     else:
         plant(monkeypatch, spoil_an_element, everywhere=True)
     with pytest.raises(AssertionError, match=r"error .* exceeds"):

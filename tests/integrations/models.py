@@ -6,7 +6,8 @@ import transformers
 from packaging.version import Version
 
 from moe_kernels.testing import assert_accurate
-from tests.checkpoint.tiny_models import config_fields, model_class
+
+from ..checkpoint.tiny_models import config_fields, model_class
 
 transformers.logging.set_verbosity_error()
 

@@ -8,10 +8,9 @@ import torch
 from torch.func import functional_call
 
 from moe_kernels.testing import check_accuracy
-from moe_layers.integrations import experts_forward
-from moe_layers.integrations.transformers import enable
-from tests.dtypes import DTYPES
+from moe_layers.integrations.transformers import enable, experts_forward
 
+from ..dtypes import DTYPES
 from .models import build
 
 # Gated, with biases interleaved and transposed, with biases transposed, and plain.

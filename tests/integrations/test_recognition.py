@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from moe_kernels import Activation
-from moe_layers.integrations.recognition import recognise_gated, recognise_plain
+from moe_layers.integrations.transformers.recognition import recognise_gated, recognise_plain
 
 GATES = {
     "swiglu": nn.SiLU(),

@@ -1,0 +1,31 @@
+"""Explain which kernels run, tune a table ahead of time, show tables, verify their entries.
+
+    python -m moe_kernels explain 16384,2048,768,128,8     # T, D, F, E, K of a layer
+    python -m moe_kernels tune 16384,2048,768,128,8 --seconds 600
+    python -m moe_kernels show --gpu "NVIDIA H200"
+    python -m moe_kernels verify
+
+`python -m moe_kernels COMMAND --help` lists the options of a command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .tools import explain, tables
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="moe_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain.add_command(commands)
+    tables.add_commands(commands)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

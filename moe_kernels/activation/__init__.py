@@ -1,0 +1,1 @@
+"""Activations: their functions and kernels."""

@@ -1,0 +1,287 @@
+"""The device functions of every activation, on float32 values.
+
+An activation is two small functions: `forward(gate, up, limit, alpha)` gives the activated value, and
+`backward(gate, up, dactivated, limit, alpha)` gives (activated, dgate, dup). A plain activation looks at its gate alone
+and returns zero for dup. NaN stays NaN. To add one, write the two functions, an entry
+in `ACTIVATIONS`, its facts in `activation_spec.py` and its plain form in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..runtime.triton import tl, triton
+
+
+@triton.jit
+def exp_negative(x):
+    """exp(-x) of x >= 0 to its last places: exp2 of the hardware is, but x * log2(e) is rounded."""
+    x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # beyond which the result is zero
+    scaled = x * -1.4426950408889634
+    # The rounding error of the product, and that of log2(e) in float32.
+    rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
+    power = tl.exp2(scaled)
+    return tl.fma(power, rest * 0.6931471805599453, power)
+
+
+@triton.jit
+def _sigmoid(x):
+    """(sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
+    small = exp_negative(tl.abs(x))
+    high = 1.0 / (1.0 + small)
+    high += high * tl.fma(-1.0 - small, high, 1.0)  # the division is off by two last places; a Newton step
+    low = small * high
+    return tl.where(x >= 0, high, low), tl.where(x >= 0, low, high)
+
+
+@triton.jit
+def _silu(x):
+    """(value, derivative)"""
+    sigmoid, rest = _sigmoid(x)
+    value = x * sigmoid
+    return value, sigmoid + value * rest
+
+
+@triton.jit
+def _gelu(x):
+    """(value, derivative): x * P(z < x) for a normal z.
+
+    P(z > |x|) / exp(-x**2 / 2) is a polynomial of t = 1 / (1 + 0.35 |x|), within 5e-8 of itself. So both take the one
+    exponential, and a small P keeps its digits.
+    """
+    t = 1.0 / (1.0 + 0.35 * tl.abs(x))
+    total = -0.029157998 * t + 0.144031465
+    total = total * t - 0.255840093
+    total = total * t + 0.159320891
+    total = total * t - 0.0232131407
+    total = total * t + 0.105552815
+    total = total * t + 0.119821213
+    total = total * t + 0.139863521
+    total = total * t + 0.139621302
+    power = tl.exp(-0.5 * x * x)
+    tail = total * t * power
+    below = tl.where(x >= 0, 1.0 - tail, tail)
+    return x * below, below + x * (0.3989422804014327 * power)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    """(value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    square = x * x
+    # 2 sqrt(2 / pi) and 0.044715 times it
+    below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
+    slope = 1.5957691216057308 + 0.21406444881780075 * square
+    return x * below, below + x * below * above * slope
+
+
+@triton.jit
+def _relu(x):
+    """(value, derivative)"""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x <= 0.0, 0.0, 1.0)
+
+
+@triton.jit
+def _clamp(x, limit):
+    """x within [-limit, limit]"""
+    return _at_most(tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL), limit)
+
+
+@triton.jit
+def _at_most(x, limit):
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _product_backward(value, derivative, up, dactivated):
+    """Of value(gate) * up."""
+    return value * up, dactivated * up * derivative, dactivated * value
+
+
+@triton.jit
+def swiglu(gate, up, limit=None, alpha=None):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def swiglu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _silu(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def geglu(gate, up, limit=None, alpha=None):
+    value, _ = _gelu(gate)
+    return value * up
+
+
+@triton.jit
+def geglu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def geglu_tanh(gate, up, limit=None, alpha=None):
+    value, _ = _gelu_tanh(gate)
+    return value * up
+
+
+@triton.jit
+def geglu_tanh_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu_tanh(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def reglu(gate, up, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value * up
+
+
+@triton.jit
+def reglu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _relu(gate)
+    return _product_backward(value, derivative, up, dactivated)
+
+
+@triton.jit
+def clamped_swiglu(gate, up, limit=10.0, alpha=None):
+    gate = _at_most(gate, limit)
+    return gate * tl.sigmoid(gate) * _clamp(up, limit)
+
+
+@triton.jit
+def clamped_swiglu_backward(gate, up, dactivated, limit, alpha=None):
+    value, derivative = _silu(_at_most(gate, limit))
+    activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit), dactivated)
+    return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def swiglu_clamped_after(gate, up, limit=7.0, alpha=None):
+    value, _ = _silu(gate)
+    return _at_most(value, limit) * _clamp(up, limit)
+
+
+@triton.jit
+def swiglu_clamped_after_backward(gate, up, dactivated, limit, alpha=None):
+    value, derivative = _silu(gate)
+    clamped = _at_most(value, limit)
+    activated, dgate, dup = _product_backward(clamped, derivative, _clamp(up, limit), dactivated)
+    return activated, tl.where(value > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def gpt_oss(gate, up, limit=7.0, alpha=1.702):
+    gate = _at_most(gate, limit)
+    return gate * tl.sigmoid(alpha * gate) * (_clamp(up, limit) + 1.0)
+
+
+@triton.jit
+def gpt_oss_backward(gate, up, dactivated, limit, alpha):
+    clamped = _at_most(gate, limit)
+    sigmoid, rest = _sigmoid(alpha * clamped)
+    value = clamped * sigmoid
+    derivative = sigmoid + alpha * value * rest
+    activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit) + 1.0, dactivated)
+    return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def relu_squared(gate, up, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value * value
+
+
+@triton.jit
+def relu_squared_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value * value, 2.0 * value * dactivated, 0.0
+
+
+@triton.jit
+def relu(gate, up, limit=None, alpha=None):
+    value, _ = _relu(gate)
+    return value
+
+
+@triton.jit
+def relu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _relu(gate)
+    return value, derivative * dactivated, 0.0
+
+
+@triton.jit
+def gelu(gate, up, limit=None, alpha=None):
+    value, _ = _gelu(gate)
+    return value
+
+
+@triton.jit
+def gelu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu(gate)
+    return value, derivative * dactivated, 0.0
+
+
+@triton.jit
+def gelu_tanh(gate, up, limit=None, alpha=None):
+    value, _ = _gelu_tanh(gate)
+    return value
+
+
+@triton.jit
+def gelu_tanh_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _gelu_tanh(gate)
+    return value, derivative * dactivated, 0.0
+
+
+@triton.jit
+def silu(gate, up, limit=None, alpha=None):
+    value, _ = _silu(gate)
+    return value
+
+
+@triton.jit
+def silu_backward(gate, up, dactivated, limit=None, alpha=None):
+    value, derivative = _silu(gate)
+    return value, derivative * dactivated, 0.0
+
+
+class ActivationFunctions(NamedTuple):
+    """The device functions of one activation."""
+
+    forward: Any
+    backward: Any
+
+
+ACTIVATIONS = {
+    "swiglu": ActivationFunctions(swiglu, swiglu_backward),
+    "geglu": ActivationFunctions(geglu, geglu_backward),
+    "geglu_tanh": ActivationFunctions(geglu_tanh, geglu_tanh_backward),
+    "reglu": ActivationFunctions(reglu, reglu_backward),
+    "clamped_swiglu": ActivationFunctions(clamped_swiglu, clamped_swiglu_backward),
+    "swiglu_clamped_after": ActivationFunctions(swiglu_clamped_after, swiglu_clamped_after_backward),
+    "gpt_oss": ActivationFunctions(gpt_oss, gpt_oss_backward),
+    "relu_squared": ActivationFunctions(relu_squared, relu_squared_backward),
+    "relu": ActivationFunctions(relu, relu_backward),
+    "gelu": ActivationFunctions(gelu, gelu_backward),
+    "gelu_tanh": ActivationFunctions(gelu_tanh, gelu_tanh_backward),
+    "silu": ActivationFunctions(silu, silu_backward),
+}
+
+# Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`, so with the published
+# numbers: all gated ones. Two of them would spill registers where rows are gathered.
+EPILOGUES = {
+    name: ACTIVATIONS[name]
+    for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
+}
+GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
+
+# Those of one value. Grouped kernels apply them to the product as they store it, and where
+# rows are gathered not at all, since all would spill registers; other kernels in float32.
+PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
+
+
+def listed_epilogue(name: str) -> str:
+    """The one that the catalog and the tables list for all gated, or all plain, epilogues."""
+    return "relu" if name in PLAIN_EPILOGUES else "swiglu"

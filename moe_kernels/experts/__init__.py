@@ -1,0 +1,1 @@
+"""The expert feed-forward as one differentiable op."""

@@ -1,0 +1,148 @@
+"""The gradient of tokens: the sum over their rows, and what it gets through the routing weights, in one pass.
+
+Where a token's weights w are a softmax over the logits of its chosen experts alone, no other logit has a gradient, and
+
+    dlogits = w * (dw - sum of w * dw)      dtokens = sum over its rows of dX[row] + dlogits * w_router[expert]
+
+So neither a product with a [T, E] gradient nor a pass that adds its result is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..permutation.permute import combine_block
+from ..runtime.launch import launch_kernel
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+
+_MOST_COLUMNS = 1024  # per program: in flight are a row and the router's, each as wide
+
+
+def launch_combine_with_router(
+    rows: Tensor,  # [R, D]
+    topk_weights: Tensor,  # [T, K] float32 contiguous
+    dweights: Tensor,  # [T, K] float32 contiguous
+    slot_to_row: Tensor,  # [T, K] int32 contiguous
+    bounds: Tensor,  # [E + 2] int32, as in TileTable
+    w_router: Tensor,  # [E, D]
+) -> Tensor:  # [T, D]
+    """In float32, rounded once. Nothing of a dropped slot."""
+    num_tokens, top_k = slot_to_row.shape
+    d_model = rows.shape[1]
+    if top_k == 0:
+        return rows.new_zeros(num_tokens, d_model)
+    out = rows.new_empty(num_tokens, d_model)
+    if out.numel():
+        slot_experts, dlogits = _slot_terms(topk_weights, dweights, slot_to_row, bounds)
+        block_d = min(combine_block(d_model), _MOST_COLUMNS)
+        launch_kernel(
+            _combine_with_router_kernel,
+            (num_tokens, cdiv(d_model, block_d)),
+            rows,
+            rows.stride(),
+            slot_to_row,
+            slot_experts,
+            dlogits,
+            w_router,
+            w_router.stride(),
+            out,
+            d_model,
+            TOP_K=top_k,
+            BLOCK_D=block_d,
+            num_warps=max(1, block_d // 256),
+        )
+    return out
+
+
+def _slot_terms(
+    topk_weights: Tensor, dweights: Tensor, slot_to_row: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor]:  # experts [T, K] int32, dlogits [T, K] float32
+    """The expert of each slot, some expert if it is dropped, and the gradient of its logit."""
+    num_tokens, top_k = slot_to_row.shape
+    slot_experts, dlogits = torch.empty_like(slot_to_row), torch.empty_like(topk_weights)
+    num_experts, block_k = len(bounds) - 2, next_power_of_2(top_k)
+    block_t = max(1, 256 // block_k)
+    launch_kernel(
+        _slot_terms_kernel,
+        (cdiv(num_tokens, block_t),),
+        topk_weights,
+        dweights,
+        slot_to_row,
+        bounds,
+        slot_experts,
+        dlogits,
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        SEARCH_STEPS=(num_experts - 1).bit_length(),
+        TOP_K=top_k,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+        num_warps=2,
+    )
+    return slot_experts, dlogits
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _slot_terms_kernel(
+    weights_ptr,  # [T, K] contiguous
+    dweights_ptr,  # [T, K] contiguous
+    slot_to_row_ptr,  # [T, K] contiguous
+    bounds_ptr,  # [E + 2]
+    experts_ptr,  # [T, K] contiguous
+    dlogits_ptr,  # [T, K] contiguous
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program writes the experts and the logits' gradients of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),)."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    slot, mask = t * TOP_K + k, (t < num_tokens) & (k < TOP_K)
+    weight = tl.load(weights_ptr + slot, mask=mask, other=0.0)
+    dweight = tl.load(dweights_ptr + slot, mask=mask, other=0.0)
+    # Less the mean before it is multiplied: where one expert has nearly all, they nearly cancel.
+    dlogit = weight * (dweight - tl.sum(weight * dweight, 1, keep_dims=True))
+    tl.store(dlogits_ptr + slot, dlogit, mask=mask)
+    row = tl.load(slot_to_row_ptr + slot, mask=mask, other=-1)
+    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)  # the last that begins at the row or before
+    for step in tl.static_range(SEARCH_STEPS):
+        later = expert + (1 << (SEARCH_STEPS - 1 - step))
+        start = tl.load(bounds_ptr + later, mask=later < NUM_EXPERTS, other=2147483647)
+        expert = tl.where(start <= row, later, expert)
+    tl.store(experts_ptr + slot, expert, mask=mask)
+
+
+@triton.jit
+def _combine_with_router_kernel(
+    rows_ptr,
+    rows_strides,  # [R, D]
+    slot_to_row_ptr,  # [T, K] contiguous
+    experts_ptr,  # [T, K] contiguous
+    dlogits_ptr,  # [T, K] contiguous
+    w_router_ptr,
+    w_router_strides,  # [E, D]
+    out_ptr,  # [T, D] contiguous
+    D,
+    TOP_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
+    t = tl.program_id(0).to(tl.int64)
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    total = tl.zeros((BLOCK_D,), tl.float32)  # [BLOCK_D]
+    for k in range(TOP_K):
+        row = tl.load(slot_to_row_ptr + t * TOP_K + k).to(tl.int64)
+        expert = tl.load(experts_ptr + t * TOP_K + k).to(tl.int64)
+        dlogit = tl.load(dlogits_ptr + t * TOP_K + k)
+        mask = d < tl.where(row >= 0, D, 0)
+        # Rows are read once: they are to leave the cache of the SM to the router.
+        row_ptrs = rows_ptr + row * rows_strides[0] + d * rows_strides[1]
+        value = tl.load(row_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        router_ptrs = w_router_ptr + expert * w_router_strides[0] + d * w_router_strides[1]
+        router = tl.load(router_ptrs, mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(mask, value + dlogit * router, 0.0)
+    tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

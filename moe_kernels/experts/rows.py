@@ -1,0 +1,141 @@
+"""The rows of an expert feed-forward: which they are, and what is computed on all of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
+from ..activation.ops import RowBias, launch_activation
+from ..activation_spec import Activation
+from ..gemm import selection
+from ..gemm.arguments import GroupedGemmArguments, WgradArguments
+from ..gemm.epilogue import launch_product
+from ..permutation.permute import launch_combine, launch_permute
+from ..types import TileTable
+from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
+
+
+class Rows(NamedTuple):
+    """Where the rows are: the integers of a permutation."""
+
+    slot_to_row: Tensor  # [T, K] contiguous
+    row_to_token: Tensor  # [R]
+    table: TileTable
+    reserved_sms: int
+    assumed_rows: int | None  # of each expert, for the choice of kernels
+
+    def gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *,
+        bias: Tensor | None = None,  # [E, N]
+        gather: bool = False,
+    ) -> Tensor:  # [R, N]
+        """One product per row, its own expert's, plus its bias; `gather` reads the rows of `a` by token."""
+        out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
+        index = self.row_to_token if gather else None
+        args = GroupedGemmArguments(
+            a,
+            b,
+            out,
+            row_to_token=index,
+            tile_table=self.table,
+            zero_tail=False,
+            bias=bias,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        launch_product(args)
+        return out
+
+    def activated_gemm(
+        self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, *, gather: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(product [R, 2F or F], the activation [R, F] of product plus bias)."""
+        fusible = activation.published and activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
+        if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather)):
+            return fused
+        preactivation = self.gemm(a, b, gather=gather)
+        return preactivation, launch_activation(preactivation, activation, self.row_bias(bias))
+
+    def _fused_gemm(
+        self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, gather: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Product and activation from one kernel, or None if there is none for these arguments."""
+        num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
+        args = GroupedGemmArguments(
+            a,
+            b,
+            a.new_empty(num_rows, num_columns // (1 + activation.gated)),
+            row_to_token=self.row_to_token if gather else None,
+            tile_table=self.table,
+            epilogue=activation.name,
+            preactivation=a.new_empty(num_rows, num_columns),
+            zero_tail=False,
+            bias=bias,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        return (args.preactivation, args.out) if selection.run_if_supported(args) else None
+
+    def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
+        """a.T @ dout of every expert's rows, [E, K, N]."""
+        out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
+        args = WgradArguments(
+            a,
+            dout,
+            out,
+            a_row_to_token=self.row_to_token if gather_a else None,
+            dout_row_to_token=self.row_to_token if gather_dout else None,
+            tile_table=self.table,
+            reserved_sms=self.reserved_sms,
+        )
+        selection.run(args)
+        return out
+
+    def choose_copies(self, tokens: Tensor, w_up: Tensor, w_down: Tensor) -> selection.Copies:
+        return selection.choose_copies(tokens, w_up, w_down.shape[2], self.row_to_token.shape[0], self.assumed_rows)
+
+    def permute(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
+        """Each token, times the slot's weight, copied to its rows."""
+        rows = tokens.new_empty(self.row_to_token.shape[0], tokens.shape[1])
+        launch_permute(tokens, topk_weights, self.slot_to_row, rows)
+        return rows
+
+    def combine(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
+        """Each token's rows, weighted and summed."""
+        return launch_combine(rows, topk_weights, self.slot_to_row)
+
+    def row_bias(self, bias: Tensor | None) -> RowBias | None:
+        return None if bias is None else RowBias(bias, self.row_experts())
+
+    def row_experts(self) -> Tensor:  # [R] int32
+        return row_to_expert(self.table.bounds, len(self.row_to_token))
+
+    def slot_experts(self) -> Tensor:  # [T, K] int32
+        return slot_to_expert(self.row_experts(), self.slot_to_row)
+
+    def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
+        """The sum over each expert's rows of weight * token."""
+        ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
+        row_weights = None if ones is None else self.permute(ones, topk_weights)
+        return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
+
+
+class Up(NamedTuple):
+    """The first half of the experts: what their pre-activations are made from, in forward and perhaps again."""
+
+    tokens: Tensor  # [T, D]
+    weight: Tensor  # w_up
+    bias: Tensor | None  # [E, 2F or F]
+    activation: Activation
+    input_weights: Tensor | None  # [T, K]
+    copy: bool  # the tokens to their rows before the GEMM
+
+    def __call__(self, rows: Rows) -> tuple[Tensor, Tensor]:  # preactivation [R, 2F or F], activation [R, F]
+        rows_in = rows.permute(self.tokens, self.input_weights) if self.copy else self.tokens
+        b = self.weight.transpose(1, 2)
+        return rows.activated_gemm(rows_in, b, self.activation, self.bias, gather=not self.copy)

@@ -1,0 +1,389 @@
+"""What the kernels of the catalog are asked to compute: one class of arguments per form of GEMM.
+
+Tensors may be given as any objects with `__dlpack__`; they are taken over without a copy. `error` says what is wrong
+with shapes, dtypes and devices that no kernel could compute. What one kernel asks beyond that is in its metadata.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation_spec import is_gated
+from ..types import TileTable
+
+
+def rows_bucket(num_rows: int, num_groups: int) -> int:
+    """Rows per group, rounded up to a power of two."""
+    return 1 << max(-(-num_rows // max(num_groups, 1)) - 1, 0).bit_length()
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """dtype, which axes are contiguous, and whether the tensor satisfies the copy engine's 16-byte alignment."""
+    return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tuple[Any, ...]:
+    contiguous = tuple(stride == 1 for stride in strides)
+    return dtype, contiguous, aligned and all(s == 1 or s * dtype.itemsize % 16 == 0 for s in strides)
+
+
+def is_one_behind_another(matrices: Tensor) -> bool:
+    """Whether the rows of a batch [L, M, C] are as far apart from one matrix to the next as within each."""
+    num_batches, num_rows, _ = matrices.shape
+    return num_batches <= 1 or matrices.stride(0) == num_rows * matrices.stride(1)
+
+
+def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
+    rows = rows_bucket(num_rows, num_groups)
+    return f"{form} {str(dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
+
+
+def _index_form(index: Tensor | None) -> bool | None:
+    """None without an index, else whether kernels can read it."""
+    return None if index is None else index.is_contiguous()
+
+
+def epilogue_key(epilogue: str | None) -> str:
+    """Part of a table's key."""
+    return "" if epilogue is None else f" epilogue={epilogue}"
+
+
+def float32_uses_tf32() -> bool:
+    """Whether PyTorch was asked to multiply float32 matrices in TF32, in its older way or its newer one."""
+    # What `torch.backends.cuda.matmul.fp32_precision` reads, in a quarter of its time: every launch asks.
+    # `torch.get_float32_matmul_precision` raises after the newer way.
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+
+
+class _Readers(NamedTuple):
+    """What reads parts of keys off arguments: in one expression, as a loop over the fields takes twice as long."""
+
+    facts: Callable[[Arguments], tuple[Any, ...]]
+    replay_key: Callable[[Arguments], tuple[Any, ...]]
+
+
+@functools.cache
+def _readers(cls: type[Arguments]) -> _Readers:
+    facts = ["args.A.get_device()", "uses_tf32()"]
+    others = []  # of every field, so that none is forgotten
+    for field in dataclasses.fields(cls):
+        name = f"args.{field.name}"
+        if field.name == "tile_table":
+            aligned = ", ".join(f"table.{part}.data_ptr() % 16 == 0" for part in TileTable._fields[:4])
+            facts.append(f"None if (table := {name}) is None else (table.block_rows, {aligned})")
+            others.append(f"None if {name} is None else {name}.tiles.shape")
+        elif field.name not in cls.tensors:
+            others.append(name)
+        elif field.default is None:
+            facts.append(f"None if (x := {name}) is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)")
+            others.append(f"None if {name} is None else {name}.shape")
+        else:
+            facts.append(f"{name}.dtype, {name}.stride(), {name}.data_ptr() % 16 == 0")
+            others.append(f"{name}.shape")
+    names = {"cls": cls, "uses_tf32": float32_uses_tf32}
+    facts_source = f"({', '.join(facts)})"
+    return _Readers(
+        eval(f"lambda args: {facts_source}", names),
+        eval(f"lambda args: (cls, {facts_source}, {', '.join(others)})", names),
+    )
+
+
+class Arguments(abc.ABC):
+    """Base of the argument classes: A, the operands by name, and checks of what all kernels need."""
+
+    A: Tensor
+    out: Tensor
+    accumulator_type: torch.dtype
+    epilogue: str | None  # an activation that the kernel applies to the product
+    tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
+    operand_names: ClassVar[tuple[str, ...]]  # those of them that KernelMetadata.operands describes
+
+    def __post_init__(self) -> None:
+        fields = self.__dict__
+        for name in self.tensors:
+            value = fields[name]
+            if value is not None and not isinstance(value, Tensor):
+                object.__setattr__(self, name, torch.from_dlpack(value))
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.operand_names}
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What a kernel writes."""
+        return [self.out]
+
+    def error(self) -> str | None:
+        """What no kernel could compute, naming the operand; None if all is well."""
+        for name in self.tensors:
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.A.device:
+                return f"Operand `{name}`: expected device {self.A.device} as A, got {tensor.device}"
+        return self.shape_error()
+
+    @abc.abstractmethod
+    def shape_error(self) -> str | None:
+        """What is wrong with the shapes and dtypes, naming the operand."""
+
+    @abc.abstractmethod
+    def selection_key(self) -> tuple[Any, ...]:
+        """What support and speed depend on: arguments with equal keys get the same kernel. Numbers of rows only by
+        their power of two, and whether there are any."""
+
+    @abc.abstractmethod
+    def table_key(self) -> str:
+        """The key of a table of measured kernels: the layouts and sizes that decide which kernel is fastest."""
+
+    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...] | None:
+        """Decides both the selection key and what the chosen kernel is compiled for; None where nobody has said what
+        does. Numbers of rows as in the selection key.
+
+        Args:
+            facts: the second item of the replay key; read here if None.
+        """
+        return None
+
+    def replay_key(self) -> tuple[Any, ...] | None:
+        """Decides all of a launch but which tensors it is of: the launch key, and every number. None where that is.
+
+        The class; what kernels are compiled for of every tensor, those of a tile table too, and of how it is
+        multiplied; shapes and the other fields.
+        """
+        return None
+
+    def _layouts(self) -> tuple[Any, ...]:
+        return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
+
+    def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
+        """What is wrong with an optional tensor's shape and dtype."""
+        tensor = getattr(self, name)
+        if tensor is None:
+            return None
+        if tensor.shape != shape:
+            return f"Operand `{name}`: expected shape {list(shape)}, got {list(tensor.shape)}"
+        if dtype is not None and tensor.dtype != dtype:
+            return f"Operand `{name}`: expected {dtype}, got {tensor.dtype}"
+        return None
+
+    def _expect_rank(self, name: str, *ranks: int) -> str | None:
+        tensor = getattr(self, name)
+        if tensor.dim() not in ranks:
+            return f"Operand `{name}`: expected {' or '.join(map(str, ranks))} axes, got shape {list(tensor.shape)}"
+        return None
+
+    def _expect_contiguous(self, *names: str) -> str | None:
+        for name in names:
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                return f"Operand `{name}`: expected contiguous, got strides {tensor.stride()}"
+        return None
+
+    def _expect_one_of(self, *names: str) -> str | None:
+        if all(getattr(self, name) is None for name in names):
+            return f"Operand `{names[0]}`: expected it or {names[1]}, got neither"
+        return None
+
+
+@dataclass(eq=False)
+class GroupedGemmArguments(Arguments):
+    """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
+
+    With an epilogue, `preactivation` is this without the bias, and `out` the activation of what is stored there plus
+    the bias: sums that are rounded cross the limits of clamps more often. N is 2F if the activation is gated, else F.
+    """
+
+    tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")
+    operand_names = ("A", "B", "out")
+    optional_operands: ClassVar[tuple[str, ...]] = ("bias", "row_scale", "scale_a", "scale_b")
+
+    A: Tensor  # [R, K]; [T, K] with row_to_token
+    B: Tensor  # [G, K, N]
+    out: Tensor  # [R, N]; [R, F] with an epilogue
+    accumulator_type: torch.dtype = torch.float32
+    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
+    row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
+    tile_table: TileTable | None = None
+    epilogue: str | None = None  # an activation
+    preactivation: Tensor | None = None  # [R, N], with an epilogue
+    zero_tail: bool = True  # write zeros to the rows past the last offset; otherwise they are left alone
+    bias: Tensor | None = None  # [G, N]
+    row_scale: Tensor | None = None  # [R] float32
+    scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
+    scale_b: Tensor | None = None  # [G, N] float32
+    reserved_sms: int = 0  # that a persistent kernel leaves to others
+    assumed_rows: int | None = None  # of each group: the kernel is chosen as if there were so many
+
+    @property
+    def num_rows(self) -> int:
+        """What the choice of a kernel goes by."""
+        return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
+
+    @property
+    def product(self) -> Tensor:  # [R, N]
+        return self.out if self.epilogue is None else self.preactivation
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.out] if self.preactivation is None else [self.out, self.preactivation]
+
+    def selection_key(self) -> tuple[Any, ...]:
+        given = [getattr(self, name) is not None for name in self.optional_operands]
+        bias = None if self.bias is None else (self.bias.dtype, self.bias.stride(-1) == 1)
+        product = None if self.preactivation is None else layout_of(self.preactivation)
+        num_rows, sizes = self.num_rows, self.B.shape
+        form = _index_form(self.row_to_token), self.epilogue, *given, bias, self.assumed_rows, self.out.shape[0] == 0
+        return *sizes, rows_bucket(num_rows, sizes[0]), *form, product, *self._layouts()
+
+    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        sizes, num_rows = self.B.shape, self.out.shape[0]
+        rows = rows_bucket(self.num_rows, sizes[0]), num_rows == 0, num_rows < 2**31, self.A.shape[0] < 2**31
+        asked = self.accumulator_type, self.epilogue, self.zero_tail, self.assumed_rows
+        facts = _readers(GroupedGemmArguments).facts(self) if facts is None else facts
+        return GroupedGemmArguments, sizes, *rows, *asked, facts
+
+    def replay_key(self) -> tuple[Any, ...]:
+        return _readers(GroupedGemmArguments).replay_key(self)
+
+    def table_key(self) -> str:
+        num_groups, size_k, size_n = self.B.shape
+        layout = "row" if self.B.stride(2) == 1 else "column"
+        gather = "A" if self.row_to_token is not None else "none"
+        form = f"grouped_gemm B={layout} gather={gather} epilogue={self.epilogue or 'none'}"
+        return _table_key(form, self.A.dtype, num_groups, size_k, size_n, self.num_rows)
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
+            return error
+        (num_a_rows, depth), (num_groups, _, num_columns) = self.A.shape, self.B.shape
+        num_rows = self.out.shape[0]
+        gated = is_gated(self.epilogue)
+        if gated and num_columns % 2:
+            return f"Operand `B`: expected an even number of columns with {self.epilogue}, got {list(self.B.shape)}"
+        return (
+            self._expect("B", num_groups, depth, num_columns)
+            or (num_a_rows != num_rows and self.row_to_token is None and self._expect("A", num_rows, depth))
+            or self._expect("out", num_rows, num_columns // 2 if gated else num_columns)
+            or self._expect("offsets", num_groups, dtype=torch.int32)
+            or self._expect("row_to_token", num_rows, dtype=torch.int32)
+            or self._expect_contiguous("row_to_token")
+            or self._expect("preactivation", num_rows, num_columns, dtype=self.out.dtype)
+            or self._expect("bias", num_groups, num_columns)
+            or self._expect("row_scale", num_rows, dtype=torch.float32)
+            or self._expect("scale_a", num_a_rows, dtype=torch.float32)
+            or self._expect("scale_b", num_groups, num_columns, dtype=torch.float32)
+            or self._expect_one_of("offsets", "tile_table")
+        )
+
+
+@dataclass(eq=False)
+class WgradArguments(Arguments):
+    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
+
+    tensors = ("A", "dout", "out", "offsets", "a_row_to_token", "dout_row_to_token")
+    operand_names = ("A", "dout", "out")
+
+    A: Tensor  # [R, K]; [T, K] with a_row_to_token
+    dout: Tensor  # [R, N]; [T, N] with dout_row_to_token
+    out: Tensor  # [G, K, N]
+    accumulator_type: torch.dtype = torch.float32
+    offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
+    a_row_to_token: Tensor | None = None  # [R] int32
+    dout_row_to_token: Tensor | None = None  # [R] int32
+    tile_table: TileTable | None = None
+    epilogue: str | None = None  # no kernel applies one to a gradient
+    reserved_sms: int = 0  # that a persistent kernel leaves to others
+
+    @property
+    def num_rows(self) -> int:
+        return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
+
+    def selection_key(self) -> tuple[Any, ...]:
+        gathers = _index_form(self.a_row_to_token), _index_form(self.dout_row_to_token)
+        num_rows = self.num_rows
+        form = *gathers, self.epilogue, num_rows == 0
+        sizes = self.out.shape
+        return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
+
+    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        sizes, num_rows = self.out.shape, self.num_rows
+        rows = rows_bucket(num_rows, sizes[0]), num_rows == 0
+        facts = _readers(WgradArguments).facts(self) if facts is None else facts
+        return WgradArguments, sizes, *rows, self.accumulator_type, self.epilogue, facts
+
+    def replay_key(self) -> tuple[Any, ...]:
+        return _readers(WgradArguments).replay_key(self)
+
+    def table_key(self) -> str:
+        gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))
+        form = f"wgrad gather={'+'.join(name for name, index in gathers if index is not None) or 'none'}"
+        return _table_key(form, self.A.dtype, *self.out.shape, self.num_rows)
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("dout", 2) or self._expect_rank("out", 3):
+            return error
+        num_rows, num_groups = self.num_rows, len(self.out)
+        size_k, size_n = self.A.shape[1], self.dout.shape[1]
+        return (
+            (self.dout_row_to_token is None and self._expect("dout", num_rows, size_n))
+            or self._expect("out", num_groups, size_k, size_n)
+            or self._expect("offsets", num_groups, dtype=torch.int32)
+            or self._expect("a_row_to_token", num_rows, dtype=torch.int32)
+            or self._expect("dout_row_to_token", num_rows, dtype=torch.int32)
+            or self._expect_contiguous("a_row_to_token", "dout_row_to_token")
+            or self._expect_one_of("offsets", "tile_table")
+        )
+
+
+@dataclass(eq=False)
+class GemmArguments(Arguments):
+    """out = epilogue(A @ B), dense, or for each l in a batch of L matrices."""
+
+    tensors = ("A", "B", "out")
+    operand_names = ("A", "B", "out")
+
+    A: Tensor  # [M, K] or [L, M, K]
+    B: Tensor  # [K, N] or [L, K, N]
+    out: Tensor  # [M, N]; [L, M, N] if A or B is batched
+    accumulator_type: torch.dtype = torch.float32
+    tile_table: TileTable | None = None  # of the batch as groups of rows, for kernels that need one
+    epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
+    assumed_rows: int | None = None  # of each matrix: the kernel is chosen as if there were so many
+
+    @property
+    def num_batches(self) -> int:
+        return self.out.shape[0] if self.out.dim() == 3 else 1
+
+    @property
+    def rows_per_matrix(self) -> int:
+        """What the choice of a kernel goes by."""
+        return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
+
+    def selection_key(self) -> tuple[Any, ...]:
+        rows = (self.num_batches, self.A.dim(), self.rows_per_matrix, self.assumed_rows, self.out.shape[-2] == 0)
+        one_behind_another = tuple(x.dim() == 2 or is_one_behind_another(x) for x in (self.A, self.out))
+        return rows, self.B.shape, self.epilogue, one_behind_another, self._layouts()
+
+    def table_key(self) -> str:
+        form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}{epilogue_key(self.epilogue)}"
+        num_rows = self.num_batches * self.rows_per_matrix
+        return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows)
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):
+            return error
+        batch = {len(tensor) for tensor in (self.A, self.B) if tensor.dim() == 3}
+        if len(batch) > 1:
+            return f"Operand `B`: expected a batch of {len(self.A)} as A, got {list(self.B.shape)}"
+        return self._expect("B", *self.B.shape[:-2], self.A.shape[-1], self.B.shape[-1]) or self._expect(
+            "out", *batch, self.A.shape[-2], self.B.shape[-1]
+        )

@@ -1,0 +1,113 @@
+"""What the ops with `batch_invariant=True` share: no bit of a token's result depends on the rest of the batch.
+
+The batch can come into the result of a token in three ways:
+
+* The kernel of a matrix product is chosen by the number of rows, and each sums in an order of its own. So ours are
+  chosen for `ASSUMED_ROWS`, whatever there are, and a library's, which chooses for itself, is not called. Within a
+  kernel, the order of an element's sum is the same in every tile.
+* The address and the strides of the tokens, which decide between kernels, too: see `canonical_layout`.
+* On a CPU, PyTorch sums a product in an order that depends on its shape, and computes the ends of a tensor with other
+  instructions than its middle. So the reference computes one token after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..runtime.checks import check_same_device, check_same_dtype, check_shapes, result_dtype
+from ..runtime.dispatch import choose, without_autocast
+from ..runtime.ops import registered_op
+from . import selection
+from .arguments import GemmArguments
+
+ASSUMED_ROWS = 2048  # of each group: what the tables of kernels hold for most layers
+
+
+def invariant_linear(
+    tokens: Tensor,  # [T, D]
+    weight: Tensor,  # [N, D]
+    *,
+    out_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+) -> Tensor:  # [T, N]
+    """`tokens @ weight.T`, where the other tokens change no bit of a token's result, nor of its gradient.
+
+    Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic. Differentiable in `tokens` and `weight`, whose
+    gradient is a sum over all tokens. Upstream gradients are rounded to the dtype of `tokens` first.
+
+    Args:
+        out_dtype: None is that of `tokens`; 16-bit operands also give float32.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature.
+    """
+    check_shapes("invariant_linear", tokens=(tokens, "T D"), weight=(weight, "N D"))
+    check_same_dtype("invariant_linear", tokens=tokens, weight=weight)
+    check_same_device("invariant_linear", tokens=tokens, weight=weight)
+    out_dtype = result_dtype("invariant_linear", tokens, None, out_dtype)
+    if choose("invariant_linear", implementation, tokens) == "reference":
+        dtype = torch.promote_types(tokens.dtype, out_dtype)
+        matrix = weight.to(dtype)
+        with without_autocast(tokens):
+            (out,) = token_by_token(lambda token: (functional.linear(token.to(dtype), matrix),), tokens)
+        return out.to(out_dtype)
+    return invariant_product(tokens, weight.t(), out_dtype)
+
+
+def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The results of `op` for each token alone, joined. The tensors are in token order."""
+    if not len(tensors[0]):
+        return tuple(op(*tensors))
+    results = [op(*(_alone(tensor, i) for tensor in tensors)) for i in range(len(tensors[0]))]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def _alone(tensor: Tensor, i: int) -> Tensor:
+    """One token as a tensor of its own: in a batch, its address has another alignment."""
+    return tensor[i : i + 1].clone(memory_format=torch.contiguous_format)
+
+
+def canonical_layout(rows: Tensor) -> Tensor:
+    """The same values as they lie in memory in every batch: contiguous, from a multiple of 16 bytes on."""
+    if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return rows.view(-1).view(rows.shape)  # the stride of a single row can be anything
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+@registered_op("invariant_product")
+def invariant_product(
+    a: Tensor,  # [M, K]
+    b: Tensor,  # [K, N]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [M, N]
+    """a @ b by the same kernel whatever M; arguments are already checked."""
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    selection.run(GemmArguments(canonical_layout(a), b, out, assumed_rows=ASSUMED_ROWS))
+    return out
+
+
+@invariant_product.register_fake
+def _(a, b, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward(ctx, dout):
+    a, b = ctx.saved_tensors
+    dout = dout.to(a.dtype)
+    da = invariant_product(dout, b.t(), a.dtype) if ctx.needs_input_grad[0] else None
+    with without_autocast(a):
+        db = a.t() @ dout if ctx.needs_input_grad[1] else None
+    return da, db, None
+
+
+invariant_product.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,338 @@
+"""The kernel catalog: every GEMM kernel and configuration is one object that says what it is and what it takes.
+
+    args = GroupedGemmArguments(A, B, out, offsets=offsets)
+    kernels = get_kernels(args)              # those that support these arguments, best first; all when args is None
+    kernel = kernels[0]
+    artifact = kernel.compile(args)
+    kernel.run(args, artifact)
+
+The ops of this package choose among the same objects (`tuning.select`). Listing and asking need no GPU.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle, on_device_of
+from ..runtime.launch import CompiledArtifact, Launch, compile_launch, run_launch, static_properties
+from .arguments import Arguments
+
+
+@dataclass(frozen=True)
+class Status:
+    """Yes, or a reason why not: false exactly when `error` is set."""
+
+    error: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.error is None
+
+
+SUPPORTED = Status()
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a kernel asks of one operand. `layout` "row": the last axis is contiguous, "column": the one before it,
+    None: any strides. `alignment_bytes`: of the address and of every stride but the contiguous axis's."""
+
+    dtype: torch.dtype
+    layout: str | None = None
+    alignment_bytes: int = 1
+    other_dtypes: tuple[torch.dtype, ...] = ()  # taken as well
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.dtype, *self.other_dtypes
+
+
+@dataclass(frozen=True)
+class GroupedGemmOperands:
+    """out[start:end] = A[start:end] @ B[g]."""
+
+    A: Operand
+    B: Operand
+    out: Operand
+
+
+@dataclass(frozen=True)
+class WgradOperands:
+    """out[g] = A[start:end].T @ dout[start:end]."""
+
+    A: Operand
+    dout: Operand
+    out: Operand
+
+
+@dataclass(frozen=True)
+class GemmOperands:
+    """out = A @ B."""
+
+    A: Operand
+    B: Operand
+    out: Operand
+
+
+@dataclass(frozen=True)
+class Design:
+    """How a kernel works. `tile_shape` is (rows of out, columns of out, reduction)."""
+
+    tile_shape: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    gather: bool = False  # rows of an operand are read through an index
+    persistent: bool = False
+    tma: bool = False
+    group_tiles: int = 8  # row tiles that walk the columns together, so that they share operands in the L2 cache
+
+
+@dataclass(frozen=True)
+class PointerDesign(Design):
+    """Loads through pointers: any size, any stride, any CUDA GPU."""
+
+
+@dataclass(frozen=True)
+class TmaDesign(Design):
+    """Contiguous operands through TMA, gathered ones through asynchronous copies; software pipelining."""
+
+    flatten: bool = False  # one pipeline over all tiles of a program: the next one's loads start before the epilogue
+
+
+@dataclass(frozen=True)
+class WarpSpecializedDesign(Design):
+    """One warpgroup loads, two multiply and store. `num_stages` counts the buffers between them."""
+
+
+@dataclass(frozen=True)
+class KernelMetadata:
+    kernel_name: str
+    kernel_class: type[Kernel]
+    min_cc: int
+    operands: Any  # the family's class of operands: GroupedGemmOperands, WgradOperands, GemmOperands, ...
+    design: Design
+    epilogue: str | None = None  # the activation applied to the product
+    max_cc: int | None = None  # the last compute capability it was written for
+    optional_operands: tuple[str, ...] = ()  # that it takes on request, such as "bias"
+
+
+class Kernel(abc.ABC):
+    """One kernel in one configuration."""
+
+    arguments_class: type  # has A, accumulator_type and `operands`; `Arguments` adds checks
+    obstacle: str | None = None  # why it cannot run with the installed software
+    epilogues: Collection[str] = ()  # a kernel with an epilogue can have any of these; the catalog lists the first
+
+    def __init__(self, metadata: KernelMetadata):
+        self.metadata = metadata
+
+    def __repr__(self) -> str:
+        return f"<{self.metadata.kernel_name}>"
+
+    def supports(self, args: Arguments) -> Status:
+        """Whether this kernel computes these arguments. Reads shapes, dtypes, strides and the device, no values."""
+        if not (status := self.takes(args)):
+            return status
+        if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
+            return Status(obstacle)
+        return self.supports_cc(device_cc(args.A.device)) if args.A.is_cuda else SUPPORTED
+
+    def takes(self, args: Arguments) -> Status:
+        """As `supports`, whatever software and GPU there are: tensors on any device may stand for those on a GPU."""
+        if not isinstance(args, self.arguments_class):
+            return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
+        if args.accumulator_type != torch.float32:
+            return Status(f"accumulates in torch.float32, asked for {args.accumulator_type}")
+        if args.epilogue != (epilogue := self.metadata.epilogue):
+            return Status(f"applies {epilogue or 'no'} epilogue, asked for {args.epilogue}")
+        for name, tensor in args.operands.items():
+            if error := operand_error(getattr(self.metadata.operands, name), tensor):
+                return Status(f"Operand `{name}`: {error}")
+        # Designs read shapes that are right.
+        if isinstance(args, Arguments) and (error := args.error()):
+            return Status(error)
+        return self.supports_design(args)
+
+    def supports_cc(self, cc: int) -> Status:
+        """Whether it was written for GPUs of this compute capability."""
+        if self.runs_on(cc):
+            return SUPPORTED
+        wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
+        return Status(f"needs compute capability {wanted}, the device has {cc}")
+
+    def with_epilogue(self, activation: str) -> Kernel:
+        """This kernel, which has an epilogue, with another of its `epilogues`: the catalog lists one for all, since
+        what is fastest does not depend on the activation."""
+        return _with_epilogue(self, activation)
+
+    def runs_on(self, cc: int) -> bool:
+        """Whether it was written for GPUs of this compute capability."""
+        return self.metadata.min_cc <= cc and (self.metadata.max_cc is None or cc <= self.metadata.max_cc)
+
+    def run(
+        self,
+        args: Arguments,
+        compiled_artifact: CompiledArtifact | None = None,
+        stream: torch.cuda.Stream | None = None,
+        workspace: Tensor | None = None,
+        assume_supported_args: bool = False,
+    ) -> None:
+        """Launch.
+
+        Args:
+            compiled_artifact: of `compile` for arguments with the same static properties; spares the launch the
+                inspection of its arguments.
+            stream: None is the current one.
+            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, as what PyTorch
+                allocates on a GPU, which must stay until the kernel has run; None allocates.
+            assume_supported_args: launch without asking `supports`, nor whether the artifact and workspace fit.
+
+        Raises:
+            ValueError: the arguments are not supported, with the status' error, or the artifact or workspace does not
+                fit them.
+        """
+        if not assume_supported_args:
+            self._require(args)
+        given = args, compiled_artifact, workspace, assume_supported_args
+        if stream is None:
+            on_device_of(args.A, self._run, *given)
+        else:
+            with torch.cuda.stream(stream):
+                on_device_of(args.A, self._run, *given)
+
+    def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
+        """The compiled kernel for arguments like these, on their device or the compilation target; launches nothing.
+
+        Raises:
+            ValueError: the arguments are not supported, or so empty that there is nothing to compile for.
+        """
+        if not assume_supported_args:
+            self._require(args)
+        launch = self.launch(self.with_metadata(args, None, write=False))
+        if launch is None:
+            raise ValueError(f"{self.metadata.kernel_name}: nothing to compile for empty operands")
+        return on_device_of(args.A, compile_launch, launch, self.metadata.kernel_name)
+
+    def get_workspace_size(self, args: Arguments) -> int:
+        """Bytes of device memory that `run` needs beside the operands; it allocates them unless given a workspace."""
+        return self.scratch_bytes(args) + self.metadata_bytes(args)
+
+    def scratch_bytes(self, args: Arguments) -> int:
+        """Bytes for the TMA descriptors that the kernel makes on the device; a multiple of 128."""
+        return 0
+
+    def metadata_bytes(self, args: Arguments) -> int:
+        """Bytes for what is computed on the device before the launch, such as a tile table that `args` lack."""
+        return 0
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        """The arguments with what is computed on the device before the launch.
+
+        Args:
+            memory: [metadata_bytes] uint8 to put it; None allocates.
+            write: False leaves it uninitialised.
+        """
+        return args
+
+    @abc.abstractmethod
+    def supports_design(self, args: Any) -> Status:
+        """What the design asks beyond the operands' metadata."""
+
+    @abc.abstractmethod
+    def estimate(self, args: Any) -> float:
+        """Relative time at the same speed per multiplication: those of all tiles, padding included, or more where
+        reading the operands takes longer."""
+
+    @abc.abstractmethod
+    def launch(self, args: Any) -> Launch | None:
+        """The launch for these arguments, or None when there is nothing to write."""
+
+    def _run(
+        self, args: Arguments, artifact: CompiledArtifact | None, workspace: Tensor | None, assume_fits: bool
+    ) -> None:
+        scratch = None
+        if workspace is not None:
+            args, scratch = self._into_workspace(args, workspace, assume_fits)
+        if launch := self.launch(args):
+            if artifact is not None and not assume_fits:
+                self._require_artifact(artifact, launch)
+            run_launch(launch, artifact, args.A, scratch)
+            torch.autograd.graph.increment_version(args.outputs)
+
+    def _require(self, args: Arguments) -> None:
+        if not (status := self.supports(args)):
+            raise ValueError(f"{self.metadata.kernel_name}: {status.error}")
+
+    def _require_artifact(self, artifact: CompiledArtifact, launch: Launch) -> None:
+        if artifact.static_properties != static_properties(launch):
+            raise ValueError(
+                f"{self.metadata.kernel_name}: compiled_artifact must be compiled for arguments of the same static "
+                f"properties, got one of {artifact.kernel_name} for others"
+            )
+
+    def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
+        """The arguments with their metadata in the workspace, and the part of it for descriptors."""
+        scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
+        if not assume_fits:
+            alignment = 128 if scratch_bytes else 4
+            fits = workspace.is_contiguous() and workspace.nbytes >= num_bytes and workspace.device == args.A.device
+            if not fits or workspace.data_ptr() % alignment:
+                raise ValueError(
+                    f"{self.metadata.kernel_name}: workspace must be contiguous, on {args.A.device}, aligned to "
+                    f"{alignment} bytes and hold {num_bytes} bytes, got {workspace.nbytes} bytes on {workspace.device} "
+                    f"at {workspace.data_ptr():#x}"
+                )
+        memory = workspace.view(-1).view(torch.uint8)
+        return self.with_metadata(args, memory[scratch_bytes:num_bytes]), memory[:scratch_bytes].view(torch.int8)
+
+
+@functools.cache
+def _with_epilogue(kernel: Kernel, activation: str) -> Kernel:
+    name = kernel.metadata.kernel_name.replace(kernel.metadata.epilogue, activation)
+    return type(kernel)(dataclasses.replace(kernel.metadata, kernel_name=name, epilogue=activation))
+
+
+@functools.cache
+def device_cc(device: torch.device) -> int:
+    """Compute capability as two digits, such as 90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def is_device_cc_supported(ccs: Collection[int]) -> Status:
+    """Whether the current GPU has one of these compute capabilities, such as {90, 100}."""
+    wanted = ", ".join(map(str, sorted(ccs)))
+    if not torch.cuda.is_available():
+        return Status(f"needs a GPU of compute capability {wanted}, there is no CUDA device")
+    if (cc := device_cc(torch.device("cuda", torch.cuda.current_device()))) not in ccs:
+        return Status(f"needs a GPU of compute capability {wanted}, the current one has {cc}")
+    return SUPPORTED
+
+
+def operand_error(operand: Operand, tensor: Tensor) -> str | None:
+    """What is wrong with the tensor's dtype, layout and alignment."""
+    if tensor.dtype != operand.dtype and tensor.dtype not in operand.other_dtypes:
+        return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
+    if tensor.dim() < 2:
+        return f"expected a matrix or a batch of them, got shape {list(tensor.shape)}"
+    by_columns = operand.layout == "column" or (operand.layout is None and tensor.stride(-1) != 1)
+    axis = -2 if by_columns else -1
+    if operand.layout is not None and tensor.stride(axis) != 1:
+        return f"expected axis {axis} contiguous, got strides {tensor.stride()}"
+    if operand.alignment_bytes > 1:
+        strides = list(tensor.stride())
+        del strides[axis]
+        bytes_apart = [stride * tensor.element_size() for stride in strides]
+        if any(distance % operand.alignment_bytes for distance in (tensor.data_ptr(), *bytes_apart)):
+            return (
+                f"expected pointer and strides aligned to {operand.alignment_bytes} bytes, got address "
+                f"{tensor.data_ptr():#x} and strides {tensor.stride()} of {tensor.dtype}"
+            )
+    return None

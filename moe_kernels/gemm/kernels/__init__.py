@@ -1,0 +1,26 @@
+"""The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
+
+from .batched import BATCHED_KERNELS
+from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
+from .pointer import POINTER_KERNELS
+from .pointer_gemm import POINTER_GEMM_KERNELS
+from .pointer_list import POINTER_ARRAY_KERNELS
+from .pointer_wgrad import POINTER_WGRAD_KERNELS
+from .tma import TMA_KERNELS
+from .tma_list import TMA_ARRAY_KERNELS
+from .tma_wgrad import TMA_WGRAD_KERNELS
+from .warp_specialized import WARP_SPECIALIZED_KERNELS
+
+ALL_KERNELS = (
+    *WARP_SPECIALIZED_KERNELS,
+    *TMA_KERNELS,
+    *TMA_WGRAD_KERNELS,
+    *POINTER_KERNELS,
+    *POINTER_WGRAD_KERNELS,
+    *TMA_ARRAY_KERNELS,
+    *POINTER_ARRAY_KERNELS,
+    *JAGGED_KERNELS,
+    *FLOAT32_WGRAD_KERNELS,
+    *BATCHED_KERNELS,
+    *POINTER_GEMM_KERNELS,
+)

@@ -1,0 +1,159 @@
+"""What the designs of a family share: the checks of arguments, and the metadata a kernel reads on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from ...activation.functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
+from ...activation_spec import is_gated
+from ...runtime.triton import INTERPRET, cdiv
+from ...types import TileTable
+from ..arguments import Arguments, GroupedGemmArguments, WgradArguments
+from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
+from ..tile_table import tile_table_bytes, tile_table_in, write_table
+from .ragged import MAX_ROWS
+
+_MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores do while memory moves a byte, A100 to B200
+_BOUNDS_BLOCK = 128  # the tile height of a table that is made for its bounds alone
+
+
+class GroupedGemmKernel(Kernel):
+    """Kernels that compute `GroupedGemmArguments`."""
+
+    arguments_class = GroupedGemmArguments
+
+    @property
+    def epilogues(self) -> tuple[str, ...]:
+        if self.metadata.epilogue in PLAIN_EPILOGUES:
+            return tuple(PLAIN_EPILOGUES)
+        return GATHERING_EPILOGUES if self.metadata.design.gather else tuple(EPILOGUES)
+
+    def supports_design(self, args: GroupedGemmArguments) -> Status:
+        if (args.epilogue is None) != (args.preactivation is None):
+            return Status("Operand `preactivation`: expected with an epilogue and only then")
+        if error := self._preactivation_error(args):
+            return Status(f"Operand `preactivation`: {error}")
+        gather = self.metadata.design.gather
+        if (args.row_to_token is not None) != gather:
+            return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
+        for name in args.optional_operands:
+            if getattr(args, name) is not None and name not in self.metadata.optional_operands:
+                return Status(f"Operand `{name}`: this kernel takes none")
+        return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
+        """It is stored as `out` is, and the up half of a gated activation's as a matrix of its own."""
+        product, operand = args.preactivation, self.metadata.operands.out
+        if product is None:
+            return None
+        if error := operand_error(operand, product):
+            return error
+        half_bytes = product.shape[-1] // 2 * product.element_size()
+        if is_gated(args.epilogue) and half_bytes % operand.alignment_bytes:
+            rule = f"expected halves of rows of whole {operand.alignment_bytes} bytes"
+            return f"{rule}, got {product.shape[-1]} columns of {product.dtype}"
+        return None
+
+    def estimate(self, args: GroupedGemmArguments) -> float:
+        """Of one group and one step of the reduction."""
+        num_groups, _, num_columns = args.B.shape
+        rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
+        memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
+        return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
+
+    def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
+        """The table of these arguments for this kernel's tile height; made here unless they hold it."""
+        if self._has_table(args):
+            return args.tile_table
+        offsets = args.offsets
+        if args.tile_table is not None:
+            bounds = args.tile_table.bounds
+            offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # faster than a slice
+        return _table(offsets, args.out.shape[0], self.metadata.design.tile_shape[0], memory, write)
+
+    def _has_table(self, args: GroupedGemmArguments) -> bool:
+        return args.tile_table is not None and args.tile_table.block_rows == self.metadata.design.tile_shape[0]
+
+    def metadata_bytes(self, args: GroupedGemmArguments) -> int:
+        if self._has_table(args):
+            return 0
+        return tile_table_bytes(len(args.out), len(args.B), self.metadata.design.tile_shape[0])
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+
+
+class WgradKernel(Kernel):
+    """Kernels that compute `WgradArguments`."""
+
+    arguments_class = WgradArguments
+
+    def supports_design(self, args: WgradArguments) -> Status:
+        gather = self.metadata.design.gather
+        if (args.a_row_to_token is not None or args.dout_row_to_token is not None) != gather:
+            return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
+        return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
+
+    def estimate(self, args: WgradArguments) -> float:
+        """Of one group and one step of the reduction."""
+        return padded(*args.out.shape[1:], self.metadata.design)
+
+    def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
+        """The bounds and the order of the groups; made here unless the arguments hold them."""
+        if args.tile_table is None:
+            return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
+        return args.tile_table
+
+    def metadata_bytes(self, args: WgradArguments) -> int:
+        return 0 if args.tile_table is not None else tile_table_bytes(args.num_rows, len(args.out), _BOUNDS_BLOCK)
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+
+
+def padded(rows: int, columns: int, design: Design) -> int:
+    """Elements of the tiles that cover a matrix."""
+    block_m, block_n, _ = design.tile_shape
+    return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
+
+
+def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:
+    table = tile_table_in(memory, offsets, num_rows, offsets.shape[0], height)
+    if write:
+        write_table(table, offsets, num_rows)
+    return table
+
+
+def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
+    """TMA counts rows up to 2**30 and describes no empty tensor; gathered rows are copied in pieces of 16 bytes."""
+    if not design.tma:
+        return SUPPORTED
+    if num_rows > MAX_ROWS:
+        return Status(f"takes at most {MAX_ROWS} rows, got {num_rows}")
+    if not all(tensor.numel() for tensor in operands):
+        return Status("takes no empty operands")
+    if design.gather and any(tensor.shape[-1] * tensor.element_size() % 16 for tensor in operands if tensor.dim() == 2):
+        return Status(f"gathers rows of whole 16 bytes, got {[tuple(tensor.shape) for tensor in operands]}")
+    return SUPPORTED
+
+
+def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
+    """One program per SM that is not reserved. Without a GPU a few, so that each walks several tiles."""
+    num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
+    return max(num_sms - reserved_sms, 1)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def kernel_name(op: str, kind: str, dtype: torch.dtype, design: Design, *rest: str | None) -> str:
+    """A unique name from what distinguishes kernels."""
+    tile = "x".join(map(str, design.tile_shape))
+    parts = [op, kind, str(dtype)[6:], tile, f"w{design.num_warps}", f"s{design.num_stages}"]
+    return "_".join([*parts, *(part for part in rest if part), *(["gather"] if design.gather else [])])

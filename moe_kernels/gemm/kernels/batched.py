@@ -1,0 +1,117 @@
+"""Batched GEMM by the kernels for grouped GEMM: matrices that lie behind each other are groups of equal size.
+
+The flattened A and out are the rows, and their table of tiles is made from sizes that the host knows. A matrix B
+without a batch makes one group of all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ...runtime.launch import Launch
+from ...runtime.triton import cdiv
+from ..arguments import GemmArguments, GroupedGemmArguments, is_one_behind_another
+from ..kernel import GemmOperands, Kernel, Status
+from .base import GroupedGemmKernel, padded
+from .tma import TMA_KERNELS
+from .warp_specialized import WARP_SPECIALIZED_KERNELS
+
+_TABLE_LAUNCHES = 1e9  # multiplications in the time of the launches that make a table
+
+
+class BatchedGemm(Kernel):
+    """A kernel for grouped GEMM on batches whose matrices lie behind each other."""
+
+    arguments_class = GemmArguments
+
+    def __init__(self, grouped: GroupedGemmKernel):
+        metadata, operands = grouped.metadata, grouped.metadata.operands
+        name = metadata.kernel_name.replace("grouped_gemm", "gemm")
+        operands = GemmOperands(operands.A, operands.B, operands.out)
+        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
+        super().__init__(dataclasses.replace(metadata, **changes))
+        self.grouped = self.compiled_as = grouped
+        self.obstacle = grouped.obstacle
+
+    def supports_design(self, args: GemmArguments) -> Status:
+        if args.out.dim() == 3 and args.A.dim() == 2:
+            return Status("Operand `A`: this kernel takes none that a batch shares")
+        for name in ("A", "out"):
+            tensor = getattr(args, name)
+            if tensor.dim() == 3 and not is_one_behind_another(tensor):
+                return Status(f"Operand `{name}`: expected matrices behind each other, got strides {tensor.stride()}")
+        return self.grouped.supports_design(_grouped(args))
+
+    def estimate(self, args: GemmArguments) -> float:
+        work = (
+            args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design) * args.A.shape[-1]
+        )
+        return work + (_TABLE_LAUNCHES if self.metadata_bytes(args) else 0)
+
+    def launch(self, args: GemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        grouped = _grouped(args)
+        if args.tile_table is None:
+            table = self.grouped.tile_table(_with_offsets(grouped))
+            grouped = dataclasses.replace(grouped, tile_table=table)
+        return self.grouped.launch(grouped)
+
+    def scratch_bytes(self, args: GemmArguments) -> int:
+        return self.grouped.scratch_bytes(_grouped(args))
+
+    def metadata_bytes(self, args: GemmArguments) -> int:
+        """Of the table, and in front of it of the offsets that it is made from."""
+        num_bytes = self.grouped.metadata_bytes(_grouped(args))
+        return num_bytes + _offsets_bytes(args) if num_bytes else 0
+
+    def with_metadata(self, args: GemmArguments, memory: Tensor | None, *, write: bool = True) -> GemmArguments:
+        grouped = _grouped(args)
+        if memory is None:
+            grouped = _with_offsets(grouped)
+        else:
+            num_bytes = _offsets_bytes(args)
+            grouped = _with_offsets(grouped, memory[:num_bytes].view(torch.int32)[: len(grouped.B)])
+            memory = memory[num_bytes:]
+        return dataclasses.replace(args, tile_table=self.grouped.tile_table(grouped, memory, write=write))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[L, M, C] as [L * M, C]; a view, of matrices that lie behind each other."""
+    if tensor.dim() == 2:
+        return tensor
+    num_batches, num_rows, num_columns = tensor.shape
+    return tensor.as_strided((num_batches * num_rows, num_columns), tensor.stride()[1:])
+
+
+def _grouped(args: GemmArguments) -> GroupedGemmArguments:
+    """The same product, without offsets. No row lies behind the last group."""
+    b = args.B if args.B.dim() == 3 else args.B.unsqueeze(0)
+    table = args.tile_table
+    return GroupedGemmArguments(
+        _rows(args.A), b, _rows(args.out), args.accumulator_type, tile_table=table, zero_tail=False
+    )
+
+
+def _offsets_bytes(args: GemmArguments) -> int:
+    return cdiv(4 * args.num_batches, 16) * 16
+
+
+def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -> GroupedGemmArguments:
+    """With offsets, in `memory` [G] int32 if it is given."""
+    num_rows, num_groups = len(grouped.out), len(grouped.B)
+    size = num_rows // num_groups
+    if memory is None:
+        memory = torch.empty(num_groups, dtype=torch.int32, device=grouped.out.device)
+    torch.arange(size, num_rows + 1, size, out=memory, device=memory.device)
+    return dataclasses.replace(grouped, offsets=memory)
+
+
+BATCHED_KERNELS = tuple(
+    BatchedGemm(kernel)
+    for kernel in (*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS)
+    if isinstance(kernel, GroupedGemmKernel) and kernel.metadata.epilogue is None and not kernel.metadata.design.gather
+)

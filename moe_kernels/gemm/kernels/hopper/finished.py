@@ -1,0 +1,233 @@
+"""A finished tile of the grouped GEMM: its bias, its activation, and how it is written, one part at a time.
+
+The tile waits in registers, as a left and a right half in the dtype of the result. What the activation is computed from
+are these rounded values, the ones that backward reads, and the bias. Where there is no activation, the bias is added
+before they are rounded.
+
+An activation is computed in several pieces, each beside a step of its own, so that the tensor cores do not wait for it.
+There the halves wait as pairs of columns: otherwise the compiler takes them apart, or computes the activation, before
+the next tile's first step, and runs out of registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....runtime.gluon import aggregate
+from .ring import ROW_BOUND, halves, joined, packed, pinned, send, stage, unpacked, write
+
+
+@aggregate
+class Finished:
+    """Where the tile lies that waits to be written."""
+
+    group: gl.tensor
+    row: gl.tensor  # counted so that ROW_BOUND is the end of the group
+    end: gl.tensor
+    column: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, group, row, end, column):
+        self.group = group
+        self.row = row
+        self.end = end
+        self.column = column
+
+
+@gluon.constexpr_function
+def num_parts(pieces):
+    """Two of the product, then those of the activation."""
+    return 2 + pieces
+
+
+@gluon.jit
+def waiting(rounded, PIECES: gl.constexpr):
+    """The halves of a tile that has just been rounded, as they wait."""
+    if PIECES:
+        left, right = halves(rounded)
+        return packed(left), packed(right)
+    else:
+        return halves(pinned(rounded))
+
+
+@aggregate
+class Bias:
+    """[G, N], in rows of whole 16 bytes; where there is none, None stands in its place."""
+
+    pointer: gl.tensor
+    stride: gl.tensor
+    num_columns: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, stride, num_columns):
+        self.pointer = pointer
+        self.stride = stride
+        self.num_columns = num_columns
+
+
+@gluon.constexpr_function
+def _columns_of_threads(columns):
+    """As wgmma lays out the columns of its result, a thread's two neighbours first, so that one load takes both."""
+    registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
+    return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
+
+
+@gluon.jit
+def load_bias(bias, group, first, end, like):
+    """The group's, of the columns of `like`, which begin at `first`; zeros from `end` on."""
+    column = first + gl.arange(0, like.shape[1], layout=_columns_of_threads(like.shape[1]))
+    loaded = gl.load(bias.pointer + group.to(gl.int64) * bias.stride + column, mask=column < end, other=0.0)
+    return gl.convert_layout(loaded, gl.SliceLayout(0, like.type.layout))
+
+
+@gluon.jit
+def plus_bias(value, loaded):
+    if loaded.dtype != gl.float32:
+        # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
+        loaded = pinned(loaded)
+    return value + loaded.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _activated_pairs(
+    pairs,
+    up_pairs,
+    bias,
+    group,
+    first,  # column of the activation
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Sixteen pairs of columns at a time; eight beside a bias, for which there are registers then."""
+    PAIRS: gl.constexpr = pairs.shape[1]
+    AT_ONCE: gl.constexpr = 16 if bias is None else 8
+    if PAIRS > AT_ONCE:
+        left, right = halves(pairs)
+        up_left, up_right = halves(up_pairs)
+        left = _activated_pairs(left, up_left, bias, group, first, FORWARD, GATED, DTYPE)
+        right = _activated_pairs(right, up_right, bias, group, first + PAIRS, FORWARD, GATED, DTYPE)
+        return joined(left, right)
+    else:
+        gate = unpacked(pairs, DTYPE).to(gl.float32)
+        up = unpacked(up_pairs, DTYPE).to(gl.float32) if GATED else gate
+        if bias is not None:
+            # Rows are multiples of 8 values, which the compiler learns here.
+            width = bias.num_columns // 16 * 8 if GATED else bias.num_columns // 8 * 8
+            gate = plus_bias(gate, load_bias(bias, group, first, width, gate))
+            up = plus_bias(up, load_bias(bias, group, width + first, 2 * width, up)) if GATED else gate
+        return packed(FORWARD(gate, up).to(DTYPE))
+
+
+@gluon.jit
+def _piece(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """The columns of one of so many equal pieces."""
+    if PIECES == 1:
+        return value
+    else:
+        left, right = halves(value)
+        if PIECE < PIECES // 2:
+            return _piece(left, PIECE, PIECES // 2)
+        else:
+            return _piece(right, PIECE - PIECES // 2, PIECES // 2)
+
+
+@gluon.jit
+def _write_activated(
+    pairs,
+    up_pairs,
+    at,  # Finished
+    first,  # column of the activation
+    bias,
+    desc,
+    buffer,
+    PIECE: gl.constexpr,
+    PIECES: gl.constexpr,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """One piece goes to the staging buffer, which holds the compiler to computing it here; the last one sends all."""
+    gate = _piece(pairs, PIECE, PIECES)
+    up = _piece(up_pairs, PIECE, PIECES)
+    column = first + PIECE * (2 * gate.shape[1])
+    activated = _activated_pairs(gate, up, bias, at.group, column, FORWARD, GATED, desc.dtype)
+    stage(unpacked(activated, desc.dtype), buffer, PIECE, PIECES)
+    if PIECE == PIECES - 1:
+        send(desc, [ROW_BOUND, at.end, at.row, first], buffer)
+
+
+@gluon.jit
+def write_part(
+    PART: gl.constexpr,
+    left,
+    right,
+    at,  # Finished
+    bias,  # of the activation
+    out_desc,
+    activated_desc,
+    buffer,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """Part 0 of a finished tile is its left half, 1 its right half, the others are the pieces of the activation. Those
+    of a plain activation are of the left half, then of the right one."""
+    if PART < 2:
+        _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
+    elif GATED:
+        first = at.column * (2 * left.shape[1])
+        _write_activated(left, right, at, first, bias, activated_desc, buffer, PART - 2, PIECES, FORWARD, GATED)
+    else:
+        OF_HALF: gl.constexpr = PIECES // 2
+        HALF: gl.constexpr = (PART - 2) // OF_HALF
+        PIECE: gl.constexpr = (PART - 2) % OF_HALF
+        pairs = left if HALF == 0 else right
+        first = (2 * at.column + HALF) * (2 * left.shape[1])
+        _write_activated(pairs, pairs, at, first, bias, activated_desc, buffer, PIECE, OF_HALF, FORWARD, GATED)
+
+
+@gluon.jit
+def _write_half(half, value, at, desc, buffer, SPLIT: gl.constexpr, PIECES: gl.constexpr):
+    """Half 0 is the left one. SPLIT: the descriptor has an axis for the halves."""
+    if PIECES:
+        value = unpacked(value, desc.dtype)
+    HALF_N: gl.constexpr = value.shape[1]
+    if SPLIT:
+        corner = [ROW_BOUND, at.end, at.row, half, at.column * HALF_N]
+        write(value, desc, corner, buffer.reshape(desc.block_type.shape))
+    else:
+        corner = [ROW_BOUND, at.end, at.row, (2 * at.column + half) * HALF_N]
+        write(value, desc, corner, buffer)
+
+
+@gluon.jit
+def write_last(
+    left,
+    right,
+    at,  # Finished
+    bias,  # of the activation
+    out_desc,
+    activated_desc,
+    buffer,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """All parts of the last tile."""
+    if PIECES and not GATED:
+        # A loop that the compiler does not unroll: it would compute both halves at once, and run out of registers.
+        for half in range(0, gl.where(at.end > 0, 2, 0)):
+            _write_half(half, left, at, out_desc, buffer, False, PIECES)
+            first = (2 * at.column + half) * (2 * left.shape[1])
+            OF_HALF: gl.constexpr = PIECES // 2
+            for piece in gl.static_range(OF_HALF):
+                _write_activated(left, left, at, first, bias, activated_desc, buffer, piece, OF_HALF, FORWARD, GATED)
+            left = right
+    else:
+        for part in gl.static_range(num_parts(PIECES)):
+            write_part(part, left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+
+
+@gluon.jit
+def unchanged(gate, up):
+    """The activation of zeros."""
+    return gate

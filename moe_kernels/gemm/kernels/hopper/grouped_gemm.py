@@ -1,0 +1,359 @@
+"""Grouped GEMM with a warp-specialised, persistent kernel: rows contiguous or gathered, with or without activation."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .finished import Bias, Finished, load_bias, num_parts, plus_bias, unchanged, waiting, write_last, write_part
+from .ring import (
+    buffers,
+    free_slot,
+    gather_block,
+    gather_buffers,
+    gather_layout,
+    halves,
+    load_block,
+    load_step,
+    make_ring,
+    packed,
+    pinned,
+    release_previous,
+    wait_step,
+)
+from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
+
+LONG_REDUCTION = gl.constexpr(16)  # steps
+
+
+@gluon.jit
+def _b_at(group, column, k, B_COLUMN: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where a block of B lies in its descriptor."""
+    if GATED:
+        return [group, 0, column * (BLOCK_N // 2), k]
+    elif B_COLUMN:
+        return [group, column * BLOCK_N, k]
+    else:
+        return [group, k, column * BLOCK_N]
+
+
+@gluon.jit
+def _produce_contiguous(
+    tiles,
+    ring,
+    a_desc,
+    b_desc,
+    B_COLUMN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    tiles = with_walk(tiles)
+    step = 0
+    # Where a tile lies is loaded one tile ahead, so that no load stands in the way of a copy.
+    group, row, _, column = tile_at(tiles, gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
+        for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
+            load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
+            step += 1
+        group = next_group
+        row = next_row
+        column = next_column
+
+
+@gluon.jit
+def _produce_gathered(
+    tiles,
+    ring,
+    a_ptr,
+    a_stride,
+    row_to_token_ptr,
+    depth,
+    b_desc,
+    B_COLUMN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    layout: gl.constexpr = gather_layout(BLOCK_K)
+    r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    # Both are multiples of 8; this way the compiler knows, and copies 16 bytes at a time.
+    depth = depth // 8 * 8
+    a_stride = a_stride.to(gl.int64) // 8 * 8
+    step = 0
+    group, row, end, column = tile_at(tiles, gl.program_id(0))
+    # Rows past the group repeat its last one; nothing of them is written.
+    token = gl.load(row_to_token_ptr + gl.minimum(row + r, max(end - 1, 0)))
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
+        next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
+        pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
+        for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
+            slot = free_slot(ring, step)
+            ready = ring.full.index(slot)
+            load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
+            gather_block(ready, pointers + k, (k + c < depth)[None, :], ring.a.index(slot))
+            step += 1
+        group = next_group
+        token = next_token
+        column = next_column
+
+
+@gluon.jit
+def _produce(
+    tiles,
+    ring,
+    a_desc,  # None: gather
+    a_ptr,
+    a_stride,
+    row_to_token_ptr,
+    depth,
+    b_desc,
+    B_COLUMN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    if a_desc is None:
+        _produce_gathered(
+            tiles, ring, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, B_COLUMN, GATED, BLOCK_N, BLOCK_K
+        )
+    else:
+        _produce_contiguous(tiles, ring, a_desc, b_desc, B_COLUMN, GATED, BLOCK_N, BLOCK_K)
+
+
+@gluon.jit
+def _multiply(
+    ring,
+    step,
+    total,
+    use_total,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """Start total (+)= a[this warpgroup's rows] @ b[:, :columns of total] for a step."""
+    slot = wait_step(ring, step)
+    a = ring.a.index(slot).slice(WARPGROUP * total.shape[0], total.shape[0], 0)
+    if B_COLUMN:
+        b = ring.b.index(slot).reshape([BLOCK_N, BLOCK_K]).slice(0, total.shape[1], 0).permute((1, 0))
+    else:
+        b = ring.b.index(slot).reshape([BLOCK_K, BLOCK_N]).slice(0, total.shape[1], 1)
+    return warpgroup_mma(a, b, total, use_acc=use_total, is_async=True)
+
+
+@gluon.jit
+def _reduce_tile(
+    total,
+    ring,
+    step,
+    num_steps,
+    group,
+    column_tile,
+    bias,
+    left,
+    right,
+    at,  # Finished
+    out_desc,
+    activated_desc,
+    buffer,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """(sum of a tile's steps, and bias if no activation follows; the step after them). Writes the finished tile beside
+    the first steps."""
+    PARTS: gl.constexpr = num_parts(PIECES)
+    for part in gl.static_range(PARTS):
+        total = _multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+        write_part(part, left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        release_previous(ring, step, pred=part > 0)
+        step += 1
+    if bias is not None and PIECES == 0:
+        # Loaded while the rest is multiplied, into the registers that the finished tile has left. Rows are multiples of
+        # 8 values, which the compiler learns here.
+        loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
+    for _ in range(PARTS, num_steps):
+        total = _multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        release_previous(ring, step)
+        step += 1
+    total = warpgroup_mma_wait(0, deps=(total,))
+    release_previous(ring, step)
+    if bias is not None and PIECES == 0:
+        total = plus_bias(total, loaded)
+    return total, step
+
+
+@gluon.constexpr_function
+def _accumulator(columns):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def _consume(
+    tiles,
+    num_all_row_tiles,
+    num_columns,
+    ring,
+    bias_ptr,
+    bias_stride,
+    out_desc,
+    activated_desc,
+    buffer,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    tiles = with_walk(tiles)
+    bias = None if bias_ptr is None else Bias(bias_ptr, bias_stride, num_columns)
+    PARTS: gl.constexpr = num_parts(PIECES)
+    HALF_M: gl.constexpr = tiles.block_m // 2
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    total = gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
+    left, right = halves(total.to(out_desc.dtype))
+    half_layout: gl.constexpr = left.type.layout
+    if PIECES:
+        left, right = packed(left), packed(right)
+    # No tile is finished yet: at the bound of the rows the hardware clips everything.
+    at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
+    # A program that ends a tile early reads what it shares with others at other times than they. Where a reduction is
+    # long the L2 cache does not hold it until then, which costs more than the early end gains.
+    keeps_step = tiles.num_steps >= LONG_REDUCTION
+    step = 0
+    num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
+        if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
+            # A last column tile that is at most half full gets half the multiplications.
+            if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
+                narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
+                narrow, step = _reduce_tile(
+                    narrow, ring, step, tiles.num_steps, group, tile_column, bias,
+                    left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                if PIECES:
+                    left = packed(gl.convert_layout(narrow.to(out_desc.dtype), half_layout))
+                else:
+                    left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
+            else:
+                total, step = _reduce_tile(
+                    total, ring, step, tiles.num_steps, group, tile_column, bias,
+                    left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                left, right = waiting(total.to(out_desc.dtype), PIECES)
+            at = Finished(group, 0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
+        else:
+            # The tile has no rows for this warpgroup, so the other one gets the tensor cores to itself.
+            for _ in range(tiles.num_steps):
+                slot = wait_step(ring, step)
+                mbarrier.arrive(ring.empty.index(slot), count=1)
+                step += 1
+    write_last(left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+    left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, _accumulator(BLOCK_N)).to(out_desc.dtype))
+    if PIECES:
+        left, right = packed(left), packed(right)
+    ZEROS: gl.constexpr = None if FORWARD is None else unchanged
+    for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        group, tile_row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
+        row = 0x40000000 - (end - tile_row) + WARPGROUP * HALF_M
+        for part in gl.static_range(PARTS):
+            at = Finished(group, row, end, tile % tiles.num_column_tiles)
+            write_part(part, left, right, at, None, out_desc, activated_desc, buffer, ZEROS, GATED, PIECES)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
+def grouped_gemm_kernel(
+    a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
+    a_ptr,  # [T, K], only if the rows are gathered, as the next three
+    a_stride,
+    row_to_token_ptr,  # [R]
+    depth,  # K
+    b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
+    bias_ptr,  # [G, N], or None; with an activation of that alone
+    bias_stride,
+    out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
+    activated_desc,  # ragged [R, F], or None; with an activation
+    bounds_ptr,  # [G + 2]; offsets [G] if there is no table
+    tiles_ptr,  # [capacity, 2], or None, as the next
+    num_tiles_ptr,  # [2]
+    num_rows,  # R
+    num_columns,  # N
+    num_column_tiles,
+    num_steps,  # of the reduction, at least the parts of a finished tile
+    NUM_GROUPS: gl.constexpr,  # G without a table, else None
+    ZERO_TAIL: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,  # activation, or None
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,  # of the activation, each beside a step of its own
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
+    if NUM_GROUPS is None:
+        entries = tiles_ptr
+        num_row_tiles = gl.load(num_tiles_ptr)
+        num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
+    else:
+        entries = bounds_ptr
+        tile_ends, ends = walk(bounds_ptr, num_rows, BLOCK_M, NUM_GROUPS)
+        num_row_tiles = gl.max(tile_ends, 0)
+        num_all_row_tiles = num_row_tiles
+        if ZERO_TAIL:
+            num_all_row_tiles += (num_rows - gl.max(ends, 0) + BLOCK_M - 1) // BLOCK_M
+    tiles = Tiles(
+        entries, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, NUM_GROUPS
+    )
+    GATHER: gl.constexpr = a_desc is None
+    a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
+    ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
+    staged = out_desc if activated_desc is None else activated_desc  # whose blocks have no axis for the halves
+    buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
+    buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, out_desc,
+                    activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, out_desc,
+                    activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
+                    B_COLUMN, GATED, BLOCK_N, BLOCK_K,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Parts of the warp-specialised Hopper kernels, in the Gluon of Triton 3.6 to 3.9.
+
+One warpgroup produces: it keeps several steps of both operands on their way to shared memory. Two warpgroups consume:
+each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a finished tile to global memory
+while the tensor cores already work on the next one: the tile waits in registers, as two rounded halves, and each of the
+first steps of the next tile takes one part of the writing with it.
+
+Ragged rows are read and written through descriptors whose row coordinate reaches its bound at the end of the group, so
+the hardware clips there; `ragged.py` has the maths. Gathered rows come through asynchronous copies of 16 bytes.
+"""
+
+# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ....runtime.gluon import aggregate, copy_load, tma_load, tma_store
+
+ROW_BOUND = gl.constexpr(0x40000000)
+PRODUCER_THREADS = gl.constexpr(128)
+
+
+@aggregate
+class Ring:
+    """The buffers between the producer and the consumers. Steps take its slots in turn."""
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # barriers: both operands of the slot have arrived
+    empty: gl.shared_memory_descriptor  # barriers: both consumers are done with the slot
+    slots: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, full, empty, slots):
+        self.a = a
+        self.b = b
+        self.full = full
+        self.empty = empty
+        self.slots = gl.constexpr(slots)
+
+
+@gluon.jit
+def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
+    """Over buffers [SLOTS, ...] of both operands. With GATHER every thread of the producer reports its own copies."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1 + (PRODUCER_THREADS if GATHER else 0))
+        mbarrier.init(empty.index(i), count=2)
+    return Ring(a, b, full, empty, SLOTS)
+
+
+@gluon.jit
+def buffers(desc, SLOTS: gl.constexpr):
+    """Shared memory for SLOTS blocks of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def gather_buffers(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for SLOTS blocks of gathered rows."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def free_slot(ring, step):
+    """Producer: the slot of a step, once the consumers have left it."""
+    slot = step % ring.slots
+    mbarrier.wait(ring.empty.index(slot), (step // ring.slots & 1) ^ 1)
+    return slot
+
+
+@gluon.jit
+def load_step(ring, step, a_desc, a_at, b_desc, b_at):
+    """Producer: start both copies of a step."""
+    slot = free_slot(ring, step)
+    ready = ring.full.index(slot)
+    mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+    tma_load(a_desc, a_at, ready, ring.a.index(slot))
+    tma_load(b_desc, b_at, ready, ring.b.index(slot))
+
+
+@gluon.jit
+def load_block(ready, desc, at, buffer):
+    """Producer: start the copy of the operand that is not gathered."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma_load(desc, at, ready, buffer)
+
+
+@gluon.jit
+def gather_block(ready, pointers, mask, buffer):
+    """Producer: start the copies of a block of gathered rows; zeros where the mask is false."""
+    copy_load(buffer, pointers, mask)
+    async_copy.mbarrier_arrive(ready, increment_count=False)
+
+
+@gluon.constexpr_function
+def gather_layout(columns):
+    """One warp instruction copies whole rows of `columns` 16-bit elements, 16 bytes per thread."""
+    threads = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.jit
+def wait_step(ring, step):
+    """Consumer: the slot of a step, once its operands are there."""
+    slot = step % ring.slots
+    mbarrier.wait(ring.full.index(slot), step // ring.slots & 1)
+    return slot
+
+
+@gluon.jit
+def release_previous(ring, step, pred=True):
+    """Consumer: give back the slot of the step before this one."""
+    mbarrier.arrive(ring.empty.index((step + ring.slots - 1) % ring.slots), count=1, pred=pred)
+
+
+@gluon.jit
+def pinned(value):
+    """Ties a rounding to its place: drifting into the next tile's wgmma region, it would make the compiler wait after
+    every single wgmma."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def halves(value):
+    """The left and right half of the columns."""
+    return value.reshape(value.shape[0], 2, value.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def joined(left, right):
+    """The inverse of `halves`."""
+    return gl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+
+
+@gluon.jit
+def packed(value):
+    """Neighbouring 16-bit columns as one 32-bit value, tied to its place as by `pinned`."""
+    left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(pairs, DTYPE: gl.constexpr):
+    """The inverse of `packed`, tied to its place as well: what is computed of it does not drift ahead."""
+    pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
+    left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(left, right).reshape(pairs.shape[0], 2 * pairs.shape[1])
+
+
+@gluon.jit
+def write(value, desc, at, buffer):
+    """Copy a [rows, columns] value to global memory through this warpgroup's staging buffer."""
+    stage(value, buffer, 0, 1)
+    send(desc, at, buffer)
+
+
+@gluon.jit
+def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """Put one of so many equal pieces of columns into the staging buffer, piece 0 first."""
+    if PIECE == 0:
+        tma.store_wait(0)
+    COLUMNS: gl.constexpr = value.shape[1]
+    target = buffer.reshape([value.shape[0], PIECES * COLUMNS])
+    if PIECES > 1:
+        target = target.slice(PIECE * COLUMNS, COLUMNS, 1)
+    target.store(value)
+
+
+@gluon.jit
+def send(desc, at, buffer):
+    """Start the copy of the staging buffer to global memory."""
+    fence_async_shared()
+    tma_store(desc, at, buffer)

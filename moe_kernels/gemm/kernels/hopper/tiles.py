@@ -1,0 +1,112 @@
+"""Which rows and columns a tile of a grouped GEMM has: read off a tile table or, of few groups, off their offsets."""
+
+# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....runtime.gluon import aggregate
+
+MOST_WALKED = gl.constexpr(32)  # groups, one to a lane, whose offsets take the place of a table
+
+
+@aggregate
+class Tiles:
+    """The tiles of the product: row tiles from the table, or of few groups from their offsets, times column tiles."""
+
+    entries: gl.tensor  # pointer to [capacity, 2]; without a table [MOST_WALKED], how many tiles end with each group
+    bounds: gl.tensor  # pointer to [G + 2]; without a table [MOST_WALKED], the end row of each group
+    num_rows: gl.tensor
+    num_row_tiles: gl.tensor
+    num_column_tiles: gl.tensor
+    num_steps: gl.tensor  # of the reduction
+    block_m: gl.constexpr
+    group_tiles: gl.constexpr  # row tiles that share their columns of B in the L2 cache
+    num_groups: gl.constexpr  # None with a table
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        entries,
+        bounds,
+        num_rows,
+        num_row_tiles,
+        num_column_tiles,
+        num_steps,
+        block_m,
+        group_tiles,
+        num_groups,
+    ):
+        self.entries = entries
+        self.bounds = bounds
+        self.num_rows = num_rows
+        self.num_row_tiles = num_row_tiles
+        self.num_column_tiles = num_column_tiles
+        self.num_steps = num_steps
+        self.block_m = gl.constexpr(block_m)
+        self.group_tiles = gl.constexpr(group_tiles)
+        self.num_groups = gl.constexpr(num_groups)
+
+
+@gluon.jit
+def _larger(x, y):
+    return max(x, y)
+
+
+@gluon.jit
+def _plus(x, y):
+    return x + y
+
+
+@gluon.jit
+def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr):
+    """(tiles that end with each group, its end row) [MOST_WALKED], clamped as the table is; lanes past the last group
+    repeat it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    group = gl.arange(0, MOST_WALKED, layout=layout)
+    raw_ends = gl.load(offsets_ptr + group, mask=group < NUM_GROUPS, other=0)
+    raw_starts = gl.load(offsets_ptr + (group - 1), mask=(group > 0) & (group <= NUM_GROUPS), other=0)
+    ends = gl.associative_scan(gl.minimum(gl.maximum(raw_ends, 0), num_rows), 0, _larger)
+    starts = gl.associative_scan(gl.minimum(gl.maximum(raw_starts, 0), num_rows), 0, _larger)
+    counts = gl.where(group < NUM_GROUPS, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    return gl.associative_scan(counts, 0, _plus), ends
+
+
+@gluon.jit
+def with_walk(tiles):
+    """For the warps that call this: without a table, tiles that hold the walk in registers."""
+    if tiles.num_groups is None:
+        return tiles
+    else:
+        tile_ends, ends = walk(tiles.bounds, tiles.num_rows, tiles.block_m, tiles.num_groups)
+        return Tiles(
+            tile_ends, ends, tiles.num_rows, tiles.num_row_tiles, tiles.num_column_tiles, tiles.num_steps,
+            tiles.block_m, tiles.group_tiles, tiles.num_groups,
+        )  # fmt: skip
+
+
+@gluon.jit
+def row_tile_at(tiles, row_tile):
+    """(group, first row, end row of the group)."""
+    if tiles.num_groups is None:
+        group = gl.load(tiles.entries + 2 * row_tile)
+        block = gl.load(tiles.entries + 2 * row_tile + 1)
+        return group, gl.load(tiles.bounds + group) + block * tiles.block_m, gl.load(tiles.bounds + group + 1)
+    else:
+        is_before = tiles.entries <= row_tile  # [MOST_WALKED]
+        group = min(gl.sum(is_before.to(gl.int32), 0), tiles.num_groups)
+        block = row_tile - gl.max(gl.where(is_before, tiles.entries, 0), 0)
+        start = gl.max(gl.where(is_before, tiles.bounds, 0), 0)
+        end = gl.min(gl.where(is_before, tiles.num_rows, tiles.bounds), 0)
+        return group, start + block * tiles.block_m, end
+
+
+@gluon.jit
+def tile_at(tiles, tile):
+    """(group, first row, end row of the group, column tile); past the last tile, the last one."""
+    tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
+    band = tiles.group_tiles * tiles.num_column_tiles
+    first = tile // band * tiles.group_tiles
+    height = max(min(tiles.num_row_tiles - first, tiles.group_tiles), 1)
+    group, row, end = row_tile_at(tiles, first + tile % band % height)
+    return group, row, end, tile % band // height

@@ -1,0 +1,322 @@
+"""Packed rows of several groups times one shared matrix.
+
+Because the groups share B, the rows are one group to a grouped GEMM, and a tile may hold rows of several groups: each
+design for contiguous groups computes this, given a table of tiles over all rows between the first offset and the last.
+"By group" the table cuts at every offset instead. The launch that makes the table also writes the zeros of the rows
+before and behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.launch import Launch, launch_kernel
+from ...runtime.triton import cdiv, next_power_of_2, tl, triton
+from ...types import TileTable
+from ..arguments import Arguments, GroupedGemmArguments
+from ..kernel import Kernel, KernelMetadata, Operand, Status, WgradOperands
+from ..tile_table import MAX_GROUPS, larger, table_blocks, tile_table_bytes, tile_table_in, write_tile_table
+from .base import GroupedGemmKernel, num_programs
+from .pointer import POINTER_KERNELS
+from .tma import TMA_KERNELS
+from .tma_wgrad import TMA_WGRAD_KERNELS
+from .warp_specialized import WARP_SPECIALIZED_KERNELS
+
+
+@dataclass(frozen=True, eq=False)
+class JaggedGemmArguments(Arguments):
+    """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for the others."""
+
+    tensors = ("A", "B", "out", "group_offsets")
+    operand_names = ("A", "B", "out")
+
+    A: Tensor  # [R, K]
+    B: Tensor  # [K, N]
+    out: Tensor  # [R, N]
+    group_offsets: Tensor  # [G + 1] int32 or int64
+    accumulator_type: torch.dtype = torch.float32
+    tile_table: TileTable | None = None  # as `make_jagged_table` makes it, which has then written the zeros as well
+    epilogue: str | None = None  # no kernel applies one so far
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("B", 2) or self._expect_rank("out", 2):
+            return error
+        if self.group_offsets.dim() != 1 or len(self.group_offsets) < 2:
+            return f"Operand `group_offsets`: expected shape [G + 1], got {list(self.group_offsets.shape)}"
+        num_rows, depth = self.A.shape
+        num_columns = self.B.shape[1]
+        return self._expect("B", depth, num_columns) or self._expect("out", num_rows, num_columns)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_offsets) - 1
+
+    def grouped(self, num_groups: int) -> GroupedGemmArguments:
+        """The same product as a grouped GEMM, with B for each group."""
+        (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
+        # One group's stride is never used, but it has to be one that TMA takes.
+        group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
+        b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
+        return GroupedGemmArguments(
+            self.A, b, self.out, self.accumulator_type, tile_table=self.tile_table, zero_tail=False
+        )
+
+    def selection_key(self) -> tuple[Any, ...]:
+        """What support and speed depend on; the number of rows only by its power of two."""
+        aligned = tuple(
+            tensor.data_ptr() % 16 == 0
+            and all(stride == 1 or stride * tensor.element_size() % 16 == 0 for stride in tensor.stride())
+            for tensor in self.operands.values()
+        )
+        contiguous = tuple(stride == 1 for tensor in self.operands.values() for stride in tensor.stride())
+        dtypes = self.A.dtype, self.B.dtype, self.A.device
+        return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
+
+    def table_key(self) -> str:
+        """The key of a table of measured kernels."""
+        layout = "row" if self.B.stride(1) == 1 else "column"
+        size_k, size_n = self.B.shape
+        return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"
+
+    def _rows(self) -> int:
+        return next_power_of_2(max(len(self.A), 1))
+
+
+@dataclass(frozen=True)
+class JaggedGemmOperands:
+    """out = A @ B for the rows of the groups."""
+
+    A: Operand
+    B: Operand
+    out: Operand
+
+
+class JaggedGemm(Kernel):
+    """A kernel for grouped GEMM, given a table for packed rows that share B."""
+
+    arguments_class = JaggedGemmArguments
+
+    def __init__(self, grouped: GroupedGemmKernel, by_group: bool):
+        metadata, operands = grouped.metadata, grouped.metadata.operands
+        name = metadata.kernel_name.replace("grouped_gemm", "jagged_gemm") + ("_by_group" if by_group else "")
+        operands = JaggedGemmOperands(operands.A, operands.B, operands.out)
+        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
+        super().__init__(dataclasses.replace(metadata, **changes))
+        self.grouped = self.compiled_as = grouped
+        self.by_group = by_group
+        self.obstacle = grouped.obstacle
+
+    def supports_design(self, args: JaggedGemmArguments) -> Status:
+        if args.group_offsets.dtype not in (torch.int32, torch.int64):
+            return Status(f"Operand `group_offsets`: expected int32 or int64, got {args.group_offsets.dtype}")
+        return self.grouped.supports_design(args.grouped(self._num_table_groups(args)))
+
+    def launch(self, args: JaggedGemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        args = self.with_metadata(args, None)
+        return self.grouped.launch(args.grouped(self._num_table_groups(args)))
+
+    def scratch_bytes(self, args: JaggedGemmArguments) -> int:
+        return self.grouped.scratch_bytes(args.grouped(self._num_table_groups(args)))
+
+    def metadata_bytes(self, args: JaggedGemmArguments) -> int:
+        if self._has_table(args):
+            return 0
+        return tile_table_bytes(len(args.A), self._num_table_groups(args), self.metadata.design.tile_shape[0])
+
+    def with_metadata(
+        self, args: JaggedGemmArguments, memory: Tensor | None, *, write: bool = True
+    ) -> JaggedGemmArguments:
+        if self._has_table(args):
+            return args
+        height, parts = self.metadata.design.tile_shape[0], None if self.by_group else 1
+        options = {"parts": parts, "out": args.out, "memory": memory, "write": write}
+        table = make_jagged_table(args.group_offsets, len(args.A), height, **options)
+        return dataclasses.replace(args, tile_table=table)
+
+    def _has_table(self, args: JaggedGemmArguments) -> bool:
+        table, num_groups = args.tile_table, self._num_table_groups(args)
+        height = self.metadata.design.tile_shape[0]
+        return table is not None and table.block_rows == height and len(table.bounds) == num_groups + 2
+
+    def estimate(self, args: JaggedGemmArguments) -> float:
+        """Multiplications of a step of the reduction, padding included."""
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_groups = self._num_table_groups(args)
+        row_tiles = num_groups * cdiv(cdiv(len(args.A), num_groups), block_m)
+        return row_tiles * block_m * cdiv(args.B.shape[1], block_n) * block_n
+
+    def _num_table_groups(self, args: JaggedGemmArguments) -> int:
+        return args.num_groups if self.by_group else 1
+
+
+def make_jagged_table(
+    group_offsets: Tensor,  # [G + 1] int32 or int64
+    num_rows: int,
+    block_rows: int,
+    *,
+    parts: int | None,  # cut the rows into so many equal parts; None: by group
+    out: Tensor | None = None,  # [R, N]: zeros are written to its rows before the first offset and behind the last
+    memory: Tensor | None = None,  # [tile_table_bytes] uint8 to put the table; None allocates
+    write: bool = True,  # False leaves everything uninitialised
+) -> TileTable:
+    """The table of a grouped GEMM over packed rows. One launch, no wait.
+
+    Offsets that decrease or leave [0, num_rows] are clamped, as in `make_tile_table`.
+    """
+    num_groups = len(group_offsets) - 1
+    if num_groups > MAX_GROUPS:
+        raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
+    table = tile_table_in(memory, group_offsets, num_rows, parts or num_groups, block_rows)
+    if write:
+        _write_table(table, group_offsets, num_rows, parts, out)
+    return table
+
+
+def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: int | None, out: Tensor | None) -> None:
+    num_groups = len(group_offsets) - 1
+    capacity = len(table.tiles)
+    blocks = table_blocks(num_groups)
+    programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
+    launch_kernel(
+        _jagged_table_kernel,
+        (programs if out is None else max(programs, 2 * num_programs(out)),),
+        group_offsets,
+        group_offsets.stride(0),
+        table.bounds,
+        table.tiles,
+        table.num_tiles,
+        table.order,
+        out,
+        None if out is None else out.stride(),
+        num_rows,
+        capacity,
+        num_groups,
+        None if out is None else out.shape[1],
+        PARTS=parts,
+        G_P2=next_power_of_2(num_groups),
+        PARTS_P2=next_power_of_2(parts or 1),
+        BLOCK_ROWS=table.block_rows,
+        BLOCK_N=1024,
+        **blocks,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _jagged_table_kernel(
+    offsets_ptr,  # [G + 1]
+    offsets_stride,
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    order_ptr,
+    out_ptr,  # [R, N], or None
+    out_strides,
+    num_rows,
+    capacity,
+    G,
+    N,
+    PARTS: tl.constexpr,
+    G_P2: tl.constexpr,
+    PARTS_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Each program writes PROGRAM_ENTRIES table entries and its share of the zeros. Grid: (programs,)."""
+    program = tl.program_id(0)
+    group = tl.arange(0, G_P2)
+    raw_starts = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
+    raw_ends = tl.load(offsets_ptr + (group + 1) * offsets_stride, mask=group < G, other=0)
+    first = tl.minimum(tl.maximum(tl.load(offsets_ptr), 0), num_rows)
+    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, first), num_rows), 0, larger)
+    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, first), num_rows), 0, larger)
+    last = tl.max(ends, 0)
+    if PARTS is None:
+        write_tile_table(
+            program,
+            tl.where(group < G, starts, ends),
+            ends,
+            bounds_ptr,
+            tiles_ptr,
+            num_tiles_ptr,
+            order_ptr,
+            num_rows,
+            capacity,
+            G,
+            G_P2,
+            BLOCK_ROWS,
+            ENTRY_BLOCK,
+            PROGRAM_ENTRIES,
+        )
+    else:
+        part = tl.arange(0, PARTS_P2)
+        size = tl.cdiv((last - first).to(tl.int64), PARTS)
+        part_starts = tl.minimum(first + part * size, last)
+        part_ends = tl.minimum(first + (part + 1) * size, last)
+        write_tile_table(
+            program,
+            part_starts,
+            part_ends,
+            bounds_ptr,
+            tiles_ptr,
+            num_tiles_ptr,
+            order_ptr,
+            num_rows,
+            capacity,
+            PARTS,
+            PARTS_P2,
+            BLOCK_ROWS,
+            ENTRY_BLOCK,
+            PROGRAM_ENTRIES,
+        )
+    if out_ptr is not None:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        num_outside = num_rows - (last - first)
+        for outside in range(program, num_outside, tl.num_programs(0)):
+            row = tl.where(outside < first, outside, outside + (last - first)).to(tl.int64)
+            for first_column in range(0, N, BLOCK_N):
+                column = (first_column + tl.arange(0, BLOCK_N)).to(tl.int64)
+                out_ptrs = out_ptr + row * out_strides[0] + column * out_strides[1]
+                tl.store(out_ptrs, tl.zeros((BLOCK_N,), dtype), mask=column < N)
+
+
+def _is_plain_product(kernel: Kernel) -> bool:
+    return (
+        isinstance(kernel, GroupedGemmKernel) and kernel.metadata.epilogue is None and not kernel.metadata.design.gather
+    )
+
+
+JAGGED_KERNELS = tuple(
+    JaggedGemm(kernel, by_group)
+    for by_group, kernels in (
+        (False, (*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS, *POINTER_KERNELS)),
+        (True, POINTER_KERNELS),
+    )
+    for kernel in kernels
+    if _is_plain_product(kernel)
+)
+
+
+def _float32_out(kernel: Kernel) -> Kernel:
+    """The kernel with float32 results, of which B's gradient is summed."""
+    operands = kernel.metadata.operands
+    operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
+    name = f"{kernel.metadata.kernel_name}_out_float32"
+    metadata: KernelMetadata = dataclasses.replace(kernel.metadata, kernel_name=name, operands=operands)
+    return type(kernel)(metadata)
+
+
+# The pointer kernels write float32 results as they are.
+FLOAT32_WGRAD_KERNELS = tuple(
+    _float32_out(kernel)
+    for kernel in TMA_WGRAD_KERNELS
+    if not kernel.metadata.design.gather and kernel.metadata.design.tile_shape[:2] == (128, 128)
+)

@@ -1,0 +1,345 @@
+"""Independent products in one launch: their arguments, and the table of problems that the kernels walk.
+
+Every problem has its own sizes, addresses and leading dimensions. The table holds them on the device, and for every
+tile of the output the problem that it belongs to; a fixed number of programs takes the tiles in turn. Tiles of long
+reductions come first, so that the last ones to finish are short.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...runtime.dispatch import FLOAT8
+from ...runtime.triton import cdiv, tl, triton
+from ...runtime.upload import upload
+from ..arguments import Arguments, epilogue_key
+from ..kernel import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
+from .base import num_programs
+
+# A row of the table: addresses, sizes and leading dimensions as below; 1 for A stored by columns, plus 2 for B; the
+# first tile and the one behind the last. Even, so that the tiles behind the rows are aligned to 16 bytes.
+NUM_FIELDS = 12
+
+
+class Problem(NamedTuple):
+    """One product. An operand is stored by rows, or by columns; the leading dimension is the other axis's stride."""
+
+    pointers: tuple[int, int, int]  # A, B, out
+    sizes: tuple[int, int, int]  # M, N, K
+    leading_dimensions: tuple[int, int, int]  # A, B, out
+    by_columns: tuple[bool, bool]  # A, B
+
+    def num_tiles(self, block_m: int, block_n: int) -> int:
+        return cdiv(self.sizes[0], block_m) * cdiv(self.sizes[1], block_n)
+
+
+class ProblemTable(NamedTuple):
+    """What the kernels read. Valid as long as the tensors that it points to."""
+
+    problems: Tensor  # [G, NUM_FIELDS] int64
+    tile_to_problem: Tensor  # [tiles] int32
+    tile_shape: tuple[int, int]  # rows and columns of out
+
+    @property
+    def pointers(self) -> Tensor:  # [G, 3] int64: A, B, out
+        return self.problems[:, 0:3]
+
+    @property
+    def sizes(self) -> Tensor:  # [G, 3] int64: M, N, K
+        return self.problems[:, 3:6]
+
+    @property
+    def leading_dimensions(self) -> Tensor:  # [G, 3] int64: A, B, out
+        return self.problems[:, 6:9]
+
+
+class Survey(NamedTuple):
+    """What selectors and kernels ask of all problems at once. Those without an output count in `problems` alone."""
+
+    problems: list[Problem]
+    num_filled: int
+    layouts: tuple[str, str]  # "row", "column" or "mixed", of A and B
+    aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
+    whole: bool  # and so are the contiguous axes
+    separate: bool  # no row of an operand overlaps the next
+    largest: tuple[int, int, int]  # M, N, K
+    depths: frozenset[int]
+    area: int  # sum of M * N
+    work: int  # sum of M * N * K
+
+
+def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
+    """The leading dimension and whether the matrix is stored by columns; None if neither axis is contiguous."""
+    row_stride, column_stride = matrix.stride()
+    if column_stride == 1 or matrix.shape[1] <= 1:
+        return row_stride, False
+    if row_stride == 1 or matrix.shape[0] <= 1:
+        return column_stride, True
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedGemmListArguments(Arguments):
+    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero."""
+
+    tensors = ()
+    operand_names = ("A", "B", "out")
+
+    A_list: Sequence[Tensor]  # [M, K] each
+    B_list: Sequence[Tensor]  # [K, N] each
+    out_list: Sequence[Tensor]  # [M, N] each
+    accumulator_type: torch.dtype = torch.float32
+    table: ProblemTable | None = None  # of these tensors; made by the kernel when it is not given
+    epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
+
+    def __post_init__(self) -> None:
+        for name in ("A_list", "B_list", "out_list"):
+            matrices = getattr(self, name)
+            if not all(isinstance(matrix, Tensor) for matrix in matrices):
+                taken = [m if isinstance(m, Tensor) else torch.from_dlpack(m) for m in matrices]
+                object.__setattr__(self, name, taken)
+
+    @property
+    def A(self) -> Tensor:
+        """The first A: its device is that of all operands."""
+        return self.A_list[0]
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """Those of the first problem that has an output; the others are like them but for their sizes."""
+        lists = self.A_list, self.B_list, self.out_list  # what differs in length is an error, but here no crash
+        filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
+        shown = next(filled, None) or next(zip(*lists, strict=False), ())
+        return dict(zip(self.operand_names, shown, strict=False))
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return list(self.out_list)
+
+    def shape_error(self) -> str | None:
+        return self._error
+
+    @functools.cached_property
+    def _error(self) -> str | None:
+        if not len(self.A_list) == len(self.B_list) == len(self.out_list):
+            return f"as many A as B and out, got {len(self.A_list)}, {len(self.B_list)} and {len(self.out_list)}"
+        if not self.A_list:
+            return "expected at least one problem, got none"
+        dtypes = self.A_list[0].dtype, self.A_list[0].dtype, self.out_list[0].dtype
+        for g, matrices in enumerate(zip(self.A_list, self.B_list, self.out_list, strict=True)):
+            a, b, out = (tuple(matrix.shape) for matrix in matrices)
+            if not len(a) == len(b) == 2 or a[1] != b[0] or out != (a[0], b[1]):
+                return f"problem {g}: expected [M, K] @ [K, N] and [M, N], got {a} @ {b} and {out}"
+            for name, matrix, dtype in zip(("A", "B", "out"), matrices, dtypes, strict=True):
+                if matrix.dtype != dtype:
+                    return f"Operand `{name}` of problem {g}: expected {dtype}, got {matrix.dtype}"
+                if matrix.device != self.A.device:
+                    return f"Operand `{name}` of problem {g}: expected device {self.A.device}, got {matrix.device}"
+                if leading_dimension(matrix) is None:
+                    return f"Operand `{name}` of problem {g}: expected one contiguous axis, got {matrix.stride()}"
+            if leading_dimension(matrices[2])[1]:
+                return f"Operand `out` of problem {g}: expected rows contiguous, got strides {matrices[2].stride()}"
+            if out[0] > 1 and matrices[2].stride(0) < out[1]:
+                return f"Operand `out` of problem {g}: expected rows that do not overlap, got {matrices[2].stride()}"
+        return None
+
+    @functools.cached_property
+    def survey(self) -> Survey:
+        """One pass over the problems, which must be without error: it is what a call costs the CPU."""
+        problems, num_filled, by_columns, depths = [], 0, set(), set()
+        address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
+        separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()
+        for a, b, out in zip(self.A_list, self.B_list, self.out_list, strict=True):
+            m, k = a.shape
+            n = b.shape[1]
+            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)
+            ldo = out.stride(0)
+            pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            problems.append(Problem(pointers, (m, n, k), (lda, ldb, ldo), (a_columns, b_columns)))
+            if not (m and n):
+                continue
+            num_filled += 1
+            by_columns.add((a_columns, b_columns))
+            depths.add(k)
+            a_line, b_line = m if a_columns else k, k if b_columns else n  # what is contiguous
+            address_bits |= pointers[0] | pointers[1] | pointers[2] | (lda | ldb) * item | ldo * out_item
+            size_bits |= (a_line | b_line) * item | n * out_item
+            separate = separate and lda >= a_line and ldb >= b_line
+            largest_m, largest_n, largest_k = max(m, largest_m), max(n, largest_n), max(k, largest_k)
+            area += m * n
+            work += m * n * k
+        layouts = tuple(_layout({columns[operand] for columns in by_columns}) for operand in (0, 1))
+        largest = largest_m, largest_n, largest_k
+        aligned, whole = address_bits % 16 == 0, size_bits % 16 == 0
+        return Survey(problems, num_filled, layouts, aligned, whole, separate, largest, frozenset(depths), area, work)
+
+    def selection_key(self) -> tuple[Any, ...]:
+        """What support and speed depend on; sizes only by their powers of two. The problems must be without error."""
+        s = self.survey
+        static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
+        return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
+
+    def table_key(self) -> str:
+        """The key of a table of measured kernels."""
+        groups, m, n, k, area = self._size_class()
+        layouts = "A={} B={}".format(*self.survey.layouts)
+        form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"
+        return f"{form} G={groups} M={m} N={n} K={k} area={area}"
+
+    def _size_class(self) -> tuple[int, ...]:
+        """Number of problems, largest M, N and K, and sum of M * N, each rounded up to a power of two."""
+        s = self.survey
+        return tuple(1 << max(size - 1, 0).bit_length() for size in (s.num_filled, *s.largest, s.area))
+
+
+def _layout(by_columns: set[bool]) -> str:
+    return "mixed" if len(by_columns) > 1 else "column" if by_columns == {True} else "row"
+
+
+def make_problem_table(
+    args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None, *, write: bool = True
+) -> ProblemTable:
+    """The table of these arguments for tiles of one shape: one upload, no wait.
+
+    Args:
+        memory: [problem_table_bytes] uint8 on the device to put it; None allocates.
+        write: False leaves it uninitialised.
+    """
+    problems = args.survey.problems
+    order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
+    counts = [problems[g].num_tiles(block_m, block_n) for g in order]
+    ends = list(accumulate(counts))
+    rows = [()] * len(problems)
+    for g, count, end in zip(order, counts, ends, strict=True):
+        pointers, sizes, leading, by_columns = problems[g]
+        rows[g] = *pointers, *sizes, *leading, by_columns[0] + 2 * by_columns[1], end - count, end
+    on_host = functools.partial(torch.tensor, device="cpu")
+    described = on_host([field for row in rows for field in row], dtype=torch.int64)
+    tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
+    # One copy: the problems, then the tiles behind them, in pairs.
+    paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
+    values = torch.cat([described, paired])
+    if memory is None:
+        memory = torch.empty(values.nbytes, dtype=torch.uint8, device=args.A.device)
+    both = memory[: values.nbytes].view(torch.int64)
+    if write:
+        upload("grouped_gemm_list", values, both)
+    tiles = both[len(described) :].view(torch.int32)[: ends[-1]]
+    return ProblemTable(both[: len(described)].view(-1, NUM_FIELDS), tiles, (block_m, block_n))
+
+
+def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
+    problems = args.survey.problems
+    num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in problems)
+    return 8 * (len(problems) * NUM_FIELDS + cdiv(num_tiles, 2))
+
+
+@dataclass(frozen=True)
+class GroupedGemmListOperands:
+    """out_list[g] = A_list[g] @ B_list[g]; each A and B stored by rows or by columns, each out by rows."""
+
+    A: Operand
+    B: Operand
+    out: Operand
+
+
+@dataclass(frozen=True)
+class PointerArrayDesign(PointerDesign):
+    """Addresses from a table; `programs_per_sm` programs for each SM, or one per tile where tiles are fewer."""
+
+    programs_per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class TmaArrayDesign(TmaDesign):
+    """Descriptors made on the device from a table, once for the tiles of a problem that a program walks."""
+
+    programs_per_sm: int = 1
+
+
+class GroupedGemmListKernel(Kernel):
+    """Kernels that compute `GroupedGemmListArguments`."""
+
+    arguments_class = GroupedGemmListArguments
+
+    def __init__(self, metadata: KernelMetadata, compiled_as: Kernel | None = None):
+        super().__init__(metadata)
+        # The kernel whose code it runs, where they differ only in the number of programs.
+        self.compiled_as = compiled_as or self
+
+    def supports_design(self, args: GroupedGemmListArguments) -> Status:
+        if self.metadata.operands.A.alignment_bytes == 1:
+            return Status()
+        for name, layout in zip(("A", "B"), args.survey.layouts, strict=True):
+            if layout == "mixed":
+                return Status(f"Operand `{name}`: expected one layout for all problems, got both")
+        if not args.survey.aligned:
+            return Status("expected addresses and leading dimensions of whole 16 bytes for all problems")
+        return self.supports_aligned(args)
+
+    @abc.abstractmethod
+    def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
+        """What a kernel that asks for alignment asks beyond it."""
+
+    def table(
+        self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
+    ) -> ProblemTable:
+        """The table for this kernel's tiles; made here unless the arguments hold it."""
+        if self._has_table(args):
+            return args.table
+        return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory, write=write)
+
+    def _has_table(self, args: GroupedGemmListArguments) -> bool:
+        return args.table is not None and args.table.tile_shape == self.metadata.design.tile_shape[:2]
+
+    def metadata_bytes(self, args: GroupedGemmListArguments) -> int:
+        return 0 if self._has_table(args) else problem_table_bytes(args, *self.metadata.design.tile_shape[:2])
+
+    def with_metadata(
+        self, args: GroupedGemmListArguments, memory: Tensor | None, *, write: bool = True
+    ) -> GroupedGemmListArguments:
+        return dataclasses.replace(args, table=self.table(args, memory, write=write))
+
+    def num_programs(self, args: GroupedGemmListArguments) -> int:
+        """One for each tile, but no more than the design has for each SM."""
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
+
+    def estimate(self, args: GroupedGemmListArguments) -> float:
+        """Multiplications of the SM with most tiles, and for each tile what precedes its reduction.
+
+        Programs that share an SM hide that part behind each other's reductions.
+        """
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)
+        programs_here = cdiv(programs, num_sms)
+        tiles_here = programs_here * cdiv(num_tiles, programs)
+        resident = 12 // self.metadata.design.num_warps
+        before = (512 if self.metadata.design.tma else 256) / min(programs_here, resident)
+        return tiles_here * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before)
+
+
+@triton.jit
+def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First row and column of a problem's tile. GROUP_TILES rows of tiles walk the columns together."""
+    num_row_tiles = tl.cdiv(M, BLOCK_M)
+    band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
+    first = local // band * GROUP_TILES
+    height = tl.minimum(num_row_tiles - first, GROUP_TILES)
+    return (first + local % band % height) * BLOCK_M, local % band // height * BLOCK_N
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return tl.float8e4nv if dtype == FLOAT8 else getattr(tl, str(dtype)[6:])

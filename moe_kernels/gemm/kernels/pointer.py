@@ -1,0 +1,237 @@
+"""Grouped GEMM through pointers: any size, stride and GPU, optionally gathering the rows of A."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...activation.functions import PLAIN_EPILOGUES
+from ...runtime.dispatch import FLOAT8, FLOAT8_CC
+from ...runtime.launch import Launch
+from ...runtime.triton import cdiv, tl, triton
+from ..arguments import GroupedGemmArguments
+from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, PointerDesign
+from .base import GroupedGemmKernel, kernel_name
+from .precision import add_product, dot_precision, zero_total
+
+
+@triton.jit
+def multiply_tile(
+    a_ptrs,  # [BLOCK_M, BLOCK_K] of the first step
+    a_stride,  # along K
+    row_mask,  # [BLOCK_M]
+    b_ptrs,  # [BLOCK_K, BLOCK_N]
+    b_stride,
+    column_mask,  # [BLOCK_N]
+    depth,  # K, or 0 for zeros
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """a @ b over a reduction of `depth`, as float32."""
+    k = tl.arange(0, BLOCK_K)
+    total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
+    for first in range(0, depth, BLOCK_K):
+        a_mask = row_mask[:, None]
+        b_mask = column_mask[None, :]
+        if not EVEN_K:
+            a_mask &= (first + k < depth)[None, :]
+            b_mask &= (first + k < depth)[:, None]
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        total = add_product(a, b, total, depth, PRECISION)
+        a_ptrs += BLOCK_K * a_stride
+        b_ptrs += BLOCK_K * b_stride
+    return total.to(tl.float32)
+
+
+@triton.jit
+def activate(product, FORWARD: tl.constexpr):
+    """The product behind a plain activation, or as it is."""
+    if FORWARD is None:
+        return product
+    else:
+        return FORWARD(product, product)
+
+
+@triton.jit(do_not_specialize=["num_row_tiles"])
+def _grouped_gemm_kernel(
+    a_ptr,
+    a_strides,  # [R or T, K]
+    row_to_token_ptr,  # [R], or None
+    b_ptr,
+    b_strides,  # [G, K, N]
+    out_ptr,
+    out_strides,  # [R, N]
+    bias_ptr,  # [G, N], or None
+    bias_strides,
+    row_scale_ptr,  # [R], or None
+    row_scale_strides,
+    scale_a_ptr,  # [R or T], or None
+    scale_a_strides,
+    scale_b_ptr,  # [G, N], or None
+    scale_b_strides,
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    num_row_tiles,  # capacity
+    G,
+    K,
+    N,
+    EVEN_K: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program writes one [BLOCK_M, BLOCK_N] tile of out. Grid: (capacity * cdiv(N, BLOCK_N),)."""
+    num_column_tiles = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first_tile = program // (GROUP_TILES * num_column_tiles) * GROUP_TILES
+    tiles_here = tl.minimum(num_row_tiles - first_tile, GROUP_TILES)
+    local = program % (GROUP_TILES * num_column_tiles)
+    tile = first_tile + local % tiles_here
+    if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
+        return
+    group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
+    row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    end = tl.load(bounds_ptr + group + 1)
+    row_mask = row < end
+    # The tail has no matrix, no bias and no scales: its rows become zeros.
+    row_inside = row < tl.where(group < G, end, 0)
+    row = row.to(tl.int64)
+    column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    column_mask = column < N
+    column_inside = column < tl.where(group < G, N, 0)
+    a_row = row
+    if row_to_token_ptr is not None:
+        a_row = tl.load(row_to_token_ptr + row, mask=row_mask, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    total = multiply_tile(
+        a_ptr + a_row[:, None] * a_strides[0] + k[None, :] * a_strides[1],
+        a_strides[1],
+        row_mask,
+        b_ptr + group * b_strides[0] + k[:, None] * b_strides[1] + column[None, :] * b_strides[2],
+        b_strides[1],
+        column_mask,
+        tl.where(group < G, K, 0),
+        EVEN_K,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    if scale_a_ptr is not None:
+        total *= tl.load(scale_a_ptr + a_row * scale_a_strides[0], mask=row_inside, other=0.0)[:, None]
+    if scale_b_ptr is not None:
+        scale_b_ptrs = scale_b_ptr + group * scale_b_strides[0] + column * scale_b_strides[1]
+        total *= tl.load(scale_b_ptrs, mask=column_inside, other=0.0)[None, :]
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + group * bias_strides[0] + column * bias_strides[1]
+        total += tl.load(bias_ptrs, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+    if row_scale_ptr is not None:
+        total *= tl.load(row_scale_ptr + row * row_scale_strides[0], mask=row_inside, other=0.0)[:, None]
+    out_ptrs = out_ptr + row[:, None] * out_strides[0] + column[None, :] * out_strides[1]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+class PointerGroupedGemm(GroupedGemmKernel):
+    """`GroupedGemmArguments` without an epilogue, one program per tile."""
+
+    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+        num_columns = args.out.shape[1]
+        if not args.out.numel():
+            return None
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        table = self.tile_table(args)
+        num_groups, depth, _ = args.B.shape
+        capacity = table.tiles.shape[0]
+        return Launch(
+            _grouped_gemm_kernel,
+            (capacity * cdiv(num_columns, block_n),),
+            (
+                args.A,
+                args.A.stride(),
+                args.row_to_token,
+                args.B,
+                args.B.stride(),
+                args.out,
+                args.out.stride(),
+                *_with_strides(args.bias),
+                *_with_strides(args.row_scale),
+                *_with_strides(args.scale_a),
+                *_with_strides(args.scale_b),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                capacity,
+                num_groups,
+                depth,
+                num_columns,
+            ),
+            {
+                "EVEN_K": depth % block_k == 0,
+                "ZERO_TAIL": int(args.zero_tail),
+                "PRECISION": dot_precision(args.A),
+                "GROUP_TILES": design.group_tiles,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
+    return tensor, None if tensor is None else tensor.stride()
+
+
+# Every tile fits the shared memory of the smallest GPU of its generation (99 KiB).
+_TILES = {
+    torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
+    torch.float16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
+    torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 2)],
+    FLOAT8: [((128, 128, 128), 8, 3), ((16, 128, 128), 4, 3)],
+}
+
+
+def plain_forward(metadata: KernelMetadata) -> Any:
+    """The device function of a kernel's plain epilogue, or None."""
+    return None if metadata.epilogue is None else PLAIN_EPILOGUES[metadata.epilogue].forward
+
+
+def out_operand(dtype: torch.dtype) -> Operand:
+    """What the results of operands of this dtype can be: theirs, or float32; a float8 result would need a scale."""
+    if dtype == FLOAT8:
+        return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
+    return Operand(dtype, other_dtypes=() if dtype == torch.float32 else (torch.float32,))
+
+
+def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerGroupedGemm:
+    operands = GroupedGemmOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
+    return PointerGroupedGemm(
+        KernelMetadata(
+            kernel_name("grouped_gemm", "pointer", dtype, design),
+            PointerGroupedGemm,
+            FLOAT8_CC if dtype == FLOAT8 else 80,
+            operands,
+            design,
+            optional_operands=("bias", "row_scale", *(("scale_a", "scale_b") if dtype == FLOAT8 else ())),
+        )
+    )
+
+
+POINTER_KERNELS = tuple(
+    _kernel(dtype, PointerDesign(*tile, gather=gather))
+    for dtype, tiles in _TILES.items()
+    for tile in tiles
+    for gather in ((False,) if dtype == FLOAT8 else (False, True))
+)

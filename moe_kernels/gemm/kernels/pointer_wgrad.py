@@ -1,0 +1,123 @@
+"""Weight gradient of a grouped GEMM through pointers: a reduction over each group's own number of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime.launch import Launch
+from ...runtime.triton import cdiv, tl, triton
+from ..arguments import WgradArguments
+from ..kernel import KernelMetadata, Operand, PointerDesign, WgradOperands
+from .base import WgradKernel, kernel_name
+from .pointer import out_operand
+from .precision import add_product, dot_precision, zero_total
+
+
+@triton.jit
+def _wgrad_kernel(
+    a_ptr,
+    a_strides,  # [R or T, K]
+    a_row_to_token_ptr,  # [R], or None
+    dout_ptr,
+    dout_strides,  # [R or T, N]
+    dout_row_to_token_ptr,  # [R], or None
+    out_ptr,
+    out_strides,  # [G, K, N]
+    bounds_ptr,  # [G + 2]
+    K,
+    N,
+    PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program writes one [BLOCK_K, BLOCK_N] tile of out[g]. Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),)."""
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    num_n_tiles = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (num_k_tiles * num_n_tiles)
+    tile = tl.program_id(0) % (num_k_tiles * num_n_tiles)
+    k = (tile % num_k_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    n = (tile // num_k_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.load(bounds_ptr + group)
+    end = tl.load(bounds_ptr + group + 1)
+    a_columns = k.to(tl.int64) * a_strides[1]
+    dout_columns = n.to(tl.int64) * dout_strides[1]
+    total = zero_total(BLOCK_K, BLOCK_N, PRECISION)  # [BLOCK_K, BLOCK_N]
+    for first in range(start, end, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        row_mask = row < end
+        a_row = row
+        if a_row_to_token_ptr is not None:
+            a_row = tl.load(a_row_to_token_ptr + row, mask=row_mask, other=0)
+        dout_row = row
+        if dout_row_to_token_ptr is not None:
+            dout_row = tl.load(dout_row_to_token_ptr + row, mask=row_mask, other=0)
+        a_ptrs = a_ptr + a_row.to(tl.int64)[:, None] * a_strides[0] + a_columns[None, :]
+        dout_ptrs = dout_ptr + dout_row.to(tl.int64)[:, None] * dout_strides[0] + dout_columns[None, :]
+        a = tl.load(a_ptrs, mask=row_mask[:, None] & (k < K)[None, :], other=0.0)
+        dout = tl.load(dout_ptrs, mask=row_mask[:, None] & (n < N)[None, :], other=0.0)
+        total = add_product(tl.trans(a), dout, total, end, PRECISION)
+    out_ptrs = (
+        out_ptr
+        + group.to(tl.int64) * out_strides[0]
+        + k.to(tl.int64)[:, None] * out_strides[1]
+        + n.to(tl.int64)[None, :] * out_strides[2]
+    )
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+
+
+class PointerWgrad(WgradKernel):
+    """`out[g] = A[start:end].T @ dout[start:end]`, one program per tile of out."""
+
+    def launch(self, args: WgradArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        design = self.metadata.design
+        block_k, block_n, block_r = design.tile_shape
+        num_groups, size_k, size_n = args.out.shape
+        return Launch(
+            _wgrad_kernel,
+            (num_groups * cdiv(size_k, block_k) * cdiv(size_n, block_n),),
+            (
+                args.A,
+                args.A.stride(),
+                args.a_row_to_token,
+                args.dout,
+                args.dout.stride(),
+                args.dout_row_to_token,
+                args.out,
+                args.out.stride(),
+                self.tile_table(args).bounds,
+                size_k,
+                size_n,
+            ),
+            {
+                "PRECISION": dot_precision(args.A),
+                "BLOCK_K": block_k,
+                "BLOCK_N": block_n,
+                "BLOCK_R": block_r,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+_TILES = {
+    torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)],
+    torch.float16: [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)],
+    torch.float32: [((64, 64, 16), 4, 2)],
+}
+
+
+def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerWgrad:
+    operands = WgradOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
+    name = kernel_name("wgrad", "pointer", dtype, design)
+    return PointerWgrad(KernelMetadata(name, PointerWgrad, 80, operands, design))
+
+
+POINTER_WGRAD_KERNELS = tuple(
+    _kernel(dtype, PointerDesign(*tile, gather=gather))
+    for dtype, tiles in _TILES.items()
+    for tile in tiles
+    for gather in (False, True)
+)

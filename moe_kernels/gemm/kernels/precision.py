@@ -1,0 +1,61 @@
+"""How float32 operands are multiplied and summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...runtime.triton import tl, triton
+from ..arguments import float32_uses_tf32
+from ..kernel import device_cc
+
+# Compute capabilities whose tensor cores multiply float64 as fast as other units do float32. Most others have 1/32 or
+# 1/64 of that rate; Triton 3.6 cannot compile a float64 dot for 10.0.
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
+_FAST_FLOAT64 = frozenset({80, 90})
+
+
+def has_fast_float64(device: torch.device) -> bool:
+    """Whether float64 products cost no more than float32 ones. In the interpreter they cost no more."""
+    return device.type != "cuda" or device_cc(device) in _FAST_FLOAT64
+
+
+def dot_precision(operand: Tensor) -> str | None:
+    """How a kernel multiplies operands like this one. None: not float32, so exactly, into a float32 sum.
+
+    "tf32" if PyTorch was asked for it. Else "float64" where that is fast: products are exact and sums rounded once at
+    the end. Else "float32", in short runs.
+    """
+    if operand.dtype != torch.float32:
+        return None
+    if float32_uses_tf32():
+        return "tf32"
+    return "float64" if has_fast_float64(operand.device) else "float32"
+
+
+@triton.jit
+def zero_total(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+    """What a sum of products starts from."""
+    if PRECISION == "float64":
+        return tl.zeros((ROWS, COLUMNS), tl.float64)  # [ROWS, COLUMNS]
+    else:
+        return tl.zeros((ROWS, COLUMNS), tl.float32)  # [ROWS, COLUMNS]
+
+
+@triton.jit
+def add_product(a, b, total, positive, PRECISION: tl.constexpr):
+    """total + a @ b.
+
+    `positive` is any number above zero that the compiler does not know, lest it adds every float32 term to `total`.
+    """
+    # Tensor cores sum float8 products in about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2); this adds the sum of
+    # each step to float32.
+    IMPRECISE: tl.constexpr = a.shape[1] if a.dtype.is_fp8() else None
+    if PRECISION is None:
+        return tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
+    elif PRECISION == "float64":
+        return tl.dot(a.to(tl.float64), b.to(tl.float64), total, out_dtype=tl.float64)
+    else:
+        # The product is summed by itself: a sum's error grows with the number of its terms.
+        zero = tl.where(positive <= 0, total, 0.0)
+        return total + tl.dot(a, b, zero, input_precision="tf32" if PRECISION == "tf32" else "ieee")

@@ -1,0 +1,51 @@
+"""TMA descriptors over rows that belong to groups: nothing past the end of a group is read or written.
+
+A matrix [R, C] with row stride s is described with rank 4: shape [big, big, 2**30, C] and strides [2**34 - s, s, s, 1].
+The coordinates [2**30, end, 2**30 - left, c] address row `end - left`, since 2**30 * 2**34 wraps to zero:
+
+    2**30 * (2**34 - s) + end * s + (2**30 - left) * s = (end - left) * s
+
+and the third coordinate reaches its bound exactly at row `end`, so the hardware clips there: loads return zeros and
+stores do nothing. The idea is from https://github.com/triton-lang/triton/blob/main/python/triton/tools/ragged_tma.py
+"""
+
+from __future__ import annotations
+
+from ...runtime.triton import tl, triton
+
+MAX_ROWS = 2**30 - 1
+_BIG = 0x7FFF0000
+
+
+def ragged_shape_and_strides(row_stride: int, num_columns: int, split: int = 1) -> tuple[list[int], list[int]]:
+    """Shape and strides of the descriptor; with `split` 2 the columns are two halves that do not touch."""
+    shape = [_BIG, _BIG, 2**30, num_columns]
+    strides = [2**34 - row_stride, row_stride, row_stride, 1]
+    if split > 1:
+        shape[3:] = [split, num_columns // split]
+        strides[3:] = [num_columns // split, 1]
+    return shape, strides
+
+
+@triton.jit
+def ragged_descriptor(ptr, row_stride, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The descriptor, made on the device. Its blocks are [1, 1, BLOCK_R, BLOCK_C]."""
+    stride = row_stride.to(tl.int64)
+    return tl.make_tensor_descriptor(
+        ptr,
+        [0x7FFF0000, 0x7FFF0000, 0x40000000, num_columns],
+        [17179869184 - stride, stride, stride, 1],
+        [1, 1, BLOCK_R, BLOCK_C],
+    )
+
+
+@triton.jit
+def load_ragged(descriptor, row, end, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """[BLOCK_R, BLOCK_C] from `row`, zeros from row `end` on."""
+    return descriptor.load([0x40000000, end, 0x40000000 - (end - row), column]).reshape(BLOCK_R, BLOCK_C)
+
+
+@triton.jit
+def store_ragged(descriptor, row, end, column, value, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Write [BLOCK_R, BLOCK_C] from `row`, but nothing from row `end` on."""
+    descriptor.store([0x40000000, end, 0x40000000 - (end - row), column], value.reshape(1, 1, BLOCK_R, BLOCK_C))

@@ -1,0 +1,240 @@
+"""Persistent grouped GEMM through TMA, software-pipelined: B by TMA, A by TMA or gathered row by row.
+
+The output goes through ragged descriptors, so a tile that is only partly in a group writes its own rows alone. With
+an activation, a tile multiplies the same columns of both halves of B, writes both to `preactivation`, and their
+activation, computed from the values as stored and the bias, to `out`. Without an activation the bias is added before
+the product is rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...activation.functions import EPILOGUES
+from ...runtime.launch import DESCRIPTOR_BYTES, Launch
+from ...runtime.triton import tl, triton
+from ..arguments import GroupedGemmArguments
+from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, TmaDesign
+from .base import GroupedGemmKernel, kernel_name, num_programs
+from .ragged import ragged_descriptor, store_ragged
+
+
+@triton.jit(do_not_specialize=["num_a_rows"])
+def _tma_kernel(
+    a_ptr,  # [R or T, K], rows contiguous
+    a_stride,
+    num_a_rows,
+    row_to_token_ptr,  # [R], or None
+    b_ptr,  # [G, K, N], contiguous along K if B_COLUMN, else along N
+    b_group_stride,
+    b_stride,  # of the axis that is not contiguous
+    bias_ptr,  # [G, N], or None
+    bias_strides,
+    product_ptr,  # [R, N]: out, or preactivation with an activation
+    product_stride,
+    activated_ptr,  # [R, N / 2], or None
+    activated_stride,
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    G,
+    K,
+    N,
+    EVEN_K: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,
+    B_COLUMN: tl.constexpr,
+    FORWARD: tl.constexpr,  # activation, or None
+    FLATTEN: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile. Grid: (number of SMs,)."""
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    GATED: tl.constexpr = FORWARD is not None
+    if row_to_token_ptr is None:
+        a_desc = tl.make_tensor_descriptor(a_ptr, [num_a_rows, K], [a_stride, 1], [BLOCK_M, BLOCK_K])
+    else:
+        # Multiples of 8, which the compiler learns here; so the copies are 16 bytes wide.
+        a_stride = a_stride // 8 * 8
+        K = K // 8 * 8
+    if GATED:
+        # One box holds the same columns of the gate and of the up half.
+        columns = N // 2
+        up_offset = columns * b_stride.to(tl.int64)
+        b_desc = tl.make_tensor_descriptor(
+            b_ptr, [G, 2, columns, K], [b_group_stride, up_offset, b_stride, 1], [1, 2, HALF_N, BLOCK_K]
+        )
+        up_ptr = product_ptr + columns
+        left_desc = ragged_descriptor(product_ptr, product_stride, columns, BLOCK_M, HALF_N)
+        right_desc = ragged_descriptor(up_ptr, product_stride, columns, BLOCK_M, HALF_N)
+        activated_desc = ragged_descriptor(activated_ptr, activated_stride, columns, BLOCK_M, HALF_N)
+        num_column_tiles = tl.cdiv(columns, HALF_N)
+    else:
+        if B_COLUMN:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [G, N, K], [b_group_stride, b_stride, 1], [1, BLOCK_N, BLOCK_K])
+        else:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [G, K, N], [b_group_stride, b_stride, 1], [1, BLOCK_K, BLOCK_N])
+        left_desc = ragged_descriptor(product_ptr, product_stride, N, BLOCK_M, HALF_N)
+        num_column_tiles = tl.cdiv(N, BLOCK_N)
+    dtype: tl.constexpr = product_ptr.dtype.element_ty
+    num_row_tiles = tl.load(num_tiles_ptr)
+    band = GROUP_TILES * num_column_tiles
+    k_range = tl.arange(0, BLOCK_K)
+    num_tiles = num_row_tiles * num_column_tiles
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+        first = tile // band * GROUP_TILES
+        height = tl.minimum(num_row_tiles - first, GROUP_TILES)
+        row_tile = first + tile % band % height
+        column_tile = tile % band // height
+        group = tl.load(tiles_ptr + 2 * row_tile)
+        end = tl.load(bounds_ptr + group + 1)
+        row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + 2 * row_tile + 1) * BLOCK_M
+        if row_to_token_ptr is not None:
+            rows = row + tl.arange(0, BLOCK_M)
+            # Rows past the end read token 0: their products are not written.
+            token = tl.load(row_to_token_ptr + rows, mask=rows < end, other=0).to(tl.int64)
+            a_ptrs = a_ptr + token[:, None] * a_stride + k_range[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
+        for k in range(0, K, BLOCK_K):
+            if row_to_token_ptr is None:
+                a = a_desc.load([row, k])
+            elif EVEN_K:
+                a = tl.load(a_ptrs + k)
+            else:
+                a = tl.load(a_ptrs + k, mask=(k + k_range < K)[None, :], other=0.0)
+            if GATED:
+                b = b_desc.load([group, 0, column_tile * HALF_N, k]).reshape(BLOCK_N, BLOCK_K)
+                total = tl.dot(a, b.T, total)
+            elif B_COLUMN:
+                b = b_desc.load([group, column_tile * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K)
+                total = tl.dot(a, b.T, total)
+            else:
+                b = b_desc.load([group, k, column_tile * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+                total = tl.dot(a, b, total)
+        if bias_ptr is not None and not GATED:
+            n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            total += _load_bias(bias_ptr, bias_strides, group, n, n < N)
+        left, right = total.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
+        left, right = left.to(dtype), right.to(dtype)
+        if GATED:
+            column = column_tile * HALF_N
+            store_ragged(left_desc, row, end, column, left, BLOCK_M, HALF_N)
+            store_ragged(right_desc, row, end, column, right, BLOCK_M, HALF_N)
+            gate, up = left.to(tl.float32), right.to(tl.float32)
+            if bias_ptr is not None:
+                f = column + tl.arange(0, HALF_N)
+                gate += _load_bias(bias_ptr, bias_strides, group, f, f < columns)
+                up += _load_bias(bias_ptr, bias_strides, group, columns + f, f < columns)
+            store_ragged(activated_desc, row, end, column, FORWARD(gate, up).to(dtype), BLOCK_M, HALF_N)
+        else:
+            store_ragged(left_desc, row, end, column_tile * BLOCK_N, left, BLOCK_M, HALF_N)
+            store_ragged(left_desc, row, end, column_tile * BLOCK_N + HALF_N, right, BLOCK_M, HALF_N)
+    if ZERO_TAIL:
+        zeros = tl.zeros((BLOCK_M, HALF_N), dtype)
+        all_tiles = tl.load(num_tiles_ptr + 1) * num_column_tiles
+        for tile in range(num_tiles + tl.program_id(0), all_tiles, tl.num_programs(0)):
+            row_tile = tile // num_column_tiles
+            column_tile = tile % num_column_tiles
+            end = tl.load(bounds_ptr + G + 1)
+            row = tl.load(bounds_ptr + G) + tl.load(tiles_ptr + 2 * row_tile + 1) * BLOCK_M
+            if GATED:
+                store_ragged(left_desc, row, end, column_tile * HALF_N, zeros, BLOCK_M, HALF_N)
+                store_ragged(right_desc, row, end, column_tile * HALF_N, zeros, BLOCK_M, HALF_N)
+                store_ragged(activated_desc, row, end, column_tile * HALF_N, zeros, BLOCK_M, HALF_N)
+            else:
+                store_ragged(left_desc, row, end, column_tile * BLOCK_N, zeros, BLOCK_M, HALF_N)
+                store_ragged(left_desc, row, end, column_tile * BLOCK_N + HALF_N, zeros, BLOCK_M, HALF_N)
+
+
+@triton.jit
+def _load_bias(bias_ptr, bias_strides, group, column, mask):
+    """The group's biases of columns, [1, number of columns] float32."""
+    pointers = bias_ptr + group.to(tl.int64) * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+class TmaGroupedGemm(GroupedGemmKernel):
+    """`out[start:end] = A[start:end] @ B[g]`, optionally gathering A and with an activation behind."""
+
+    def scratch_bytes(self, args: GroupedGemmArguments) -> int:
+        num_descriptors = 2 + (not self.metadata.design.gather) + 2 * (self.metadata.epilogue is not None)
+        return DESCRIPTOR_BYTES * num_descriptors * num_programs(args.A)
+
+    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        table = self.tile_table(args)
+        num_groups, depth, num_columns = args.B.shape
+        stride_g, stride_k, stride_n = args.B.stride()
+        b_column = self.metadata.operands.B.layout == "column"
+        gated = self.metadata.epilogue is not None
+        product = args.preactivation if gated else args.out
+        return Launch(
+            _tma_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                args.A,
+                args.A.stride(0),
+                args.A.shape[0],
+                args.row_to_token,
+                args.B,
+                stride_g,
+                stride_n if b_column else stride_k,
+                args.bias,
+                None if args.bias is None else args.bias.stride(),
+                product,
+                product.stride(0),
+                args.out if gated else None,
+                args.out.stride(0),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                num_groups,
+                depth,
+                num_columns,
+            ),
+            {
+                "EVEN_K": depth % block_k == 0,
+                "ZERO_TAIL": args.zero_tail,
+                "B_COLUMN": b_column,
+                "FORWARD": EPILOGUES[self.metadata.epilogue].forward if gated else None,
+                "FLATTEN": design.flatten,
+                "GROUP_TILES": design.group_tiles,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+def _design(tile: tuple[int, int, int], num_warps: int, num_stages: int, **options: bool) -> TmaDesign:
+    return TmaDesign(tile, num_warps, num_stages, persistent=True, tma=True, **options)
+
+
+def _kernel(dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str | None) -> TmaGroupedGemm:
+    tma = Operand(dtype, "row", 16)
+    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    flat = "flat" if design.flatten else None
+    name = kernel_name("grouped_gemm", "tma", dtype, design, flat, f"b_{b_layout}", epilogue)
+    # Beside a gather and an activation there are no registers left for a bias.
+    optional = () if design.gather and epilogue is not None else ("bias",)
+    cls = TmaGroupedGemm
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
+
+
+# One pipeline over all tiles was measured to pay only without a gather. Smaller tiles were never the fastest.
+_DESIGNS = (
+    _design((128, 256, 64), 8, 4, flatten=True),
+    _design((128, 256, 64), 8, 4, gather=True),
+)
+
+TMA_KERNELS = tuple(
+    _kernel(dtype, design, layout, epilogue)
+    for dtype in (torch.bfloat16, torch.float16)
+    for design in _DESIGNS
+    for layout, epilogue in (("column", None), ("row", None), ("column", "swiglu"))
+)

@@ -1,0 +1,160 @@
+"""Independent products through TMA, with descriptors that are made on the device for each problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from ...runtime.dispatch import FLOAT8
+from ...runtime.launch import DESCRIPTOR_BYTES, Launch
+from ...runtime.triton import tl, triton
+from ..kernel import KernelMetadata, Operand, Status
+from .base import kernel_name
+from .list import (
+    NUM_FIELDS,
+    GroupedGemmListArguments,
+    GroupedGemmListKernel,
+    GroupedGemmListOperands,
+    TmaArrayDesign,
+    tile_origin,
+    triton_dtype,
+)
+from .pointer import out_operand
+
+
+@triton.jit
+def _descriptor(address, leading, rows, columns, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Over the matrix as it lies in memory: `columns` is its contiguous axis."""
+    return tl.make_tensor_descriptor(
+        address.to(tl.pointer_type(DTYPE)), [rows, columns], [leading, 1], [BLOCK_R, BLOCK_C]
+    )
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _tma_array_kernel(
+    problems_ptr,  # [G, FIELDS] int64
+    tile_to_problem_ptr,  # [num_tiles] int32
+    num_tiles,
+    DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    A_COLUMN: tl.constexpr,
+    B_COLUMN: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    # As in `add_product`: tensor cores sum float8 products in about 14 bits.
+    IMPRECISE: tl.constexpr = BLOCK_K if DTYPE.is_fp8() else None
+    step = tl.num_programs(0)
+    tile = tl.program_id(0)
+    while tile < num_tiles:
+        problem_ptr = problems_ptr + tl.load(tile_to_problem_ptr + tile).to(tl.int64) * FIELDS
+        M = tl.load(problem_ptr + 3).to(tl.int32)
+        N = tl.load(problem_ptr + 4).to(tl.int32)
+        K = tl.load(problem_ptr + 5).to(tl.int32)
+        a_leading, b_leading = tl.load(problem_ptr + 6), tl.load(problem_ptr + 7)
+        first_tile = tl.load(problem_ptr + 10).to(tl.int32)
+        end_tile = tl.load(problem_ptr + 11).to(tl.int32)
+        if A_COLUMN:
+            a_desc = _descriptor(tl.load(problem_ptr), a_leading, K, M, DTYPE, BLOCK_K, BLOCK_M)
+        else:
+            a_desc = _descriptor(tl.load(problem_ptr), a_leading, M, K, DTYPE, BLOCK_M, BLOCK_K)
+        if B_COLUMN:
+            b_desc = _descriptor(tl.load(problem_ptr + 1), b_leading, N, K, DTYPE, BLOCK_N, BLOCK_K)
+        else:
+            b_desc = _descriptor(tl.load(problem_ptr + 1), b_leading, K, N, DTYPE, BLOCK_K, BLOCK_N)
+        out_desc = _descriptor(tl.load(problem_ptr + 2), tl.load(problem_ptr + 8), M, N, OUT_DTYPE, BLOCK_M, HALF_N)
+        # The tiles of this problem that this program walks.
+        num_here = tl.cdiv(end_tile - tile, step)
+        for i in range(0, num_here):
+            local = tile + i * step - first_tile
+            row, column = tile_origin(local, M, N, GROUP_TILES, BLOCK_M, BLOCK_N)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
+            for k in range(0, K, BLOCK_K):
+                if A_COLUMN:
+                    a = a_desc.load([k, row]).T
+                else:
+                    a = a_desc.load([row, k])
+                if B_COLUMN:
+                    b = b_desc.load([column, k]).T
+                else:
+                    b = b_desc.load([k, column])
+                total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
+            left, right = total.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
+            out_desc.store([row, column], left.to(OUT_DTYPE))
+            out_desc.store([row, column + HALF_N], right.to(OUT_DTYPE))
+        tile += num_here * step
+
+
+class TmaArrayGemm(GroupedGemmListKernel):
+    """`out_list[g] = A_list[g] @ B_list[g]`, one launch."""
+
+    def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
+        if not args.survey.separate:
+            return Status("expected leading dimensions of at least a row")
+        return Status("takes no empty reduction" if 0 in args.survey.depths else None)
+
+    def scratch_bytes(self, args: GroupedGemmListArguments) -> int:
+        return DESCRIPTOR_BYTES * 3 * self.num_programs(args)
+
+    def launch(self, args: GroupedGemmListArguments) -> Launch | None:
+        if not args.survey.num_filled:
+            return None
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        table = self.table(args)
+        return Launch(
+            _tma_array_kernel,
+            (self.num_programs(args),),
+            (table.problems, table.tile_to_problem, len(table.tile_to_problem)),
+            {
+                "DTYPE": triton_dtype(args.A.dtype),
+                "OUT_DTYPE": triton_dtype(args.out_list[0].dtype),
+                "FIELDS": NUM_FIELDS,
+                "A_COLUMN": args.survey.layouts[0] == "column",
+                "B_COLUMN": args.survey.layouts[1] == "column",
+                "GROUP_TILES": design.group_tiles,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+# Tile, warps, stages, choices of programs per SM, the first by rule. Sums of float8 take twice the registers.
+_DESIGNS = {
+    dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
+    for dtype in (torch.bfloat16, torch.float16)
+} | {FLOAT8: [((128, 128, 128), 8, 4, (1,))]}
+
+
+def _kernels(
+    dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...]
+) -> Iterator[TmaArrayGemm]:
+    if dtype == FLOAT8:
+        # Tensor cores read both operands along the reduction.
+        a, b = Operand(dtype, "row", 16), Operand(dtype, "column", 16)
+        out = dataclasses.replace(out_operand(dtype), layout="row", alignment_bytes=16)
+    else:
+        a, b, out = Operand(dtype, None, 16), Operand(dtype, None, 16), Operand(dtype, "row", 16)
+    operands = GroupedGemmListOperands(a, b, out)
+    first = None
+    for per_sm in choices:
+        design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
+        name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
+        kernel = TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=90), first)
+        first = first or kernel
+        yield kernel
+
+
+TMA_ARRAY_KERNELS = tuple(
+    kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)
+)

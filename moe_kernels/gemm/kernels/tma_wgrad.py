@@ -1,0 +1,138 @@
+"""Weight gradient through TMA: ragged loads return zeros past a group's end; one operand may be gathered instead."""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime.launch import DESCRIPTOR_BYTES, Launch
+from ...runtime.triton import tl, triton
+from ..arguments import WgradArguments
+from ..kernel import KernelMetadata, Operand, TmaDesign, WgradOperands
+from .base import WgradKernel, kernel_name, num_programs
+from .ragged import load_ragged, ragged_descriptor
+
+
+@triton.jit
+def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
+    """[rows, columns] of the tokens of `rows`; zeros from row `end` on."""
+    # Multiples of 8, which the compiler learns here; so the copies are 16 bytes wide.
+    stride = stride // 8 * 8
+    num_columns = num_columns // 8 * 8
+    inside = rows < end
+    token = tl.load(row_to_token_ptr + rows, mask=inside, other=0).to(tl.int64)
+    mask = inside[:, None] & (columns < num_columns)[None, :]
+    return tl.load(ptr + token[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _tma_wgrad_kernel(
+    a_ptr,  # [R or T, K], rows contiguous
+    a_stride,
+    a_row_to_token_ptr,  # [R], or None
+    dout_ptr,  # [R or T, N], rows contiguous
+    dout_stride,
+    dout_row_to_token_ptr,  # [R], or None
+    out_ptr,  # [G, K, N], contiguous along N
+    out_group_stride,
+    out_stride,
+    bounds_ptr,  # [G + 2]
+    G,
+    K,
+    N,
+    GROUP_TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Each program writes every num_programs-th [BLOCK_K, BLOCK_N] tile. Grid: (number of SMs,)."""
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    num_n_tiles = tl.cdiv(N, BLOCK_N)
+    if a_row_to_token_ptr is None:
+        a_desc = ragged_descriptor(a_ptr, a_stride, K, BLOCK_R, BLOCK_K)
+    if dout_row_to_token_ptr is None:
+        dout_desc = ragged_descriptor(dout_ptr, dout_stride, N, BLOCK_R, BLOCK_N)
+    out_desc = tl.make_tensor_descriptor(out_ptr, [G, K, N], [out_group_stride, out_stride, 1], [1, BLOCK_K, BLOCK_N])
+    band = GROUP_TILES * num_n_tiles
+    for tile in range(tl.program_id(0), G * num_k_tiles * num_n_tiles, tl.num_programs(0)):
+        group = tile // (num_k_tiles * num_n_tiles)
+        local = tile % (num_k_tiles * num_n_tiles)
+        first = local // band * GROUP_TILES
+        height = tl.minimum(num_k_tiles - first, GROUP_TILES)
+        k = (first + local % band % height) * BLOCK_K
+        n = local % band // height * BLOCK_N
+        start = tl.load(bounds_ptr + group)
+        end = tl.load(bounds_ptr + group + 1)
+        total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]
+        for row in range(start, end, BLOCK_R):
+            rows = row + tl.arange(0, BLOCK_R)
+            if a_row_to_token_ptr is None:
+                a = load_ragged(a_desc, row, end, k, BLOCK_R, BLOCK_K)
+            else:
+                a = _gathered(a_ptr, a_stride, a_row_to_token_ptr, rows, k + tl.arange(0, BLOCK_K), end, K)
+            if dout_row_to_token_ptr is None:
+                dout = load_ragged(dout_desc, row, end, n, BLOCK_R, BLOCK_N)
+            else:
+                columns = n + tl.arange(0, BLOCK_N)
+                dout = _gathered(dout_ptr, dout_stride, dout_row_to_token_ptr, rows, columns, end, N)
+            total = tl.dot(a.T, dout, total)
+        out_desc.store([group, k, n], total.to(out_ptr.dtype.element_ty).reshape(1, BLOCK_K, BLOCK_N))
+
+
+class TmaWgrad(WgradKernel):
+    """`out[g] = A[start:end].T @ dout[start:end]`, optionally gathering one operand or both."""
+
+    def scratch_bytes(self, args: WgradArguments) -> int:
+        num_descriptors = 1 + (args.a_row_to_token is None) + (args.dout_row_to_token is None)
+        return DESCRIPTOR_BYTES * num_descriptors * num_programs(args.A)
+
+    def launch(self, args: WgradArguments) -> Launch | None:
+        design = self.metadata.design
+        block_k, block_n, block_r = design.tile_shape
+        num_groups, size_k, size_n = args.out.shape
+        return Launch(
+            _tma_wgrad_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                args.A,
+                args.A.stride(0),
+                args.a_row_to_token,
+                args.dout,
+                args.dout.stride(0),
+                args.dout_row_to_token,
+                args.out,
+                args.out.stride(0),
+                args.out.stride(1),
+                self.tile_table(args).bounds,
+                num_groups,
+                size_k,
+                size_n,
+            ),
+            {
+                "GROUP_TILES": design.group_tiles,
+                "BLOCK_K": block_k,
+                "BLOCK_N": block_n,
+                "BLOCK_R": block_r,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+def _kernel(dtype: torch.dtype, design: TmaDesign) -> TmaWgrad:
+    tma = Operand(dtype, "row", 16)
+    name = kernel_name("wgrad", "tma", dtype, design)
+    return TmaWgrad(KernelMetadata(name, TmaWgrad, 90, WgradOperands(tma, tma, tma), design, max_cc=90))
+
+
+def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDesign:
+    return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
+
+
+# A gathered tile needs its index before its rows, which takes two of the stages.
+_DESIGNS = (
+    _design((128, 256, 64), 3, False),
+    _design((128, 128, 64), 4, False),
+    _design((128, 256, 64), 5, True),
+)
+
+TMA_WGRAD_KERNELS = tuple(_kernel(dtype, design) for dtype in (torch.bfloat16, torch.float16) for design in _DESIGNS)

@@ -1,0 +1,331 @@
+"""The warp-specialised kernels of `hopper/` as catalog objects, and where they do not apply, why."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...activation_spec import is_gated
+from ...runtime.gluon import OBSTACLE, compiler_options, registers
+from ...runtime.launch import Launch
+from ...runtime.triton import cdiv
+from ..arguments import GroupedGemmArguments, WgradArguments
+from ..kernel import (
+    SUPPORTED,
+    GroupedGemmOperands,
+    KernelMetadata,
+    Operand,
+    Status,
+    WarpSpecializedDesign,
+    WgradOperands,
+)
+from .base import GroupedGemmKernel, WgradKernel, kernel_name, num_programs
+from .ragged import ragged_shape_and_strides
+
+if OBSTACLE is None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper.activations import FORWARD
+    from .hopper.grouped_gemm import grouped_gemm_kernel
+    from .hopper.wgrad import wgrad_kernel
+
+
+_MOST_WALKED = 32  # groups: as many as `hopper/tiles.py` has lanes for
+_PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
+
+
+def _pieces(epilogue: str | None) -> int:
+    """In how many the activation of a finished tile is computed, each beside a step of the reduction. Sixteen values of
+    each thread take about as long as the step, whose length is that of four multiplications of both warpgroups; without
+    an exponential 64 do. A gated one has half as many values."""
+    if epilogue is None:
+        return 0
+    if is_gated(epilogue):
+        return 4
+    return 2 if epilogue in ("relu", "relu_squared") else 8
+
+
+def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
+    if bias.dtype not in dtypes:
+        return Status(f"Operand `bias`: expected {' or '.join(map(str, dtypes))}, got {bias.dtype}")
+    if bias.stride(-1) != 1:
+        return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {bias.stride()}")
+    return SUPPORTED
+
+
+@functools.cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def _form(shape: list[int], strides: list[int], block: list[int]) -> dict[str, Any]:
+    """All of a descriptor but its tensor."""
+    return {
+        "shape": shape,
+        "strides": strides,
+        "block_shape": block,
+        "layout": _layout(len(shape)),
+        "padding": "zero",
+    }
+
+
+def _descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
+    """As `TensorDescriptor` makes it, but without its checks, which take most of its time: of what `supports` asks."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(form, base=tensor)
+    return descriptor
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict[str, Any]:
+    return _form(list(shape), list(strides), list(block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ragged_form(row_stride: int, num_columns: int, block: tuple[int, int], split: int) -> dict[str, Any]:
+    shape, strides = ragged_shape_and_strides(row_stride, num_columns, split)
+    middle = [1] if split > 1 else []
+    return _form(shape, strides, [1, 1, block[0], *middle, block[1]])
+
+
+def _plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return _descriptor(tensor, _plain_form(tensor.shape, tensor.stride(), block))
+
+
+def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
+    """Over [R, C]; with `split` 2 over [R, 2, C / 2], so that neither half reaches into the other."""
+    return _descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
+
+
+class WarpSpecializedGroupedGemm(GroupedGemmKernel):
+    """Rows of A contiguous or gathered; with an epilogue, `out` is its activation and `preactivation` the product."""
+
+    obstacle = OBSTACLE
+
+    def supports_design(self, args: GroupedGemmArguments) -> Status:
+        if not (status := super().supports_design(args)):
+            return status
+        pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
+        if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
+            # Steps over nothing would take longer than a pass of its own.
+            least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
+            rule = f"expected at least {least} columns with {self.metadata.epilogue}"
+            return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")
+        if args.bias is not None:
+            gated = is_gated(self.metadata.epilogue)
+            if args.bias.shape[-1] % (16 if gated else 8):
+                return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
+            # Registers do not suffice for float32 beside a gated activation.
+            return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
+        return status
+
+    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        if self._walks(args):
+            table, num_groups = (args.offsets, None, None), args.B.shape[0]
+        else:
+            made = self.tile_table(args)
+            table, num_groups = (made.bounds, made.tiles, made.num_tiles), None
+        _, depth, num_columns = args.B.shape
+        half = (block_m // 2, block_n // 2)
+        gated = is_gated(self.metadata.epilogue)
+        pieces = _pieces(self.metadata.epilogue)
+        out_desc, activated_desc = _ragged_descriptor(args.out, half), None
+        if pieces:
+            out_desc, activated_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
+        if design.gather:
+            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
+        else:
+            a = (_plain_descriptor(args.A, block_m, block_k), None, None, None, None)
+        return Launch(
+            grouped_gemm_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                *a,
+                _descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
+                args.bias,
+                None if args.bias is None else args.bias.stride(0),
+                out_desc,
+                activated_desc,
+                *table,
+                args.out.shape[0],
+                num_columns,
+                cdiv(num_columns, block_n),
+                # A finished tile is written in parts, beside the first steps of the next one.
+                max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
+            ),
+            _options(self, args.zero_tail, num_groups),
+        )
+
+    def metadata_bytes(self, args: GroupedGemmArguments) -> int:
+        return 0 if self._walks(args) else super().metadata_bytes(args)
+
+    def with_metadata(
+        self, args: GroupedGemmArguments, memory: Tensor | None, *, write: bool = True
+    ) -> GroupedGemmArguments:
+        return args if self._walks(args) else super().with_metadata(args, memory, write=write)
+
+    def _walks(self, args: GroupedGemmArguments) -> bool:
+        """Whether every tile is found by walking the offsets: of few groups that takes less than a table's launch."""
+        if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
+            return False
+        return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tuple[int, ...]) -> dict[str, Any]:
+    _, block_n, block_k = kernel.metadata.design.tile_shape
+    num_groups, depth, num_columns = shape
+    stride_g, stride_k, stride_n = strides
+    if is_gated(kernel.metadata.epilogue):
+        d_ff = num_columns // 2
+        split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+        return _form(*split, [1, 2, block_n // 2, block_k])
+    if kernel.metadata.operands.B.layout == "column":
+        return _form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
+    return _form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+
+
+@functools.cache
+def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None) -> dict[str, Any]:
+    design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
+    block_m, block_n, block_k = design.tile_shape
+    pieces = _pieces(epilogue)
+    return {
+        "NUM_GROUPS": num_groups,
+        "ZERO_TAIL": int(zero_tail),
+        "B_COLUMN": kernel.metadata.operands.B.layout == "column",
+        "FORWARD": FORWARD[epilogue] if pieces else None,
+        "GATED": is_gated(epilogue),
+        "PIECES": pieces,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **registers(design.gather, pieces),
+        **compiler_options(),
+        "num_warps": 4,
+    }
+
+
+class WarpSpecializedWgrad(WgradKernel):
+    """Ragged TMA loads return zeros past the end of a group. The operand on the tile's narrow side may be gathered."""
+
+    obstacle = OBSTACLE
+
+    def supports_design(self, args: WgradArguments) -> Status:
+        if not (status := super().supports_design(args)) or not self.metadata.design.gather:
+            return status
+        gathers_a = self._gathers_a()
+        if (args.a_row_to_token is None) == gathers_a or (args.dout_row_to_token is None) != gathers_a:
+            return Status(f"Operand `{'A' if gathers_a else 'dout'}`: expected gathered, and only this one")
+        return status
+
+    def _gathers_a(self) -> bool:
+        block_k, block_n, _ = self.metadata.design.tile_shape
+        return block_k < block_n
+
+    def launch(self, args: WgradArguments) -> Launch | None:
+        design = self.metadata.design
+        block_k, block_n, block_r = design.tile_shape
+        num_groups, size_k, size_n = args.out.shape
+        table = self.tile_table(args)
+        a_desc = dout_desc = None
+        gathered: tuple[Any, ...] = (None,) * 4
+        if args.a_row_to_token is None:
+            a_desc = _ragged_descriptor(args.A, (block_r, block_k))
+        else:
+            gathered = args.A, args.A.stride(0), args.a_row_to_token, size_k
+        if args.dout_row_to_token is None:
+            dout_desc = _ragged_descriptor(args.dout, (block_r, block_n))
+        else:
+            gathered = args.dout, args.dout.stride(0), args.dout_row_to_token, size_n
+        return Launch(
+            wgrad_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                a_desc,
+                dout_desc,
+                *gathered,
+                _plain_descriptor(args.out, 1, block_k // 2, block_n // 2),
+                table.bounds,
+                table.order,
+                num_groups,
+                size_n,
+                cdiv(size_k, block_k),
+                cdiv(size_n, block_n),
+            ),
+            _wgrad_options(self),
+        )
+
+
+@functools.cache
+def _wgrad_options(kernel: WarpSpecializedWgrad) -> dict[str, Any]:
+    design = kernel.metadata.design
+    block_k, block_n, block_r = design.tile_shape
+    return {
+        "BLOCK_K": block_k,
+        "BLOCK_N": block_n,
+        "BLOCK_R": block_r,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **registers(design.gather, 0),
+        **compiler_options(),
+        "num_warps": 4,
+    }
+
+
+def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, epilogue: str | None):
+    tma = Operand(dtype, "row", 16)
+    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
+    # Beside a gather and an activation there are no registers left for a bias.
+    optional = () if design.gather and epilogue is not None else ("bias",)
+    cls = WarpSpecializedGroupedGemm
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
+
+
+def _wgrad(dtype: torch.dtype, design: WarpSpecializedDesign):
+    tma = Operand(dtype, "row", 16)
+    name = kernel_name("wgrad", "ws", dtype, design)
+    cls = WarpSpecializedWgrad
+    return cls(KernelMetadata(name, cls, 90, WgradOperands(tma, tma, tma), design, max_cc=90))
+
+
+def _design(tile: tuple[int, int, int], num_stages: int, group_tiles: int, gather: bool = False):
+    return WarpSpecializedDesign(tile, 12, num_stages, gather, persistent=True, tma=True, group_tiles=group_tiles)
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FORWARD = (
+    _design((128, 256, 64), 4, 8),
+    _design((128, 128, 64), 5, 8),
+    _design((128, 256, 64), 4, 8, gather=True),
+)
+_WGRAD = (
+    _design((128, 256, 64), 4, 4),
+    _design((128, 256, 64), 4, 4, gather=True),
+    _design((256, 128, 64), 4, 4, gather=True),
+)
+
+WARP_SPECIALIZED_KERNELS = (
+    *(
+        _forward(dtype, design, layout, None)
+        for dtype in _DTYPES
+        for design in _FORWARD
+        for layout in ("column", "row")
+    ),
+    *(
+        _forward(dtype, design, "column", epilogue)
+        for dtype in _DTYPES
+        for design in _FORWARD
+        for epilogue in (("swiglu",) if design.gather else ("swiglu", "relu"))
+    ),
+    *(_wgrad(dtype, design) for dtype in _DTYPES for design in _WGRAD),
+)

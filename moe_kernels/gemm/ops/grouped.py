@@ -1,0 +1,358 @@
+"""Grouped GEMM over contiguous row ranges, its input gradient and its weight gradient.
+
+    grouped_gemm:        out[start:end] = a[start:end] @ b[g]              rows are ragged
+    its input gradient:  the same with b transposed, by strides, not in memory
+    grouped_gemm_wgrad:  out[g] = a[start:end].T @ dout[start:end]         the reduction is ragged
+
+with `start, end = offsets[g - 1], offsets[g]`, the convention of `torch.nn.functional.grouped_mm`. The kernels are in
+`gemm/`; `selection.select` chooses one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...runtime.checks import check_float8, check_no_gradient
+from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, without_autocast
+from ...runtime.ops import registered_op
+from .. import selection
+from ..arguments import GroupedGemmArguments, WgradArguments
+from ..epilogue import launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
+from ..kernel import device_cc
+from .grouped_checks import check_out, check_product, check_values, check_wgrad
+
+
+def grouped_gemm(
+    a: Tensor,  # [R, K]
+    b: Tensor,  # [G, K, N]
+    offsets: Tensor,  # [G] int32, exclusive END row of each group
+    *,
+    bias: Tensor | None = None,  # [G, N]
+    row_scale: Tensor | None = None,  # [R] float32
+    activation: str | None = None,
+    scale_a: Tensor | None = None,  # [R] float32
+    scale_b: Tensor | None = None,  # [G, N] float32
+    out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
+    out_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+) -> Tensor:  # as out
+    """Multiply each group of rows by its own matrix:
+
+        out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
+
+    so a routing weight as `row_scale` weighs the bias too, as in the weighted sum of the experts' outputs. Any strides:
+    a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32; of float8, after
+    every 128 products, which the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
+    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past
+    `offsets[-1]` are zeros in the result and are never read, so NaN there reaches neither it nor a gradient.
+    Deterministic, and never waits for the GPU.
+
+    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` is stored by rows or
+    columns as `b` is, with zeros for empty groups. Their GEMMs take upstream gradients rounded to the dtype of `a`.
+
+    Args:
+        offsets: on the CPU they are checked; on a GPU, where a check would wait, they are clamped to a non-decreasing
+            sequence within [0, R].
+        bias: in the dtype of `a` or of the result, or float32.
+        activation: the name of a gated one, of the gate columns [0, F) and the up columns [F, 2F) as rounded to
+            `out_dtype`.
+        scale_a, scale_b: of the float8 values in `a` and `b`.
+        out: where to write the result, sharing no memory with an operand; no input may require a gradient.
+        out_dtype: None is `out`'s, else `a`'s, and bfloat16 for float8. 16-bit operands also give float32, float8
+            (e4m3) ones float16, bfloat16 and float32.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
+            not sorted within [0, R], `out` is expanded, or an input requires a gradient with `out` or float8
+            operands.
+        NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
+    """
+    out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
+    check_values("grouped_gemm", offsets, a.shape[0])
+    if out is not None:
+        check_out("grouped_gemm", out, a, b, bias, row_scale, scale_a, scale_b)
+    elif a.dtype == FLOAT8:
+        check_no_gradient("grouped_gemm", "float8 operands", a, b, bias, row_scale, scale_a, scale_b)
+    options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
+    if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
+        with without_autocast(a):
+            return reference.grouped_gemm(a, b, offsets, **dict(zip(_OPTIONS, options, strict=True)), out=out)
+    if a.dtype == FLOAT8 and a.is_cuda:
+        check_float8("grouped_gemm", device_cc(a.device))
+    if out is not None:
+        _grouped_gemm_out_op(a, b, offsets, *options[:5], out)
+        return out
+    if activation is not None:
+        return _gated_gemm_op(a, b, offsets, *options)[0]
+    return _grouped_gemm_op(a, b, offsets, bias, row_scale, scale_a, scale_b, out_dtype)
+
+
+_OPTIONS = ("bias", "row_scale", "scale_a", "scale_b", "activation", "out_dtype")
+
+
+def grouped_gemm_wgrad(
+    a: Tensor,  # [R, K]
+    dout: Tensor,  # [R, N]
+    offsets: Tensor,  # [G] int32, exclusive END row of each group
+    *,
+    out: Tensor | None = None,  # [G, K, N]
+    out_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+) -> Tensor:  # [G, K, N]
+    """The weight gradient of `grouped_gemm`: each group's `a.T @ dout`, exact zeros for an empty group.
+
+    Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
+    Differentiable in `a` and `dout`.
+
+    Args:
+        out: where to write the result, sharing no memory with an operand; no input may require a gradient.
+        out_dtype: None is `out`'s, else `a`'s; 16-bit operands also give float32.
+
+    Raises:
+        ValueError: as `grouped_gemm`, or float8 operands.
+    """
+    out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
+    check_values("grouped_gemm_wgrad", offsets, a.shape[0])
+    if out is not None:
+        check_out("grouped_gemm_wgrad", out, a, dout)
+    if choose("grouped_gemm_wgrad", implementation, a) == "reference":
+        with without_autocast(a):
+            return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
+    if out is not None:
+        _wgrad_out_op(a, dout, offsets, out)
+        return out
+    return _wgrad_op(a, dout, offsets, False, out_dtype)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+    preactivation: Tensor | None = None,
+) -> None:
+    launch_grouped_gemm(
+        GroupedGemmArguments(
+            a,
+            b,
+            out,
+            offsets=offsets,
+            epilogue=activation,
+            preactivation=preactivation,
+            bias=bias,
+            row_scale=row_scale,
+            scale_a=scale_a,
+            scale_b=scale_b,
+        )
+    )
+
+
+@registered_op("grouped_gemm_out", mutates=("out",))
+def _grouped_gemm_out_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+) -> None:
+    preactivation = None if activation is None else out.new_empty(a.shape[0], b.shape[2])
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, preactivation)
+
+
+@registered_op("grouped_gemm")
+def _grouped_gemm_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, None, out)
+    return out
+
+
+@_grouped_gemm_op.register_fake
+def _(a, b, offsets, bias=None, row_scale=None, scale_a=None, scale_b=None, out_dtype=None):
+    return a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
+
+
+def _grouped_gemm_setup(ctx, inputs, output):
+    # Trailing defaults are not among the inputs.
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*(*inputs, None, None)[:5])
+
+
+def _grouped_gemm_backward(ctx, dout):
+    return _product_backward(ctx, dout, *ctx.saved_tensors)
+
+
+_grouped_gemm_op.register_autograd(_grouped_gemm_backward, setup_context=_grouped_gemm_setup)
+
+
+@registered_op("gated_grouped_gemm")
+def _gated_gemm_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # out [R, F], preactivation [R, 2F]
+    out, preactivation = _empty_gated(a, b, out_dtype)
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, preactivation)
+    return out, preactivation
+
+
+def _empty_gated(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return tuple(a.new_empty(a.shape[0], columns, dtype=dtype) for columns in (b.shape[2] // 2, b.shape[2]))
+
+
+@_gated_gemm_op.register_fake
+def _(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out_dtype):
+    return _empty_gated(a, b, out_dtype)
+
+
+def _gated_gemm_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.num_inputs, ctx.activation = len(inputs), inputs[7]
+    ctx.save_for_backward(*inputs[:5], output[1])
+
+
+def _gated_gemm_backward(ctx, dout, _):
+    if dout is None:
+        return (None,) * 9
+    *inputs, preactivation = ctx.saved_tensors
+    if inputs[4] is not None:
+        # The gradient of a row's scale sums over its columns: rounding them first would show.
+        preactivation, dout = preactivation.float(), dout.float()
+    dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
+    return _product_backward(ctx, dpreactivation, *inputs)
+
+
+_gated_gemm_op.register_autograd(_gated_gemm_backward, setup_context=_gated_gemm_setup)
+
+
+def _product_backward(
+    ctx,
+    dout: Tensor,  # [R, N] gradient of row_scale * (a @ b + bias)
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of all inputs; only a, b, bias and row_scale have one."""
+    needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
+    da = db = dbias = drow_scale = None
+    if row_scale is not None:
+        dout, drow_scale = _row_scale_backward_op(dout, a, b, offsets, bias, row_scale, needs_scale)
+    dout = dout.to(a.dtype)
+    if needs_a:
+        da = _grouped_gemm_op(dout, b.transpose(1, 2), offsets)
+    if needs_b:
+        db = _wgrad_op(a, dout, offsets, _is_transposed(b))
+    if needs_bias:
+        # The sum of each group's rows is their product with ones.
+        ones = dout.new_ones(1, 1).expand(len(dout), 1)
+        dbias = _wgrad_op(ones, dout, offsets, False).squeeze(1).to(bias.dtype)
+    gradients = (da, db, None, dbias, drow_scale if needs_scale else None)
+    return (*gradients, None, None, None, None)[: ctx.num_inputs]
+
+
+@registered_op("row_scale_backward")
+def _row_scale_backward_op(
+    dout: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor,
+    needs_scale: bool,
+) -> tuple[Tensor, Tensor]:  # gradient of what was scaled [R, N] in a's dtype, drow_scale [R]; empty unless needed
+    rows = None
+    if needs_scale:
+        # Computed again, in float32: what forward would have to save beside the result.
+        rows = a.new_empty(dout.shape, dtype=torch.float32)
+        launch_grouped_gemm(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
+    drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)
+    return drows, row_scale.new_empty(0) if drow_scale is None else drow_scale
+
+
+@_row_scale_backward_op.register_fake
+def _(dout, a, b, offsets, bias, row_scale, needs_scale):
+    return dout.new_empty(dout.shape, dtype=a.dtype), row_scale.new_empty(row_scale.shape if needs_scale else 0)
+
+
+def _is_transposed(b: Tensor) -> bool:
+    """Whether b [G, K, N] is stored as [G, N, K]."""
+    return b.stride(1) < b.stride(2)
+
+
+def empty_wgrad(
+    like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """An unwritten [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
+    if transposed:
+        return like.new_empty(num_groups, size_n, size_k, dtype=dtype).transpose(1, 2)
+    return like.new_empty(num_groups, size_k, size_n, dtype=dtype)
+
+
+@registered_op("grouped_gemm_wgrad_out", mutates=("out",))
+def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
+    _launch_wgrad(a, dout, offsets, out)
+
+
+def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
+    # The fastest kernels write rows: to a transposed matrix the transpose of the product.
+    operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
+    selection.run(WgradArguments(*operands, offsets=offsets))
+
+
+@registered_op("grouped_gemm_wgrad")
+def _wgrad_op(
+    a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    out = empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+    _launch_wgrad(a, dout, offsets, out)
+    return out
+
+
+@_wgrad_op.register_fake
+def _(a, dout, offsets, transposed, out_dtype=None):
+    return empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+
+
+def _wgrad_setup(ctx, inputs, output):
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _wgrad_backward(ctx, dmatrices):
+    a, dout, offsets = ctx.saved_tensors
+    needs_a, needs_dout, *_ = ctx.needs_input_grad
+    dmatrices = dmatrices.to(a.dtype)  # [G, K, N]
+    da = _grouped_gemm_op(dout, dmatrices.transpose(1, 2), offsets) if needs_a else None
+    ddout = _grouped_gemm_op(a, dmatrices, offsets) if needs_dout else None
+    return (da, ddout, None, None, None)[: ctx.num_inputs]
+
+
+_wgrad_op.register_autograd(_wgrad_backward, setup_context=_wgrad_setup)

@@ -1,0 +1,106 @@
+"""Whether the operands of a grouped GEMM fit together, and the dtype of the result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...runtime.checks import (
+    check_dtype,
+    check_no_gradient,
+    check_same_device,
+    check_same_dtype,
+    check_shapes,
+    once_per_form,
+    result_dtype,
+)
+from ...runtime.dispatch import FLOAT8
+from ..epilogue import check_epilogue
+
+
+@once_per_form
+def check_product(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.dtype:
+    """The dtype of the result. Raises ValueError unless all operands of `grouped_gemm` fit."""
+    sizes = check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
+    check_same_dtype("grouped_gemm", a=a, b=b)
+    _check_offsets("grouped_gemm", offsets, a=a, b=b)
+    if activation is not None:
+        check_epilogue("grouped_gemm", activation, sizes["N"])
+    if out is not None:
+        sizes["F"] = sizes["N"] // 2
+        check_shapes("grouped_gemm", sizes, out=(out, "R N" if activation is None else "R F"))
+        check_same_device("grouped_gemm", out=out, offsets=offsets)
+    out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
+    _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
+    return out_dtype
+
+
+@once_per_form
+def check_wgrad(
+    a: Tensor,
+    dout: Tensor,
+    offsets: Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.dtype:
+    """As `check_product`, for `grouped_gemm_wgrad`."""
+    sizes = check_shapes("grouped_gemm_wgrad", a=(a, "R K"), dout=(dout, "R N"), offsets=(offsets, "G"))
+    check_same_dtype("grouped_gemm_wgrad", a=a, dout=dout)
+    if a.dtype == FLOAT8:
+        raise ValueError(f"grouped_gemm_wgrad: operands must have 16 bits or more, got {a.dtype}")
+    _check_offsets("grouped_gemm_wgrad", offsets, a=a, dout=dout)
+    if out is not None:
+        check_shapes("grouped_gemm_wgrad", sizes, out=(out, "G K N"))
+        check_same_device("grouped_gemm_wgrad", out=out, offsets=offsets)
+    return result_dtype("grouped_gemm_wgrad", a, out, out_dtype)
+
+
+def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
+    check_dtype(op, "offsets", offsets, torch.int32)
+    check_same_device(op, offsets=offsets, **operands)
+    if offsets.shape[0] == 0:
+        raise ValueError(f"{op}: offsets must have at least one group, got none")
+
+
+def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
+    """Raises ValueError if `out` is expanded, with rows or columns in one place, or anything requires a gradient."""
+    check_no_gradient(op, "out=", out, *inputs)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")
+
+
+def check_values(op: str, offsets: Tensor, num_rows: int) -> None:
+    """Raises ValueError unless offsets on the CPU are sorted within the rows."""
+    # While a graph is traced there are no values to check; the kernels clamp them.
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = offsets.tolist()
+        if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
+            raise ValueError(f"{op}: offsets must be non-decreasing and within [0, R={num_rows}], got {values}")
+
+
+_PATTERNS = {"bias": "G N", "row_scale": "R", "scale_a": "R", "scale_b": "G N"}
+
+
+def _check_optional(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **optional: Tensor | None) -> None:
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    if not given:
+        return
+    patterns = {name: (tensor, _PATTERNS[name]) for name, tensor in given.items()}
+    check_shapes("grouped_gemm", {"R": len(a), "G": len(b), "N": b.shape[2]}, **patterns)
+    check_same_device("grouped_gemm", offsets=offsets, **given)
+    for name, tensor in given.items():
+        dtypes = (torch.float32, torch.float64) if a.dtype == torch.float64 else (torch.float32,)
+        check_dtype("grouped_gemm", name, tensor, *({*dtypes, out_dtype, a.dtype} if name == "bias" else dtypes))
+        if name.startswith("scale") and a.dtype != FLOAT8:
+            raise ValueError(f"grouped_gemm: {name} belongs to float8 operands, got {a.dtype}")

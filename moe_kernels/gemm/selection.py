@@ -1,0 +1,282 @@
+"""Which kernel runs for which arguments. Selection never times anything and never waits for the GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation.functions import listed_epilogue
+from ..runtime.gluon import warn_if_slower
+from ..runtime.launch import Launch, Ready, find_ready, run_launch, run_ready
+from ..runtime.triton import HAS_TRITON, INTERPRET
+from .arguments import Arguments, GroupedGemmArguments, layout_of, rows_bucket
+from .kernel import Design, Kernel, KernelMetadata, PointerDesign, WarpSpecializedDesign, device_cc
+from .kernels import ALL_KERNELS
+from .replay import make_template
+from .tables import Table, merged_table
+from .verify import verified, verify_interval
+
+_selected: dict[tuple[Any, ...], Kernel | None] = {}
+
+
+class Copies(NamedTuple):
+    """Which gathers of the expert op are copies of their own, rather than part of the GEMM that wants the rows."""
+
+    tokens_forward: bool
+    dout: bool  # one copy for both GEMMs that want it
+    tokens_backward: bool
+
+
+_copies: dict[tuple[Any, ...], Copies] = {}
+
+
+def select(args: Arguments) -> Kernel:
+    """The kernel to run for these arguments, the same one for all arguments of one key.
+
+    Raises:
+        NotImplementedError: no kernel supports them; the message holds each one's reason.
+    """
+    kernel = find(args)
+    if kernel is not None:
+        return kernel
+    reasons = sorted({str(kernel.supports(args).error) for kernel in get_kernels()})
+    shapes = {name: (list(tensor.shape), tensor.dtype) for name, tensor in args.operands.items()}
+    raise NotImplementedError(f"no kernel supports {type(args).__name__} {shapes}: {'; '.join(reasons)}")
+
+
+def find(args: Arguments) -> Kernel | None:
+    """As `select`, but None where no kernel supports the arguments."""
+    key = _key(args)
+    kernel = _selected.get(key)
+    if kernel is None and key not in _selected:
+        if args.A.is_cuda:
+            warn_if_slower(device_cc(args.A.device))
+        kernel = _selected[key] = _by_epilogue(args) or next(iter(get_kernels(args)), None)
+    return kernel
+
+
+class _Plan(NamedTuple):
+    """What a launch takes that is like an earlier one."""
+
+    kernel: Kernel
+    ready: Ready | None
+    make_launch: Callable[[Arguments], Launch] | None = None  # a template, for all arguments of one replay key
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}  # by the launch keys of arguments
+_replays: dict[tuple[Any, ...], _Plan] = {}  # by their replay keys
+_MOST_PLANS = 4096  # of each; a stride or number of rows that changes from call to call makes a key each time
+
+
+def _launch(kernel: Kernel, args: Arguments) -> None:
+    kernel.run(args, assume_supported_args=True)
+
+
+def _run(args: Arguments) -> None:
+    if not _run_if_supported(args):
+        select(args)  # which raises
+
+
+def _run_if_supported(args: Arguments) -> bool:
+    key = args.replay_key()
+    if key is None:
+        kernel = find(args)
+        if kernel is not None and (launch := kernel.launch(args)):
+            run_launch(launch, None, args.A, None)
+        return kernel is not None
+    plan = _replays.get(key)
+    if plan is None:
+        return _run_as_planned(args, key)
+    if plan.make_launch is None:
+        # Made at the second launch: the keys of row counts that change have only one.
+        plan = plan._replace(make_launch=make_template(plan.kernel, args) or plan.kernel.launch)
+        _keep(_replays, key, plan)
+    run_ready(plan.make_launch(args), plan.ready, args.A)
+    return True
+
+
+def _run_as_planned(args: Arguments, replay_key: tuple[Any, ...]) -> bool:
+    """As `_run_if_supported`, where there was no launch of the replay key."""
+    key = args.launch_key(replay_key[1])
+    plan = _plans.get(key)
+    if plan is not None:
+        run_ready(plan.kernel.launch(args), plan.ready, args.A)
+    else:
+        kernel = find(args)
+        if kernel is None:
+            return False
+        launch = kernel.launch(args)
+        if launch is None:
+            return True
+        run_launch(launch, None, args.A, None)
+        # Without a GPU one compiles for some target, which is not part of the keys.
+        if not (INTERPRET or torch.cuda.is_available()):
+            return True
+        plan = _Plan(kernel, find_ready(launch))
+        _keep(_plans, key, plan)
+    _keep(_replays, replay_key, plan)
+    return True
+
+
+def _keep(plans: dict[tuple[Any, ...], _Plan], key: tuple[Any, ...], plan: _Plan) -> None:
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+
+
+# Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
+# when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off. `run` and
+# `run_if_supported`, which is false where `find` finds none, are for ops: the arguments' device is the current one.
+VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
+if VERIFY is None:
+    launch, run, run_if_supported = _launch, _run, _run_if_supported
+else:
+    launch = verified(_launch, VERIFY)
+
+    def run(args: Arguments) -> None:
+        launch(select(args), args)
+
+    def run_if_supported(args: Arguments) -> bool:
+        if kernel := find(args):
+            launch(kernel, args)
+        return kernel is not None
+
+
+def pin(args: Arguments, kernel: Kernel) -> None:
+    """Let `select` take this kernel for arguments like these, in this process."""
+    _selected[_key(args)] = kernel
+    _plans.clear()
+    _replays.clear()
+
+
+def _by_epilogue(args: Arguments) -> Kernel | None:
+    """The catalog lists one epilogue for all of its kind; another takes the kernel that would run with that one, unless
+    it was measured itself."""
+    if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
+        return None
+    if args.epilogue == (name := listed_epilogue(args.epilogue)) or measured_best(args) is not None:
+        return None
+    listed = find(dataclasses.replace(args, epilogue=name))
+    if listed is None or args.epilogue not in listed.epilogues:
+        return None
+    kernel = listed.with_epilogue(args.epilogue)
+    return kernel if kernel.supports(args) else None
+
+
+def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
+    """The kernel with this epilogue, if it can have it."""
+    can_have = epilogue in kernel.epilogues and kernel.metadata.epilogue is not None
+    return kernel.with_epilogue(epilogue) if can_have and epilogue != kernel.metadata.epilogue else kernel
+
+
+def get_kernels(
+    args: Arguments | None = None,
+    *,
+    cc: int | None = None,
+    metadata_filter: Callable[[KernelMetadata], bool] | None = None,
+) -> list[Kernel]:
+    """The kernels that support `args`, run on compute capability `cc` and pass the filter. None asks nothing.
+
+    With `args`, the best first: the measured table's choice for them, then by a rule of thumb. Kernels with another
+    epilogue than the listed one are among them.
+    """
+    epilogue = None if args is None else args.epilogue
+    kernels = [
+        kernel
+        for kernel in (_taking(epilogue, listed) for listed in ALL_KERNELS)
+        if (cc is None or kernel.runs_on(cc))
+        and (metadata_filter is None or metadata_filter(kernel.metadata))
+        and (args is None or kernel.supports(args))
+    ]
+    return best_first(kernels, args, measured_best(args)) if args is not None and kernels else kernels
+
+
+def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
+    """Kernels that support the arguments in the order of their speed: the measured best one, then by a rule of thumb.
+
+    The rule is each kernel's estimate of its work over the speed of its design.
+    """
+
+    def rank(kernel: Kernel) -> tuple[bool, float]:
+        return kernel.metadata.kernel_name != measured, kernel.estimate(args) / _speed(kernel.metadata.design)
+
+    return sorted(kernels, key=rank)
+
+
+def measured_best(args: Arguments) -> str | None:
+    """The kernel that the table names for these arguments."""
+    return table_for(args.A.device).kernels.get(args.table_key())
+
+
+def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
+    """What the table says; without an entry, a rule. With `assumed_rows` as if each expert had so many.
+
+    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy: of
+    tokens in backward by the columns of w_up, half as many for a plain activation, which forward computes only behind
+    a copy in its GEMM. And only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs
+    little.
+    """
+    num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
+    key = (*_copies_key(tokens, w_up, d_ff, num_rows), assumed_rows)
+    copies = _copies.get(key)
+    if copies is None:
+        num_experts, num_columns, d_model = w_up.shape
+        # These stand for rows, without the memory.
+        rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
+        offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
+        b = w_up.transpose(1, 2)
+        kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
+        entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, d_ff, num_rows))
+        copies = _copies[key] = decide_copies(kernel, d_ff, num_columns, entry)
+    return copies
+
+
+def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
+    """The choice where `up` multiplies contiguous rows by the first weight, with the table's entry if it has one."""
+    fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
+    if entry and fast:
+        return Copies(*entry)
+    is_large = fast and d_ff >= 512
+    return Copies(is_large, is_large, is_large and num_columns >= 1024)
+
+
+def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
+    """Let `choose_copies` take these for arguments like these, in this process."""
+    _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
+
+
+def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
+    return tokens.device, layout_of(tokens), layout_of(w_up), w_up.shape, d_ff, rows_bucket(num_rows, len(w_up))
+
+
+@functools.cache
+def table_for(device: torch.device) -> Table:
+    """The shipped table of this GPU with one's own over it, or an empty one."""
+    if device.type != "cuda" or not HAS_TRITON:
+        return Table({}, {})
+    return merged_table(torch.cuda.get_device_name(device))
+
+
+def copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> str:
+    num_experts, num_columns, d_model = w_up.shape
+    kind = "" if num_columns == 2 * d_ff else " plain"
+    rows = rows_bucket(num_rows, num_experts)
+    return f"experts {str(tokens.dtype)[6:]} E={num_experts} D={d_model} F={d_ff}{kind} rows={rows}"
+
+
+def _key(args: Arguments) -> tuple[Any, ...]:
+    return type(args), args.accumulator_type, args.selection_key()
+
+
+def _speed(design: Design) -> float:
+    """Relative speed on one tile: larger tiles read less per multiplication, and fewer stalls are better."""
+    rows, columns, _ = design.tile_shape
+    reuse = rows * columns / (rows + columns)  # multiplications per element read
+    kind = 1.0 if isinstance(design, WarpSpecializedDesign) else 0.7 if isinstance(design, PointerDesign) else 0.9
+    return kind * reuse / (reuse + 20.0)

@@ -1,0 +1,209 @@
+"""The tile table of a grouped GEMM, made on the device from group offsets.
+
+`reference.TileTable` says what it holds. Offsets that decrease or leave [0, num_rows] are clamped here, so that no
+kernel behind a table reads or writes out of bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.launch import launch_kernel
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..types import TileTable
+
+MAX_GROUPS = 8192
+
+
+@functools.cache
+def table_blocks(num_groups: int) -> dict[str, int]:
+    """ENTRY_BLOCK entries are compared with all groups at once: in few registers, so that an SM runs many programs.
+    PROGRAM_ENTRIES of a program make up for its scan of the groups, and are few, so that none takes long."""
+    entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
+    return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
+
+
+def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
+    """How many entries a table needs at most: a rounded-up block for every group and for the tail."""
+    return -(-num_rows // block_rows) + num_groups + 1
+
+
+def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
+    """A table whose tensors are yet to be written, on the device of `like`."""
+    return TileTable(
+        like.new_empty(num_groups + 2, dtype=torch.int32),
+        like.new_empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32),
+        like.new_empty(2, dtype=torch.int32),
+        like.new_empty(num_groups, dtype=torch.int32),
+        block_rows,
+    )
+
+
+class _Parts(NamedTuple):
+    """How the tensors of a table share one memory."""
+
+    sizes: tuple[int, ...]  # numbers of each, and of gaps between them, so that all start as aligned as the first
+    places: tuple[int, ...]  # of order, bounds, tiles and num_tiles among the sizes
+    total: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(num_rows: int, num_groups: int, block_rows: int) -> _Parts:
+    sizes: list[int] = []
+    places = []
+    for size in (num_groups, num_groups + 2, 2 * tile_capacity(num_rows, num_groups, block_rows), 2):
+        if gap := -sum(sizes) % 4:
+            sizes.append(gap)
+        places.append(len(sizes))
+        sizes.append(size)
+    return _Parts(tuple(sizes), tuple(places), sum(sizes))
+
+
+def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
+    """Memory that the tensors of a table take together."""
+    return 4 * _parts(num_rows, num_groups, block_rows).total
+
+
+def tile_table_in(
+    memory: Tensor | None,  # [tile_table_bytes] uint8, or more; None allocates
+    like: Tensor,
+    num_rows: int,
+    num_groups: int,
+    block_rows: int,
+) -> TileTable:
+    """As `empty_tile_table`, but in one memory, which takes less time and which an op may not return."""
+    sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
+    if memory is None:
+        numbers = like.new_empty(total, dtype=torch.int32)
+    else:
+        numbers = memory[: 4 * total].view(torch.int32)
+    parts = numbers.unsafe_split_with_sizes(sizes)  # faster, as there are no gradients to see to
+    return TileTable(parts[bounds], parts[tiles].view(-1, 2), parts[num_tiles], parts[order], block_rows)
+
+
+def make_tile_table(
+    offsets: Tensor,  # [G] int32, on the device
+    num_rows: int,
+    block_rows: int,
+) -> TileTable:
+    """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no wait."""
+    table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
+    write_table(table, offsets, num_rows)
+    return table
+
+
+def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
+    """Write a table of these offsets."""
+    num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
+    if num_groups > MAX_GROUPS:
+        raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
+    blocks = table_blocks(num_groups)
+    launch_kernel(
+        _tile_table_kernel,
+        (cdiv(capacity, blocks["PROGRAM_ENTRIES"]),),
+        offsets,
+        offsets.stride(0),
+        table.bounds,
+        table.tiles,
+        table.num_tiles,
+        table.order,
+        num_rows,
+        capacity,
+        num_groups,
+        G_P2=next_power_of_2(num_groups),
+        BLOCK_ROWS=block_rows,
+        **blocks,
+    )
+
+
+@triton.jit
+def write_tile_table(
+    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES) and the ranks of as many groups; block 0 also
+    # the bounds and the number
+    starts,  # [G_P2] int32, non-decreasing; num_rows or less
+    ends,  # [G_P2] int32; lanes past G repeat the last end
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    order_ptr,  # [G]
+    num_rows,
+    capacity,
+    G,
+    G_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    group = tl.arange(0, G_P2)
+    counts = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS  # [G_P2], 0 past G
+    tile_ends = tl.cumsum(counts, 0)
+    total = tl.sum(counts, 0)
+    tail_start = tl.max(ends, 0)
+    if block == 0:
+        tl.store(bounds_ptr + group, starts, mask=group < G)
+        tl.store(bounds_ptr + G, tail_start)
+        tl.store(bounds_ptr + G + 1, num_rows)
+        tl.store(num_tiles_ptr, total)
+        tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    for first_entry in range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
+        entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)
+        before = tile_ends[None, :] <= entry[:, None]  # [ENTRY_BLOCK, G_P2]
+        owner = tl.minimum(tl.sum(before.to(tl.int32), 1), G)
+        first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
+        tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
+        tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
+        # There are more entries than groups, so the same numbers reach every group.
+        size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
+        larger = (ends - starts)[None, :] > size[:, None]
+        before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))
+        tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), entry, mask=entry < G)
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _tile_table_kernel(
+    offsets_ptr,  # [G]
+    offsets_stride,
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    order_ptr,
+    num_rows,
+    capacity,
+    G,
+    G_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    """One program writes PROGRAM_ENTRIES table entries. Grid: (cdiv(capacity, PROGRAM_ENTRIES),)."""
+    group = tl.arange(0, G_P2)
+    raw_ends = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
+    raw_starts = tl.load(offsets_ptr + (group - 1) * offsets_stride, mask=(group > 0) & (group <= G), other=0)
+    ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, 0), num_rows), 0, larger)
+    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, 0), num_rows), 0, larger)
+    starts = tl.where(group < G, starts, ends)
+    write_tile_table(
+        tl.program_id(0),
+        starts,
+        ends,
+        bounds_ptr,
+        tiles_ptr,
+        num_tiles_ptr,
+        order_ptr,
+        num_rows,
+        capacity,
+        G,
+        G_P2,
+        BLOCK_ROWS,
+        ENTRY_BLOCK,
+        PROGRAM_ENTRIES,
+    )

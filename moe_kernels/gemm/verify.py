@@ -1,0 +1,208 @@
+"""Holds what a kernel wrote to the reference in float64: a few groups, since all of them would take too long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..activation_spec import is_gated
+from ..runtime.dispatch import without_autocast
+from ..runtime.triton import cdiv
+from ..testing import assert_accurate
+from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
+from .kernel import Kernel
+from .kernels.jagged import JaggedGemmArguments
+from .kernels.list import GroupedGemmListArguments
+
+_FAR = 4.0  # budgets; what exceeds them is no accident of rounding
+_BLOCK_ROWS = 256  # of a dense product, which has no groups
+
+
+class Comparison(NamedTuple):
+    """Part of a result."""
+
+    actual: Tensor
+    baseline: Tensor  # by plain PyTorch in the same dtype
+    exact: Tensor  # float64
+
+
+def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float = 1.0) -> None:
+    """Hold three groups of the result that a kernel has written to the error budget.
+
+    Waits for the GPU. Groups whose exact result is not finite are not judged.
+
+    Args:
+        name: of the kernel, for the message.
+        first: which groups: the first, middle and last one, each moved on by this many.
+        budgets: how many times the budget an error may be.
+
+    Raises:
+        AssertionError: the result is wrong, and by how much.
+    """
+    with torch.no_grad(), without_autocast(args.A):
+        for comparison in _COMPARISONS[type(args)](args, first):
+            if comparison.exact.isfinite().all():
+                actual, baseline, exact = _as_precise_as_sums_of(args.A.dtype, comparison)
+                assert_accurate(actual, baseline, exact, name, budgets=budgets)
+
+
+def verified(launch: Callable[[Kernel, Arguments], None], every: int) -> Callable[[Kernel, Arguments], None]:
+    """`launch`, every n-th call of which is checked, each time in other groups.
+
+    One sample may exceed its budget by luck, so only fourfold is wrong. What a CUDA
+    graph captures is not checked: nothing can be read there.
+
+    Raises (by the returned function):
+        RuntimeError: names the kernel, and by how much its result is wrong.
+    """
+    numbers = itertools.count(1)
+
+    def launch_and_verify(kernel: Kernel, args: Arguments) -> None:
+        launch(kernel, args)
+        number = next(numbers)
+        if number % every or (args.A.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        name = kernel.metadata.kernel_name
+        try:
+            check_result(args, name, first=number // every, budgets=_FAR)
+        except AssertionError as error:
+            raise RuntimeError(f"MOE_VERIFY: wrong result in launch {number}: {error}") from error
+
+    return launch_and_verify
+
+
+def verify_interval(setting: str | None) -> int | None:
+    """How many launches share a check, or None for no checks.
+
+    Args:
+        setting: the value of MOE_VERIFY.
+    """
+    if setting is None or setting in ("", "0"):
+        return None
+    if not setting.isdecimal():
+        raise ValueError(f"MOE_VERIFY: must be a number of launches, got {setting!r}")
+    return int(setting)
+
+
+def _sampled(num_groups: int, first: int) -> list[int]:
+    return sorted(
+        {(group + first) % num_groups for group in (0, num_groups // 2, num_groups - 1)} if num_groups else ()
+    )
+
+
+def _as_precise_as_sums_of(dtype: torch.dtype, comparison: Comparison) -> Comparison:
+    """Tensor cores sum products of narrow operands in fewer bits than float32 has, and plain PyTorch does not."""
+    actual, baseline, exact = comparison
+    if dtype.itemsize >= 4 or actual.dtype != torch.float32:
+        return comparison
+    return Comparison(actual.bfloat16(), baseline.bfloat16(), exact)
+
+
+def _compare(op: Callable[..., Tensor], actual: Tensor, *operands: Tensor, **options: Tensor | None) -> Comparison:
+    baseline = op(*operands, **options, out_dtype=actual.dtype)
+    exact = op(
+        *(operand if operand.dtype == torch.int32 else operand.double() for operand in operands),
+        **{name: None if option is None else option.double() for name, option in options.items()},
+        out_dtype=torch.float64,
+    )
+    return Comparison(actual, baseline, exact)
+
+
+def _product(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    return reference.grouped_gemm_list([a], [b], out_dtype=out_dtype)[0]
+
+
+def _zeros(actual: Tensor) -> Comparison:
+    return Comparison(actual, torch.zeros_like(actual), torch.zeros_like(actual, dtype=torch.float64))
+
+
+def _bounds(args: GroupedGemmArguments | WgradArguments, num_rows: int) -> list[int]:  # G + 2
+    table = args.tile_table or reference.tile_table(args.offsets, num_rows, 128)
+    return table.bounds.tolist()
+
+
+def _one_group(rows: Tensor) -> Tensor:  # [1] int32
+    return torch.tensor([len(rows)], dtype=torch.int32, device=rows.device)
+
+
+def _rows_of(operand: Tensor | None, row_to_token: Tensor | None, rows: slice) -> Tensor | None:
+    if operand is None:
+        return None
+    return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
+
+
+def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Comparison]:
+    bounds = _bounds(args, len(args.out))
+    for group in _sampled(len(args.B), first):
+        rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
+        a, product = _rows_of(args.A, args.row_to_token, rows), args.product[rows]
+        options = {
+            "bias": None if args.bias is None or args.epilogue is not None else args.bias[g],
+            "row_scale": _rows_of(args.row_scale, None, rows),
+            "scale_a": _rows_of(args.scale_a, args.row_to_token, rows),
+            "scale_b": None if args.scale_b is None else args.scale_b[g],
+        }
+        yield _compare(reference.grouped_gemm, product, a, args.B[g], _one_group(a), **options)
+        if args.epilogue is not None:
+            kind = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
+            activate = partial(kind, activation=args.epilogue)
+            bias = 0.0 if args.bias is None else args.bias[group].double()
+            exact = product.double() + bias
+            yield Comparison(args.out[rows], activate(exact.to(product.dtype)), activate(exact))
+    if args.zero_tail:
+        yield _zeros(args.out[bounds[-2] :])
+
+
+def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
+    bounds = _bounds(args, args.num_rows)
+    for group in _sampled(len(args.out), first):
+        rows = slice(bounds[group], bounds[group + 1])
+        a, dout = _rows_of(args.A, args.a_row_to_token, rows), _rows_of(args.dout, args.dout_row_to_token, rows)
+        yield _compare(reference.grouped_gemm_wgrad, args.out[group : group + 1], a, dout, _one_group(a))
+
+
+def _of_jagged_gemm(args: JaggedGemmArguments, first: int) -> Iterator[Comparison]:
+    bounds = args.group_offsets.long().clamp(0, len(args.out)).cummax(0).values.tolist()
+    for group in _sampled(args.num_groups, first):
+        rows = slice(bounds[group], bounds[group + 1])
+        yield _compare(_product, args.out[rows], args.A[rows], args.B)
+    for rows in (slice(bounds[0]), slice(bounds[-1], None)):
+        yield _zeros(args.out[rows])
+
+
+def _of_product(a: Tensor, b: Tensor, out: Tensor, epilogue: str | None) -> Comparison:
+    if epilogue is None:
+        return _compare(_product, out, a, b)
+    # The activation comes before the product is rounded.
+    _, product, exact = _compare(_product, out.float(), a, b)
+    activate = partial(reference.plain_activation, activation=epilogue)
+    return Comparison(out, activate(product).to(out.dtype), activate(exact))
+
+
+def _of_gemm(args: GemmArguments, first: int) -> Iterator[Comparison]:
+    blocks = cdiv(args.out.shape[-2], _BLOCK_ROWS)
+    for sample in _sampled(args.num_batches * blocks, first):
+        batch, block = divmod(sample, blocks)
+        a, b, out = (t[batch] if t.dim() == 3 else t for t in (args.A, args.B, args.out))
+        rows = slice(block * _BLOCK_ROWS, (block + 1) * _BLOCK_ROWS)
+        yield _of_product(a[rows], b, out[rows], args.epilogue)
+
+
+def _of_list(args: GroupedGemmListArguments, first: int) -> Iterator[Comparison]:
+    for g in _sampled(len(args.out_list), first):
+        yield _of_product(args.A_list[g], args.B_list[g], args.out_list[g], args.epilogue)
+
+
+_COMPARISONS = {
+    GroupedGemmArguments: _of_grouped_gemm,
+    WgradArguments: _of_wgrad,
+    JaggedGemmArguments: _of_jagged_gemm,
+    GemmArguments: _of_gemm,
+    GroupedGemmListArguments: _of_list,
+}

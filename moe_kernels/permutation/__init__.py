@@ -1,0 +1,1 @@
+"""Token order to expert order and back."""

@@ -1,0 +1,349 @@
+"""A stable sort of the slots by expert.
+
+Of many slots by counting, in three launches whatever T, K and E: count the experts of each block of slots, scan the
+counts over the blocks (every expert by itself), place the slots, sorted within their block. Of few in one launch: each
+finds its row by comparing itself with all. No atomics: the result is the same every time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..gemm.tile_table import empty_tile_table, make_tile_table, table_blocks, write_tile_table
+from ..runtime.checks import check_dtype, check_shapes, once_per_form
+from ..runtime.dispatch import choose
+from ..runtime.launch import launch_kernel
+from ..runtime.ops import registered_op
+from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort, tl, triton
+from ..types import Permutation, TileTable
+
+MAX_EXPERTS = 1024
+
+_FEW_SLOTS = 1024  # of which comparing all with all takes less than two more launches
+_RANKED = 32  # slots whose rows a program finds, by comparing them with all
+_COMPARED = slots_compared_at_once
+
+
+def sort_by_expert(
+    topk_experts: Tensor,  # [T, K] int32
+    num_experts: int,
+    *,
+    block_rows: int = 128,
+    max_rows: int | None = None,
+    implementation: str | None = None,
+) -> Permutation:
+    """Sort the slots by expert, stably: an expert's rows stay in token order.
+
+    A slot whose id lies outside [0, num_experts) is dropped: its `slot_to_row` is -1 and it owns a row behind the last
+    expert's, which no op reads into a result. Not differentiable. Deterministic.
+
+    Args:
+        block_rows: the tile height of the table that comes with the permutation.
+        max_rows: how many rows there are at most, where most slots are dropped: what is computed and kept for backward
+            then has so many rows, not T * K. If more slots are kept, the last of them in row order are dropped, too.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: wrong shape or dtype, or `num_experts` or `max_rows` not positive.
+        NotImplementedError: more than 1024 experts with "triton".
+    """
+    _check(topk_experts, num_experts, max_rows)
+    if choose("sort_by_expert", implementation, topk_experts) == "reference":
+        return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
+    if num_experts > MAX_EXPERTS:
+        raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
+    results = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
+    # Compiled code, which serves any number of tokens, does not ask whether there are more rows.
+    if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
+        results = _bound_op(*results[:3], max_rows, block_rows)
+    offsets, slot_to_row, row_to_token, *table = results
+    return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
+
+
+@once_per_form
+def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None:
+    check_shapes("sort_by_expert", topk_experts=(topk_experts, "T K"))
+    check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32)
+    if num_experts < 1:
+        raise ValueError(f"sort_by_expert: num_experts must be positive, got {num_experts}")
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
+
+
+# As one op: of a slice, Inductor compiles another for few tokens.
+@registered_op("bound_rows")
+def _bound_op(
+    offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_rows = min(max_rows, len(row_to_token))
+    offsets = offsets.clamp(max=num_rows)
+    table = make_tile_table(offsets, num_rows, block_rows)
+    return offsets, torch.where(slot_to_row < num_rows, slot_to_row, -1), row_to_token[:num_rows].clone(), *table[:4]
+
+
+@_bound_op.register_fake
+def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
+    num_rows = torch.sym_min(max_rows, row_to_token.shape[0])
+    table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
+    rows = row_to_token.new_empty(num_rows)
+    return torch.empty_like(offsets), torch.empty_like(slot_to_row), rows, *table[:4]
+
+
+def _sort_block(num_experts: int) -> tuple[int, int]:
+    """(slots that one program counts and places, warps that place them).
+
+    One warp sorts and scans without shared memory and waits for no other. With many experts their counts, of which each
+    program has a row, weigh more.
+    """
+    return (256, 1) if num_experts <= 128 else (512, 4)
+
+
+@registered_op("sort_by_expert")
+def _sort_op(
+    topk_experts: Tensor, num_experts: int, block_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
+    offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
+    table = TileTable(*tensors, block_rows)
+    capacity = table.tiles.shape[0]
+    blocks = table_blocks(num_experts)
+    num_table_programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
+    results = offsets, slot_to_row, row_to_token, table.bounds, table.tiles, table.num_tiles, table.order
+    sizes = num_slots, capacity, num_experts, top_k
+    constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **blocks}
+    if num_slots <= _FEW_SLOTS:
+        grid = (num_table_programs + cdiv(num_slots, _RANKED),)
+        launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
+        return results
+    _count_and_place(topk_experts, results, sizes, constants, num_table_programs)
+    return results
+
+
+def _count_and_place(
+    topk_experts: Tensor,  # [T, K]
+    results: tuple[Tensor, ...],
+    sizes: tuple[int, int, int, int],
+    constants: dict[str, int],
+    num_table_programs: int,
+) -> None:
+    num_slots, _, num_experts, _ = sizes
+    block_slots, num_place_warps = _sort_block(num_experts)
+    num_blocks = cdiv(num_slots, block_slots)
+    counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
+    totals = topk_experts.new_empty(num_experts)
+    count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
+    launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
+    scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
+    launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
+    launch_kernel(
+        _place_kernel,
+        (num_table_programs + num_blocks,),
+        topk_experts,
+        counts,
+        totals,
+        *results,
+        *sizes,
+        BLOCK=block_slots,
+        **constants,
+        num_warps=num_place_warps,
+    )
+
+
+@_sort_op.register_fake
+def _empty_sort(topk_experts, num_experts, block_rows):
+    num_slots = topk_experts.numel()
+    table = empty_tile_table(topk_experts, num_slots, num_experts, block_rows)
+    return (
+        topk_experts.new_empty(num_experts),
+        torch.empty_like(topk_experts),
+        topk_experts.new_empty(num_slots),
+        *table[:4],
+    )
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def _rank_kernel(
+    experts_ptr,  # [num_slots]
+    offsets_ptr,  # [E]
+    slot_to_row_ptr,  # [num_slots]
+    row_to_token_ptr,  # [num_slots]
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    order_ptr,
+    num_slots,
+    capacity,
+    E,
+    TOP_K,
+    RANKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E_P2: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    """The first programs write the offsets and table entries, the others place RANKED slots each.
+
+    Grid: (cdiv(capacity, PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
+    """
+    num_table_programs = tl.cdiv(capacity, PROGRAM_ENTRIES)
+    lane = tl.arange(0, BLOCK)
+    if tl.program_id(0) < num_table_programs:
+        index = tl.arange(0, E_P2)
+        totals = tl.zeros((E_P2,), tl.int32)
+        for first in range(0, num_slots, BLOCK):
+            expert = tl.load(experts_ptr + first + lane, mask=first + lane < num_slots, other=-1)
+            kept = (expert >= 0) & (expert < E)
+            totals += tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)
+        ends = tl.cumsum(totals, 0)
+        if tl.program_id(0) == 0:
+            tl.store(offsets_ptr + index, ends, mask=index < E)
+        write_tile_table(
+            tl.program_id(0),
+            ends - totals,
+            ends,
+            bounds_ptr,
+            tiles_ptr,
+            num_tiles_ptr,
+            order_ptr,
+            num_slots,
+            capacity,
+            E,
+            E_P2,
+            BLOCK_ROWS,
+            ENTRY_BLOCK,
+            PROGRAM_ENTRIES,
+        )
+    else:
+        slot = (tl.program_id(0) - num_table_programs) * RANKED + tl.arange(0, RANKED)
+        expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+        # Dropped slots are one more expert, and what is past the slots another.
+        kept = (expert >= 0) & (expert < E)
+        expert = tl.where(kept, expert, E)
+        row = tl.zeros((RANKED,), tl.int32)
+        for first in range(0, num_slots, BLOCK):
+            other = first + lane
+            value = tl.load(experts_ptr + other, mask=other < num_slots, other=-1)
+            value = tl.where((value >= 0) & (value < E), value, E)
+            value = tl.where(other < num_slots, value, E + 1)[None, :]
+            is_tie = value == expert[:, None]  # [RANKED, BLOCK]
+            is_before = (value < expert[:, None]) | (is_tie & (other[None, :] < slot[:, None]))
+            row += tl.sum(is_before.to(tl.int32), 1)
+        tl.store(slot_to_row_ptr + slot, tl.where(kept, row, -1), mask=slot < num_slots)
+        tl.store(row_to_token_ptr + row, (slot // TOP_K).to(tl.int32), mask=slot < num_slots)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_kernel(
+    experts_ptr,  # [num_slots]
+    counts_ptr,  # [num_blocks, E]
+    num_slots,
+    E,
+    E_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program writes counts[block, :]. Grid: (num_blocks,)."""
+    block = tl.program_id(0).to(tl.int64)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+    kept = (expert >= 0) & (expert < E)
+    counts = tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)  # [E_P2]
+    index = tl.arange(0, E_P2)
+    tl.store(counts_ptr + block * E + index, counts, mask=index < E)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _scan_kernel(
+    counts_ptr,  # [num_blocks, E]; becomes the exclusive sum over blocks
+    totals_ptr,  # [E]
+    num_blocks,
+    E,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One program scans BLOCK_E experts over all blocks. Grid: (cdiv(E, BLOCK_E),)."""
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    carry = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        block = first + tl.arange(0, BLOCK_B)
+        mask = (block < num_blocks)[:, None] & (expert < E)[None, :]
+        pointer = counts_ptr + block.to(tl.int64)[:, None] * E + expert[None, :]
+        counts = tl.load(pointer, mask=mask, other=0)  # [BLOCK_B, BLOCK_E]
+        tl.store(pointer, carry[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        carry += tl.sum(counts, 0)
+    tl.store(totals_ptr + expert, carry, mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def _place_kernel(
+    experts_ptr,  # [num_slots]
+    earlier_ptr,  # [num_blocks, E]: slots of the expert in earlier blocks
+    totals_ptr,  # [E]
+    offsets_ptr,  # [E]
+    slot_to_row_ptr,  # [num_slots]
+    row_to_token_ptr,  # [num_slots]
+    bounds_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    order_ptr,
+    num_slots,
+    capacity,
+    E,
+    TOP_K,
+    E_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ENTRY_BLOCK: tl.constexpr,
+    PROGRAM_ENTRIES: tl.constexpr,
+):
+    """The first programs write the offsets and table entries, the others place a block of slots each.
+
+    Grid: (cdiv(capacity, PROGRAM_ENTRIES) + num_blocks,).
+    """
+    index = tl.arange(0, E_P2)
+    totals = tl.load(totals_ptr + index, mask=index < E, other=0)
+    ends = tl.cumsum(totals, 0)
+    starts = ends - totals
+    num_table_programs = tl.cdiv(capacity, PROGRAM_ENTRIES)
+    if tl.program_id(0) < num_table_programs:
+        if tl.program_id(0) == 0:
+            tl.store(offsets_ptr + index, ends, mask=index < E)
+        write_tile_table(
+            tl.program_id(0),
+            starts,
+            ends,
+            bounds_ptr,
+            tiles_ptr,
+            num_tiles_ptr,
+            order_ptr,
+            num_slots,
+            capacity,
+            E,
+            E_P2,
+            BLOCK_ROWS,
+            ENTRY_BLOCK,
+            PROGRAM_ENTRIES,
+        )
+    else:
+        block = tl.program_id(0) - num_table_programs
+        is_last = tl.program_id(0) == tl.num_programs(0) - 1
+        exists = index < E
+        earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=exists, other=0)
+        up_to_here = tl.load(earlier_ptr + (block + 1).to(tl.int64) * E + index, mask=exists & (not is_last), other=0)
+        counts = tl.where(is_last, totals, up_to_here) - earlier
+        first_lane = tl.cumsum(counts, 0) - counts  # of each expert, once the slots of the block are sorted
+        lane = tl.arange(0, BLOCK)
+        slot = block.to(tl.int64) * BLOCK + lane
+        expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+        # Dropped slots are one more expert. No two keys are equal, so any sort of them is a stable one of the slots.
+        keys = sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
+        expert = keys // BLOCK
+        slot = block.to(tl.int64) * BLOCK + keys % BLOCK
+        kept = expert < E
+        base = tl.gather(starts + earlier - first_lane, tl.where(kept, expert, 0), 0)
+        dropped_base = tl.max(ends, 0) + block * BLOCK - tl.sum(earlier, 0) - tl.sum(counts, 0)
+        row = lane + tl.where(kept, base, dropped_base)
+        tl.store(slot_to_row_ptr + slot, tl.where(kept, row, -1), mask=slot < num_slots)
+        tl.store(row_to_token_ptr + row, (slot // TOP_K).to(tl.int32), mask=slot < num_slots)

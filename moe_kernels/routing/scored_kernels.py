@@ -1,0 +1,303 @@
+"""The kernels of `scored_routing`: one for the choice and its weights, one for the gradient of the logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.launch import launch_kernel
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from .topk import choose_by_short_keys, choose_highest, ordered
+
+
+class Facts(NamedTuple):
+    """A spec as the kernels see it. Ops take no dataclass, so it travels as fields; backward needs the last five."""
+
+    by_logit: bool
+    num_groups: int
+    topk_groups: int
+    top2_sum: bool
+    excluded_zero: bool
+    score: str
+    normalize: bool
+    norm_epsilon: float
+    norm_minimum: float
+    scale: float
+
+
+def _blocks(num_places: int) -> dict[str, int]:
+    """One warp owns whole rows, so that a reduction takes no shared memory; more than 512 places take more warps."""
+    return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
+
+
+def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, facts: Facts) -> tuple[Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
+    topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
+    if num_tokens:
+        places = {
+            "G_P2": next_power_of_2(facts.num_groups),
+            "S_P2": next_power_of_2(num_experts // facts.num_groups),
+        }
+        blocks = _blocks(places["G_P2"] * places["S_P2"])
+        launch_kernel(
+            _scored_routing_kernel,
+            (cdiv(num_tokens, blocks["BLOCK_T"]),),
+            logits,
+            logits.stride(),
+            None if selection_bias is None else selection_bias.contiguous(),
+            topk_experts,
+            topk_weights,
+            num_tokens,
+            facts.norm_epsilon,
+            facts.norm_minimum,
+            facts.scale,
+            E=num_experts,
+            SCORE=facts.score,
+            BY_LOGIT=facts.by_logit,
+            NUM_GROUPS=facts.num_groups,
+            TOPK_GROUPS=facts.topk_groups,
+            TOP2_SUM=facts.top2_sum and num_experts > facts.num_groups,
+            EXCLUDED_ZERO=facts.excluded_zero,
+            NORMALIZE=facts.normalize,
+            TOP_K=top_k,
+            K_P2=next_power_of_2(top_k),
+            **places,
+            **blocks,
+        )
+    return topk_weights, topk_experts
+
+
+def launch_backward(
+    dweights: Tensor,  # [T, K]
+    topk_experts: Tensor,  # [T, K]
+    logits: Tensor,  # [T, E]
+    dlogits_direct: Tensor | None,  # [T, E]: a gradient to add
+    split_dtype: torch.dtype | None,
+    score: str,
+    normalize: bool,
+    norm_epsilon: float,
+    norm_minimum: float,
+    scale: float,
+) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype: [high | low]
+    num_tokens, num_experts = logits.shape
+    num_columns = num_experts if split_dtype is None else 2 * num_experts
+    dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
+    if num_tokens:
+        E_P2 = next_power_of_2(num_experts)
+        blocks = _blocks(E_P2)
+        launch_kernel(
+            _scored_routing_backward_kernel,
+            (cdiv(num_tokens, blocks["BLOCK_T"]),),
+            logits,
+            logits.stride(),
+            dlogits_direct,
+            (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
+            topk_experts,
+            dweights.contiguous(),
+            dlogits,
+            num_tokens,
+            num_experts,
+            norm_epsilon,
+            norm_minimum,
+            scale,
+            SCORE=score,
+            NORMALIZE=normalize,
+            SPLIT=split_dtype is not None,
+            TOP_K=topk_experts.shape[1],
+            E_P2=E_P2,
+            **blocks,
+        )
+    return dlogits
+
+
+# The key of an expert that does not exist; that of -inf is above it.
+_TAKEN = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _score_facts(logits, exists, SCORE: tl.constexpr):
+    """What a softmax takes of all logits of a token: (highest, sum of exponentials), [BLOCK_T]; else nothing."""
+    if SCORE == "softmax":
+        logits = tl.where(exists, logits, float("-inf"))
+        highest = tl.max(logits, 1)
+        return highest, tl.sum(tl.exp(logits - highest[:, None]), 1)
+    else:
+        nothing = tl.zeros((logits.shape[0],), tl.float32)
+        return nothing, nothing
+
+
+@triton.jit
+def _scores(logits, highest, total, SCORE: tl.constexpr):
+    """[BLOCK_T, ...] of some of the logits, with the facts of all."""
+    if SCORE == "softmax":
+        return tl.exp(logits - highest[:, None]) / total[:, None]
+    if SCORE == "sigmoid":
+        return tl.sigmoid(logits)
+    # softplus(x) = max(x, 0) + log(1 + small). The quotient gives log(1 + small) where 1 + small has rounded small.
+    small = tl.exp(-tl.abs(logits))
+    rounded = 1.0 + small
+    lost = rounded == 1.0
+    log1p = tl.where(lost, small, tl.log(rounded) * (small / tl.where(lost, 1.0, rounded - 1.0)))
+    return tl.sqrt(tl.maximum(logits, 0.0) + log1p)
+
+
+@triton.jit
+def _in_best_groups(
+    keys,  # [BLOCK_T, G_P2, S_P2] int32, ordered
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    G_P2: tl.constexpr,
+):
+    """Whether a group is one of a token's best, [BLOCK_T, G_P2]; among equals the lower group."""
+    worth = tl.max(keys, 2)  # [BLOCK_T, G_P2]
+    if TOP2_SUM:
+        is_best = keys == worth[:, :, None]
+        below = tl.max(tl.where(is_best, _TAKEN, keys), 2)
+        second = tl.where(tl.sum(is_best.to(tl.int32), 2) > 1, worth, below)
+        both = ordered(worth).to(tl.float32, bitcast=True) + ordered(second).to(tl.float32, bitcast=True)
+        both = tl.where(both == both, both, float("inf"))
+        worth = ordered((both + 0.0).to(tl.int32, bitcast=True))
+    group = tl.arange(0, G_P2)
+    worth = tl.where((group < NUM_GROUPS)[None, :], worth, _TAKEN)
+    other = worth[:, None, :]
+    is_lower = (group[None, :] < group[:, None])[None, :, :]
+    is_better = (other > worth[:, :, None]) | ((other == worth[:, :, None]) & is_lower)  # [BLOCK_T, G_P2, G_P2]
+    return tl.sum(is_better.to(tl.int32), 2) < TOPK_GROUPS
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _scored_routing_kernel(
+    logits_ptr,
+    logits_strides,  # [T, E]
+    bias_ptr,  # [E] contiguous, or None
+    experts_ptr,  # [T, K] contiguous
+    weights_ptr,  # [T, K] contiguous
+    num_tokens,
+    norm_epsilon,
+    norm_minimum,
+    scale,
+    E: tl.constexpr,
+    SCORE: tl.constexpr,
+    BY_LOGIT: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    EXCLUDED_ZERO: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_P2: tl.constexpr,
+    G_P2: tl.constexpr,
+    S_P2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),).
+
+    The places of a token's experts are G_P2 groups of S_P2, of which the last may be empty.
+    """
+    SIZE: tl.constexpr = E // NUM_GROUPS
+    E_P2: tl.constexpr = G_P2 * S_P2
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    place = tl.arange(0, E_P2)
+    expert = place // S_P2 * SIZE + place % S_P2
+    exists = ((place // S_P2 < NUM_GROUPS) & (place % S_P2 < SIZE))[None, :]
+    pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
+    logits = tl.load(pointer, mask=(t < num_tokens)[:, None] & exists, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
+    highest, total = _score_facts(logits, exists, SCORE)
+    keys = logits if BY_LOGIT else _scores(logits, highest, total, SCORE)
+    if bias_ptr is not None:
+        keys += tl.load(bias_ptr + expert[None, :], mask=exists, other=0.0).to(tl.float32)
+    keys = tl.where(keys == keys, keys, float("inf"))
+    keys = tl.where(exists, ordered((keys + 0.0).to(tl.int32, bitcast=True)), _TAKEN)
+    if NUM_GROUPS > 1:
+        grouped = tl.reshape(keys, (BLOCK_T, G_P2, S_P2))
+        kept = _in_best_groups(grouped, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, G_P2)
+        # The keys of zero and of minus infinity.
+        excluded: tl.constexpr = 0 if EXCLUDED_ZERO else -0x7F800001
+        keys = tl.reshape(tl.where(kept[:, :, None], grouped, excluded), (BLOCK_T, E_P2))
+        keys = tl.where(exists, keys, _TAKEN)
+    chosen, is_unsure = choose_by_short_keys(keys, E_P2, TOP_K, K_P2)
+    if tl.max(is_unsure, 0) != 0:
+        chosen = choose_highest(keys, E_P2, TOP_K, K_P2)
+    chosen = chosen // S_P2 * SIZE + chosen % S_P2
+    k = tl.arange(0, K_P2)
+    mask = (t < num_tokens)[:, None] & (k < TOP_K)[None, :]
+    pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
+    chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.where(mask, _scores(chosen_logits, highest, total, SCORE), 0.0)  # [BLOCK_T, K_P2]
+    if NORMALIZE:
+        norm = tl.sum(weights, 1) + norm_epsilon
+        weights = weights / tl.where(norm < norm_minimum, norm_minimum, norm)[:, None]
+    out = t[:, None] * TOP_K + k[None, :]
+    tl.store(experts_ptr + out, chosen, mask=mask)
+    tl.store(weights_ptr + out, weights * scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _scored_routing_backward_kernel(
+    logits_ptr,
+    logits_strides,  # [T, E]
+    direct_ptr,  # None if there is nothing to add
+    direct_strides,  # [T, E]
+    experts_ptr,  # [T, K] contiguous
+    dweights_ptr,  # [T, K] contiguous
+    dlogits_ptr,  # [T, E] contiguous; [T, 2E] if SPLIT
+    num_tokens,
+    E,
+    norm_epsilon,
+    norm_minimum,
+    scale,
+    SCORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    E_P2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program writes dlogits of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),)."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_mask = t < num_tokens
+    expert = tl.arange(0, E_P2)
+    exists = (expert < E)[None, :]
+    mask = token_mask[:, None] & exists
+    pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
+    logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
+    highest, total = _score_facts(logits, exists, SCORE)
+    scores = tl.where(exists, _scores(logits, highest, total, SCORE), 0.0)
+    dscores = tl.zeros((BLOCK_T, E_P2), tl.float32)
+    chosen_scores = tl.zeros((BLOCK_T, E_P2), tl.float32)
+    for step in range(TOP_K):
+        winner = tl.load(experts_ptr + t * TOP_K + step, mask=token_mask, other=0)
+        dweight = tl.load(dweights_ptr + t * TOP_K + step, mask=token_mask, other=0.0) * scale
+        is_winner = expert[None, :] == winner[:, None]
+        dscores = tl.where(is_winner, dweight[:, None], dscores)
+        chosen_scores = tl.where(is_winner, scores, chosen_scores)
+    if NORMALIZE:
+        # w = s / n with n = sum of s + epsilon: ds = (dw - sum(dw * s) / n) / n; a clamped n is a constant.
+        norm = tl.sum(chosen_scores, 1) + norm_epsilon
+        is_clamped = norm < norm_minimum
+        norm = tl.where(is_clamped, norm_minimum, norm)[:, None]
+        mean = tl.where(is_clamped, 0.0, tl.sum(dscores * chosen_scores, 1))[:, None] / norm
+        for step in range(TOP_K):
+            winner = tl.load(experts_ptr + t * TOP_K + step, mask=token_mask, other=0)
+            dscores = tl.where(expert[None, :] == winner[:, None], (dscores - mean) / norm, dscores)
+    if SCORE == "softmax":
+        gradient = scores * (dscores - tl.sum(scores * dscores, 1)[:, None])
+    elif SCORE == "sigmoid":
+        gradient = dscores * scores * (1.0 - scores)
+    else:
+        gradient = tl.where(scores == 0.0, 0.0, dscores * tl.sigmoid(logits) * 0.5 / scores)
+    if direct_ptr is not None:
+        pointer = direct_ptr + t[:, None] * direct_strides[0] + expert[None, :] * direct_strides[1]
+        gradient += tl.load(pointer, mask=mask, other=0.0)
+    if SPLIT:
+        high = gradient.to(dlogits_ptr.dtype.element_ty)
+        low = (gradient - high.to(tl.float32)).to(dlogits_ptr.dtype.element_ty)
+        out = dlogits_ptr + t[:, None] * (2 * E) + expert[None, :]
+        tl.store(out, high, mask=mask)
+        tl.store(out + E, low, mask=mask)
+    else:
+        tl.store(dlogits_ptr + t[:, None] * E + expert[None, :], gradient, mask=mask)

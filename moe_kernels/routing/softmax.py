@@ -1,0 +1,351 @@
+"""Routers: logits to top-k experts and weights, and the linear router in front of them as one differentiable op.
+
+    softmax, then top-k, then renormalise  =  top-k, then softmax:  w = softmax(chosen logits)     (normalize=True)
+    softmax, then top-k:                                            w = softmax(all logits)[chosen] (normalize=False)
+
+The softmax keeps the order of the logits, so experts are chosen by logit: exact, whatever the exponential rounds to.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..activation.functions import exp_negative
+from ..gemm.batch_invariance import token_by_token
+from ..runtime.checks import check_dtype, check_same_device, check_shapes, check_top_k, once_per_form
+from ..runtime.dispatch import choose, without_autocast
+from ..runtime.launch import launch_kernel
+from ..runtime.ops import registered_op
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..types import Routing
+from .linear import check_router_dtypes, halves_dtype, router_gradients, router_logits, router_logits_op
+from .topk import choose_by_short_keys, choose_highest, key, ranked
+
+_LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def topk_routing(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    *,
+    normalize: bool = True,
+    implementation: str | None = None,
+) -> Routing:
+    """Choose each token's `top_k` experts by logit and weigh them by softmax, in float32.
+
+    The experts of a token are distinct and come by falling logit; on a tie the lower id comes first. NaN counts as the
+    highest logit, as in torch.topk: ids stay within [0, E), and the token's weights are NaN. Deterministic.
+    Differentiable in `logits`.
+
+    Args:
+        normalize: the weights of a token sum to one (softmax over its chosen logits); otherwise they are its
+            probabilities under the softmax over all experts.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: wrong shape or dtype, or `top_k` outside [1, E].
+    """
+    sizes = check_shapes("topk_routing", logits=(logits, "T E"))
+    check_dtype("topk_routing", "logits", logits, *_LOGIT_DTYPES)
+    check_top_k("topk_routing", top_k, sizes["E"])
+    if choose("topk_routing", implementation, logits) == "reference":
+        return reference.topk_routing(logits, top_k, normalize=normalize)
+    topk_weights, topk_experts = _topk_op(logits, top_k, normalize)
+    return Routing(topk_experts, topk_weights, logits)
+
+
+def linear_routing(
+    tokens: Tensor,  # [T, D]
+    w_router: Tensor,  # [E, D]
+    top_k: int,
+    *,
+    normalize: bool = True,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Routing:
+    """`topk_routing` of the logits `tokens @ w_router.T`, which are float32 whatever the dtype of the tokens.
+
+    One autograd boundary: it saves the tokens, the choice and the weights, and computes the logits again if backward
+    needs them, so no [T, E] tensor is kept. The gradient of the logits is float32, and both products with it
+    accumulate in float32. Deterministic. Differentiable in `tokens` and `w_router`, through weights and logits.
+
+    Args:
+        w_router: in the dtype of the tokens, or float32; then all products are float32.
+        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature, or `top_k` is outside [1, E].
+    """
+    _check_linear(tokens, w_router, top_k)
+    chosen = choose("linear_routing", implementation, tokens)
+    with without_autocast(tokens):  # it would round the logits
+        if chosen == "reference":
+            route = partial(reference.linear_routing, w_router=w_router, top_k=top_k, normalize=normalize)
+            return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
+        topk_weights, topk_experts, logits = _linear_routing_op(tokens, w_router, top_k, normalize, batch_invariant)
+        return Routing(topk_experts, topk_weights, logits)
+
+
+@once_per_form
+def _check_linear(tokens: Tensor, w_router: Tensor, top_k: int) -> None:
+    sizes = check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
+    check_router_dtypes("linear_routing", tokens, w_router)
+    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
+    check_top_k("linear_routing", top_k, sizes["E"])
+
+
+@registered_op("linear_routing")
+def _linear_routing_op(
+    tokens: Tensor, w_router: Tensor, top_k: int, normalize: bool, batch_invariant: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = router_logits(tokens, w_router, None, batch_invariant)
+    return *_launch_topk(logits, top_k, normalize), logits
+
+
+@_linear_routing_op.register_fake
+def _(tokens, w_router, top_k, normalize, batch_invariant):
+    shape = (tokens.shape[0], top_k)
+    logits = tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
+    return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
+
+
+def _linear_routing_setup(ctx, inputs, output):
+    tokens, w_router, _, ctx.normalize, ctx.batch_invariant = inputs
+    topk_weights, topk_experts, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(tokens, w_router, topk_weights, topk_experts)
+
+
+def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
+    tokens, w_router, topk_weights, topk_experts = ctx.saved_tensors
+    if dweights is None and dlogits_direct is None:
+        return (None,) * 5
+    with without_autocast(tokens):
+        if dweights is None:
+            dlogits = dlogits_direct
+        else:
+            logits = None if ctx.normalize else router_logits_op(tokens, w_router, None, ctx.batch_invariant)
+            split_dtype = halves_dtype(tokens, w_router)
+            dlogits = _topk_backward_op(
+                dweights, topk_weights, topk_experts, logits, dlogits_direct, len(w_router), split_dtype
+            )
+        gradients = router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
+        return *gradients, None, None, None
+
+
+_linear_routing_op.register_autograd(_linear_routing_backward, setup_context=_linear_routing_setup)
+
+
+@registered_op("topk_routing")
+def _topk_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    return _launch_topk(logits, top_k, normalize)
+
+
+@_topk_op.register_fake
+def _(logits, top_k, normalize):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _topk_setup(ctx, inputs, output):
+    logits, _, normalize = inputs
+    ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(None if normalize else logits, *output)
+
+
+def _topk_backward(ctx, dweights, _):
+    logits, topk_weights, topk_experts = ctx.saved_tensors
+    if dweights is None:
+        return None, None, None
+    dlogits = _topk_backward_op(dweights, topk_weights, topk_experts, logits, None, ctx.num_experts, None)
+    return dlogits.to(ctx.dtype), None, None
+
+
+_topk_op.register_autograd(_topk_backward, setup_context=_topk_setup)
+
+
+def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
+    topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
+    if num_tokens:
+        E_P2 = next_power_of_2(num_experts)
+        # One warp owns whole rows, so that finding a maximum takes no shared memory.
+        block_t = max(1, 512 // E_P2)
+        launch_kernel(
+            _topk_kernel,
+            (cdiv(num_tokens, block_t),),
+            logits,
+            logits.stride(),
+            topk_experts,
+            topk_weights,
+            num_tokens,
+            num_experts,
+            NORMALIZE=normalize,
+            TOP_K=top_k,
+            K_P2=next_power_of_2(top_k),
+            E_P2=E_P2,
+            BLOCK_T=block_t,
+            num_warps=1,
+        )
+    return topk_weights, topk_experts
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _topk_kernel(
+    logits_ptr,
+    logits_strides,  # [T, E]
+    experts_ptr,  # [T, K] contiguous
+    weights_ptr,  # [T, K] contiguous
+    num_tokens,
+    E,
+    NORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_P2: tl.constexpr,
+    E_P2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),)."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.arange(0, E_P2)
+    exists = (expert < E)[None, :]
+    pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
+    logits = tl.load(pointer, mask=(t < num_tokens)[:, None] & exists, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
+    keys = tl.where(exists, key(logits), -(2**31))
+    chosen, is_unsure = choose_by_short_keys(keys, E_P2, TOP_K, K_P2)
+    if tl.max(is_unsure, 0) != 0:
+        chosen = choose_highest(keys, E_P2, TOP_K, K_P2)
+    k = tl.arange(0, K_P2)
+    mask = (t < num_tokens)[:, None] & (k < TOP_K)[None, :]
+    pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
+    chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
+    # The first chosen logit is the highest of all. A NaN stands there as infinity, and infinity less itself is NaN.
+    highest = tl.max(chosen_logits, 1)
+    weights = exp_negative(highest[:, None] - chosen_logits)  # [BLOCK_T, K_P2]
+    if NORMALIZE:
+        total = tl.sum(weights, 1)
+    else:
+        total = tl.sum(tl.where(exists, exp_negative(highest[:, None] - logits), 0.0), 1)
+    weights = tl.div_rn(weights, tl.broadcast_to(total[:, None], (BLOCK_T, K_P2)))
+    out = t[:, None] * TOP_K + k[None, :]
+    tl.store(experts_ptr + out, chosen, mask=mask)
+    tl.store(weights_ptr + out, weights, mask=mask)
+
+
+@registered_op("topk_routing_backward")
+def _topk_backward_op(
+    dweights: Tensor,  # [T, K]
+    topk_weights: Tensor,
+    topk_experts: Tensor,
+    logits: Tensor | None,  # [T, E]; None if the weights were normalized
+    dlogits_direct: Tensor | None,  # [T, E]: a gradient to add
+    num_experts: int,
+    split_dtype: torch.dtype | None,
+) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
+    """The gradient of the logits in float32, or as the sum of two halves side by side, in `split_dtype`: [high | low].
+
+    A float32 matrix split so goes through a 16-bit GEMM that accumulates in float32 at twice its cost, and loses no
+    more than the square of the 16-bit rounding.
+    """
+    num_tokens, top_k = topk_experts.shape
+    num_columns = num_experts if split_dtype is None else 2 * num_experts
+    dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
+    if num_tokens:
+        E_P2 = next_power_of_2(num_experts)
+        block_t = max(1, 512 // E_P2)
+        launch_kernel(
+            _topk_backward_kernel,
+            (cdiv(num_tokens, block_t),),
+            logits,
+            (0, 0) if logits is None else logits.stride(),
+            dlogits_direct,
+            (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
+            topk_experts,
+            topk_weights,
+            dweights.contiguous(),
+            dlogits,
+            num_tokens,
+            num_experts,
+            SPLIT=split_dtype is not None,
+            TOP_K=top_k,
+            K_P2=next_power_of_2(top_k),
+            E_P2=E_P2,
+            BLOCK_T=block_t,
+            num_warps=1,
+        )
+    return dlogits
+
+
+@_topk_backward_op.register_fake
+def _(dweights, topk_weights, topk_experts, logits, dlogits_direct, num_experts, split_dtype):
+    num_columns = num_experts if split_dtype is None else 2 * num_experts
+    return dweights.new_empty(topk_experts.shape[0], num_columns, dtype=split_dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _topk_backward_kernel(
+    logits_ptr,  # None if the weights were normalized
+    logits_strides,  # [T, E]
+    direct_ptr,  # None if there is nothing to add
+    direct_strides,  # [T, E]
+    experts_ptr,  # [T, K] contiguous
+    weights_ptr,  # [T, K] contiguous
+    dweights_ptr,  # [T, K] contiguous
+    dlogits_ptr,  # [T, E] contiguous; [T, 2E] if SPLIT
+    num_tokens,
+    E,
+    SPLIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_P2: tl.constexpr,
+    E_P2: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)). Grid: (cdiv(T, BLOCK_T),)."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_mask = t < num_tokens
+    expert = tl.arange(0, E_P2)
+    k = tl.arange(0, K_P2)
+    slot = t[:, None] * TOP_K + k[None, :]
+    slot_mask = token_mask[:, None] & (k < TOP_K)[None, :]
+    weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
+    dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
+    mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
+    # Of the chosen, less the mean before it is multiplied: where one expert has nearly all, they nearly cancel.
+    is_normalized: tl.constexpr = logits_ptr is None
+    gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
+    if not is_normalized:
+        gradient -= mean[:, None]
+    for step in range(TOP_K):
+        step_slot = t * TOP_K + step
+        chosen = tl.load(experts_ptr + step_slot, mask=token_mask, other=0)
+        value = tl.load(dweights_ptr + step_slot, mask=token_mask, other=0.0) - mean
+        # Normalized weights are the probabilities of a softmax over the chosen; the others get no gradient.
+        if is_normalized:
+            value *= tl.load(weights_ptr + step_slot, mask=token_mask, other=0.0)
+        gradient = tl.where(expert[None, :] == chosen[:, None], value[:, None], gradient)
+    exists = (expert < E)[None, :]
+    mask = token_mask[:, None] & exists
+    if not is_normalized:
+        pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
+        logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+        logits = tl.where(exists, logits, float("-inf"))
+        numerator = exp_negative(tl.max(logits, 1)[:, None] - logits)
+        total = tl.sum(numerator, 1)[:, None]
+        gradient *= tl.div_rn(numerator, tl.broadcast_to(total, (BLOCK_T, E_P2)))
+    if direct_ptr is not None:
+        pointer = direct_ptr + t[:, None] * direct_strides[0] + expert[None, :] * direct_strides[1]
+        gradient += tl.load(pointer, mask=mask, other=0.0)
+    if SPLIT:
+        high = gradient.to(dlogits_ptr.dtype.element_ty)
+        low = (gradient - high.to(tl.float32)).to(dlogits_ptr.dtype.element_ty)
+        out = dlogits_ptr + t[:, None] * (2 * E) + expert[None, :]
+        tl.store(out, high, mask=mask)
+        tl.store(out + E, low, mask=mask)
+    else:
+        tl.store(dlogits_ptr + t[:, None] * E + expert[None, :], gradient, mask=mask)

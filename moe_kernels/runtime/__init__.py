@@ -1,0 +1,1 @@
+"""Base of every op: Triton and its versions, dispatch, registered ops, checks, launches."""

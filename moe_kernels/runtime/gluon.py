@@ -1,0 +1,83 @@
+"""The Gluon of Triton 3.6 to 3.9: whether it can be used here, its names, and what the versions differ in.
+
+The warp-specialised Hopper kernels are written in Gluon, which changes from version to version. Everything that they
+need to know about a version is in this file; `launching.py` knows the launch API.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from .triton import INTERPRET, TRITON_VERSION, triton
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+REMEDY = "install Triton 3.6 to 3.9 (PyTorch 2.10 to 2.15) for the fast kernels"
+
+
+def version_obstacle(version: tuple[int, ...] | None) -> str | None:
+    """Why the kernels cannot be written in this version's Gluon, or None if they can."""
+    if version is None:
+        return "Triton is not installed"
+    if not OLDEST <= version[:2] <= NEWEST:
+        return f"they are written for Triton 3.6 to 3.9, this is {'.'.join(map(str, version))}"
+    return None
+
+
+OBSTACLE = version_obstacle(TRITON_VERSION)
+KNOWS_GLUON = OBSTACLE is None  # also in the interpreter, which cannot run it
+if OBSTACLE is None and INTERPRET:
+    OBSTACLE = "the interpreter does not run Gluon"
+if OBSTACLE is None:
+    try:
+        from triton.experimental import gluon
+        from triton.experimental.gluon.language.nvidia.ampere import async_copy
+        from triton.experimental.gluon.language.nvidia.hopper import tma
+    except ImportError as error:
+        OBSTACLE = f"Triton's Gluon cannot be imported: {error}"
+
+if OBSTACLE is None:
+    # Version 3.8 brought the newer names; 3.9 keeps the older ones only to raise an error.
+    aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
+    if hasattr(tma, "async_load"):
+        tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load
+    else:
+        tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+        copy_load = async_copy.async_copy_global_to_shared
+
+
+def slower_kernels(cc: int) -> str | None:
+    """Why a GPU of this compute capability runs without the warp-specialised kernels that exist for it."""
+    if OBSTACLE is None or cc != 90:
+        return None
+    return f"the warp-specialised Hopper kernels cannot run: {OBSTACLE}. Slower portable kernels run; {REMEDY}"
+
+
+@functools.cache
+def warn_if_slower(cc: int) -> None:
+    """Warn once per process where `slower_kernels` has a reason."""
+    if reason := slower_kernels(cc):
+        warnings.warn(f"moe_kernels: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def registers(gather: bool, pieces: int) -> dict[str, int]:
+    """Registers per thread of the producer and of the first consumer. The second consumer gets the rest of 504.
+
+    Chosen so that nothing spills; with Triton 3.8 and 3.9 nothing spills inside a step of the reduction.
+
+    Args:
+        pieces: parts in which an activation is computed; 0 without one.
+    """
+    if not gather:
+        producer, consumer = (24, 240) if pieces else (32, 240)
+    elif TRITON_VERSION[:2] >= (3, 8):
+        producer, consumer = (56, 224) if pieces else (72, 216)
+    else:
+        producer, consumer = (40, 232) if pieces else (48, 224)
+    return {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
+
+
+def compiler_options() -> dict[str, Any]:
+    """Triton 3.9 can schedule for few registers. Without this option a plain activation spills ten times as much."""
+    return {"sched4reg": True} if TRITON_VERSION[:2] >= (3, 9) else {}

@@ -1,0 +1,79 @@
+"""Triton where it is installed; elsewhere a stand-in, so that the reference also runs on machines without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+
+class _Absent:
+    """Lets modules define their kernels without Triton. Launching one says what is missing."""
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args, **kwargs) -> _Absent:
+        return self
+
+    def __getitem__(self, grid) -> _Absent:
+        raise RuntimeError("Triton is not installed: pass implementation='reference'")
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """(3, 9, 0) of "3.9.0+git1234" or "3.9.0rc1"."""
+    return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    # Triton decides this when a kernel is defined, so it is read once, here.
+    INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+    TRITON_VERSION = version_numbers(triton.__version__)
+    sort = tl.sort
+else:
+    triton = tl = _Absent()
+    sort = tl
+    INTERPRET = False
+    TRITON_VERSION = None
+
+
+if INTERPRET:
+    import numpy
+    from triton.runtime.interpreter import TensorHandle
+
+    def sort(keys: tl.tensor) -> tl.tensor:
+        """As `tl.sort`, whose exchanges the interpreter would run op by op, in tenths of a second."""
+        return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
+
+
+# Triton 3.9 spills 16 bytes per thread where the sort compares 512 slots at once; 3.6 does not.
+slots_compared_at_once = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7) else 256
+
+
+def cdiv(x: int, y: int) -> int:
+    """As `triton.cdiv`, which takes microseconds since it also serves inside kernels."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """As `triton.next_power_of_2`, for n >= 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRET",
+    "TRITON_VERSION",
+    "cdiv",
+    "next_power_of_2",
+    "slots_compared_at_once",
+    "sort",
+    "tl",
+    "triton",
+]

@@ -1,0 +1,1 @@
+"""Command-line tools: `python -m moe_kernels {explain, tune, show, verify}`."""

@@ -1,0 +1,286 @@
+"""Says what runs for a layer of experts on this machine, why nothing faster does, and whether it is right.
+
+    python -m moe_kernels explain 16384,2048,768,128,8 --dtype bfloat16      # T, D, F, E, K
+    python -m moe_kernels explain 16384,2048,768,128,8 --cc 90 --gpu "NVIDIA H200"      # as if on this GPU
+
+The exit status is 1 when a result exceeds the error budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+import shutil
+import subprocess
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..activation.functions import EPILOGUES, listed_epilogue
+from ..experts.fused import fused_experts
+from ..gemm import selection, tables
+from ..gemm.arguments import Arguments
+from ..gemm.kernel import Kernel, WarpSpecializedDesign, device_cc
+from ..gemm.selection import Copies, get_kernels
+from ..gemm.tables import Table
+from ..runtime.dispatch import choose
+from ..runtime.gluon import slower_kernels
+from ..runtime.triton import HAS_TRITON, INTERPRET, triton
+from ..testing import Case, check_accuracy, make_inputs, make_permutation
+from ..types import Permutation, TileTable
+from .layer_gemms import LayerForms, parse_layer
+from .tune import check, measure
+
+_SMALL = Case(256, 256, 128, 4, 2)
+_SLOW = 1.2
+
+
+class Target(NamedTuple):
+    """The GPU that kernels are selected for: this machine's, or a named one."""
+
+    cc: int
+    gpu: str | None  # its name, by which tables are found
+    table: Table
+    is_here: bool
+
+
+class Choice(NamedTuple):
+    """What runs for one op of a layer."""
+
+    op: str
+    args: Arguments
+    kernel: Kernel | None
+
+
+def find_target(cc: int | None, gpu: str | None) -> Target:
+    """This machine's GPU; without one, or where `cc` or `gpu` ask for it, another."""
+    if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device), is_here=True)
+    table = tables.merged_table(gpu) if gpu and HAS_TRITON else Table({}, {})
+    return Target(cc or 90, gpu, table, is_here=False)
+
+
+def select_for(args: Arguments, target: Target) -> Kernel | None:
+    """The kernel that `selection.find` gives, or would give on a GPU that is not here."""
+    if target.is_here:
+        return selection.find(args)
+    if not HAS_TRITON:
+        return None
+    listed = _listed(args)
+    kernels = [k for k in get_kernels(cc=target.cc) if k.obstacle is None and k.takes(listed)]
+    kernel = next(iter(selection.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
+    if kernel is None or args.epilogue == listed.epilogue:
+        return kernel
+    if args.epilogue not in kernel.epilogues:
+        return None
+    kernel = kernel.with_epilogue(args.epilogue)
+    return kernel if kernel.takes(args) else None
+
+
+def _listed(args: Arguments) -> Arguments:
+    """The arguments with the epilogue that the catalog and the tables list for this one."""
+    return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
+
+
+def why_not_faster(args: Arguments, kernel: Kernel | None, target: Target) -> str | None:
+    """Why the kernel is none of the fastest design; None if it is."""
+    if kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign):
+        return None
+    listed = _listed(args)
+    candidates = [
+        k
+        for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
+        if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
+    ]
+    # The kernel that is meant for such operands says most.
+    gathers = any("row_to_token" in name and getattr(args, name) is not None for name in args.tensors)
+    candidates.sort(
+        key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != gathers, not k.takes(listed))
+    )
+    reasons = [_reason(k, listed, target.cc) for k in candidates]
+    if None in reasons:
+        by = "the table" if _is_in_table(listed, kernel, target) else "the rule of thumb"
+        return f"{candidates[reasons.index(None)].metadata.kernel_name} is available, {by} prefers this one"
+    return f"{candidates[0].metadata.kernel_name}: {reasons[0]}" if candidates else "there is none for this op"
+
+
+def _operands_that_differ(kernel: Kernel, args: Arguments) -> int:
+    asked = [(getattr(kernel.metadata.operands, name), tensor) for name, tensor in args.operands.items()]
+    dtypes = sum(tensor.dtype not in operand.dtypes for operand, tensor in asked)
+    axes = {"row": -1, "column": -2}
+    layouts = sum(operand.layout in axes and t.stride(axes[operand.layout]) != 1 for operand, t in asked)
+    return dtypes + layouts
+
+
+def _reason(kernel: Kernel, args: Arguments, cc: int) -> str | None:
+    return kernel.takes(args).error or kernel.obstacle or kernel.supports_cc(cc).error
+
+
+def _is_in_table(args: Arguments, kernel: Kernel | None, target: Target) -> bool:
+    named = target.table.kernels.get(_listed(args).table_key())
+    if kernel is None or named is None:
+        return False
+    return named == kernel.metadata.kernel_name.replace(args.epilogue or "", _listed(args).epilogue or "")
+
+
+def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:
+    """What the expert op runs for a layer."""
+    forms = layer.all()
+    num_rows, d_ff = len(forms["down"].A), layer.w_down.shape[2]
+    if target.is_here:
+        copies = selection.choose_copies(layer.tokens, layer.w_up, d_ff, num_rows)
+    else:
+        entry = target.table.copies.get(selection.copies_key(layer.tokens, layer.w_up, d_ff, num_rows))
+        copies = selection.decide_copies(select_for(forms["up_plain"], target), d_ff, layer.w_up.shape[1], entry)
+
+    def choice(op: str, form: str, is_copied: bool = True) -> Choice:
+        args = forms[form if is_copied else f"{form}_gather"]
+        return Choice(op, args, select_for(args, target))
+
+    up = choice("up with activation", "up", copies.tokens_forward)
+    ups = [up] if up.kernel else [up, choice("up, then activation", "up_plain", copies.tokens_forward)]
+    return copies, [
+        *ups,
+        choice("down", "down"),
+        choice("down, gradient of its input", "down_dgrad", copies.dout),
+        choice("down, gradient of its weight", "down_wgrad", copies.dout),
+        choice("up, gradient of its input", "up_dgrad"),
+        choice("up, gradient of its weight", "up_wgrad", copies.tokens_backward),
+    ]
+
+
+def print_versions(target: Target) -> None:
+    print(f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"Triton {triton.__version__ if HAS_TRITON else 'is not installed'}{' (interpreter)' if INTERPRET else ''}")
+    if not torch.cuda.is_available():
+        print("GPU: none; on the CPU an op is its reference: plain PyTorch, one product per expert")
+    else:
+        cc = device_cc(torch.device("cuda", torch.cuda.current_device()))
+        print(f"GPU: {torch.cuda.get_device_name()}, compute capability {cc}, driver {_driver()}")
+    if reason := slower_kernels(target.cc):
+        print(f"Warning: {reason}")
+    if not target.is_here:
+        print(f"Kernels below: as on {target.gpu or 'a GPU'} of compute capability {target.cc}")
+
+
+def _driver() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "unknown (nvidia-smi is not on the path)"
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True)
+    return answer.stdout.split()[0] if answer.returncode == 0 else f"unknown ({answer.stdout.strip()})"
+
+
+def print_tables(target: Target) -> None:
+    if target.gpu is None or not HAS_TRITON:
+        print("Table: none, since a table belongs to a named GPU; a rule of thumb selects")
+    elif paths := tables.paths(target.gpu):
+        for path in paths:
+            print(f"Table: {path} ({len(tables.read(path).kernels)} kernels)")
+    else:
+        shipped = ", ".join(sorted(path.name for path in tables.SHIPPED.glob("*.json")))
+        wanted = tables.table_name(target.gpu)
+        print(f"Table: none: there is no {wanted}, only {shipped}; a rule of thumb selects")
+    print(f"Own tables: {tables.USER or 'switched off by MOE_KERNELS_TUNING'}")
+
+
+def print_choices(layer: LayerForms, target: Target) -> list[Choice]:
+    copies, choices = choices_of(layer, target)
+    for op, args, kernel in choices:
+        by = "table" if _is_in_table(args, kernel, target) else "rule"
+        print(f"{op}: {f'{kernel.metadata.kernel_name} (by {by})' if kernel else 'no kernel'}")
+        if reason := why_not_faster(args, kernel, target):
+            print(f"    not warp-specialised: {reason}")
+    names = [name for name, is_copy in copies._asdict().items() if is_copy]
+    print(f"copies before a GEMM that could gather: {', '.join(names) or 'none'}")
+    return choices
+
+
+def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
+    """Hold a small layer, forward and backward, to the error budget.
+
+    Raises:
+        AssertionError: which result exceeds it, and by how much.
+    """
+
+    def draw(seed: int) -> tuple[Tensor, ...]:
+        inputs = make_inputs(_SMALL, dtype, device, seed)
+        weights, permutation = make_permutation(inputs, _SMALL.top_k)
+        *integers, table = permutation
+        return inputs.tokens, weights, inputs.w_up, inputs.w_down, *integers, *table[:-1]
+
+    def layer(op, tokens, weights, w_up, w_down, offsets, slot_to_row, row_to_token, *table: Tensor) -> Tensor:
+        permutation = Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, 128))
+        return op(tokens, weights, permutation, w_up, w_down, activation=activation)
+
+    names = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
+    check_accuracy(partial(layer, fused_experts), partial(layer, reference.fused_experts), draw, names)
+
+
+def check_numbers(choices: list[Choice], dtype: torch.dtype, device: str, activation: str) -> bool:
+    """Whether a small layer, and on a GPU each selected kernel, keep to the error budget."""
+    implementation = choose("explain", None, torch.empty(0, dtype=dtype, device=device))
+    checks = {f"small layer ({implementation} on {device})": partial(check_small_layer, dtype, device, activation)}
+    checks |= {c.op: partial(check, c.kernel, c.args) for c in choices if c.kernel is not None}
+    passed = True
+    for name, run in checks.items():
+        try:
+            run()
+        except AssertionError as error:
+            print(f"numbers: {name}: WRONG: {error}")
+            passed = False
+        else:
+            print(f"numbers: {name}: within the error budget")
+    return passed
+
+
+def print_speed(choices: list[Choice], target: Target) -> None:
+    """Times the selected kernels, and compares with what the table recorded."""
+    chosen = {c.op: c for c in choices if c.kernel is not None}
+    times = measure({op: partial(c.kernel.run, c.args, assume_supported_args=True) for op, c in chosen.items()})
+    for op, ms in times.items():
+        args, kernel = chosen[op].args, chosen[op].kernel
+        recorded = (target.table.milliseconds or {}).get(args.table_key())
+        if recorded is None or not _is_in_table(args, kernel, target):
+            print(f"speed: {op}: {ms:.3f} ms, the table records none")
+        else:
+            verdict = "SLOW" if ms > _SLOW * recorded else "as expected"
+            print(f"speed: {op}: {ms:.3f} ms, the table {recorded:.3f} ms: {verdict}")
+
+
+def add_command(commands: Any) -> None:
+    """Add `explain` to the subparsers of an `argparse` parser."""
+    command = commands.add_parser("explain", help="say which kernels run for a layer and why, and check them")
+    command.add_argument("layer", type=parse_layer, metavar="T,D,F,E,K", help="sizes of the layer")
+    command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    command.add_argument("--activation", default="swiglu", choices=sorted(EPILOGUES))
+    command.add_argument("--cc", type=int, help="select as on a GPU of this compute capability; 90 without a GPU")
+    command.add_argument("--gpu", help="with the tables of a GPU of this name")
+    command.set_defaults(run=explain_command)
+
+
+def explain_command(options: argparse.Namespace) -> int:
+    """The exit status is 1 when a result exceeds the error budget."""
+    case, dtype = options.layer, getattr(torch, options.dtype)
+    target = find_target(options.cc, options.gpu)
+    print_versions(target)
+    print_tables(target)
+    if target.is_here:
+        layer = LayerForms.drawn(case, dtype, "cuda", options.activation)
+    else:
+        layer = LayerForms.without_memory(case, dtype, options.activation)
+    choices = print_choices(layer, target)
+    runnable = choices if target.is_here else []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    passed = check_numbers(runnable, dtype, device, options.activation)
+    if runnable:
+        print_speed(runnable, target)
+    else:
+        print("speed: not measured, the GPU asked about is not here")
+    return 0 if passed else 1

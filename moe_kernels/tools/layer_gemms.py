@@ -1,0 +1,105 @@
+"""The GEMMs of one layer of experts as arguments to kernels, in every form that the expert op may choose."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
+from ..testing import Case, make_inputs, make_permutation
+from ..types import TileTable
+
+NUM_FORMS = 12  # of `LayerForms.all`
+
+
+def parse_layer(text: str) -> Case:
+    """T,D,F,E,K of a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not five sizes of a layer.
+    """
+    try:
+        num_tokens, d_model, d_ff, num_experts, top_k = sizes = [int(size) for size in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a layer must be T,D,F,E,K, got {text!r}") from error
+    if min(sizes) < 1 or top_k > num_experts:
+        raise argparse.ArgumentTypeError(f"T, D, F, E and K must be at least 1, and K at most E, got {text!r}")
+    return Case(num_tokens, d_model, d_ff, num_experts, top_k)
+
+
+class LayerForms:
+    """Arguments by form, made when asked for. Rows in expert order are drawn once for all forms."""
+
+    def __init__(
+        self,
+        tokens: Tensor,  # [T, D]
+        w_up: Tensor,  # [E, 2F, D]
+        w_down: Tensor,  # [E, D, F]
+        row_to_token: Tensor,  # [R] int32
+        tile_table: TileTable,
+        activation: str,
+    ):
+        self.tokens, self.w_up, self.w_down, self.activation = tokens, w_up, w_down, activation
+        self._index, self._table = row_to_token, tile_table
+        num_rows, d_model, d_ff = len(row_to_token), tokens.shape[1], w_down.shape[2]
+        columns = (d_model, d_ff, 2 * d_ff)
+        self._rows = [torch.randn(num_rows, n, device=tokens.device, dtype=tokens.dtype) for n in columns]
+        self._out = [torch.empty_like(rows) for rows in self._rows]
+
+    @classmethod
+    def drawn(cls, case: Case, dtype: torch.dtype, device: torch.device | str, activation: str) -> LayerForms:
+        """Random tokens and weights; every expert gets its share of the rows."""
+        inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
+        _, permutation = make_permutation(inputs, case.top_k)
+        operands = inputs.tokens, inputs.w_up, inputs.w_down
+        return cls(*operands, permutation.row_to_token, permutation.tile_table, activation)
+
+    @classmethod
+    def without_memory(cls, case: Case, dtype: torch.dtype, activation: str) -> LayerForms:
+        """On the meta device: shapes and strides to ask kernels about."""
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        num_experts, num_rows = case.num_experts, case.num_tokens * case.top_k
+        sizes = ((num_experts + 2,), (-(-num_rows // 128) + num_experts + 1, 2), (2,), (num_experts,))
+        table = TileTable(*(empty(*size, dtype=torch.int32) for size in sizes), 128)
+        return cls(
+            empty(case.num_tokens, case.d_model),
+            empty(num_experts, 2 * case.d_ff, case.d_model),
+            empty(num_experts, case.d_model, case.d_ff),
+            empty(num_rows, dtype=torch.int32),
+            table,
+            activation,
+        )
+
+    def all(self) -> dict[str, Arguments]:
+        """Every form: "_gather" reads the rows of tokens through an index, "up_plain" leaves the activation out."""
+        tokens, index, w_up, w_down = self.tokens, self._index, self.w_up, self.w_down
+        rows_d, rows_f, rows_2f = self._rows
+        out_d, out_f, out_2f = self._out
+        up = {"epilogue": self.activation, "preactivation": out_2f}
+        up_b = w_up.transpose(1, 2)
+        return {
+            "up": self._gemm(rows_d, up_b, out_f, **up),
+            "up_gather": self._gemm(tokens, up_b, out_f, row_to_token=index, **up),
+            "up_plain": self._gemm(rows_d, up_b, out_2f),
+            "up_plain_gather": self._gemm(tokens, up_b, out_2f, row_to_token=index),
+            "down": self._gemm(rows_f, w_down.transpose(1, 2), out_d),
+            "down_dgrad": self._gemm(rows_d, w_down, out_f),
+            "down_dgrad_gather": self._gemm(tokens, w_down, out_f, row_to_token=index),
+            "up_dgrad": self._gemm(rows_2f, w_up, out_d),
+            "up_wgrad": self._wgrad(rows_2f, rows_d, w_up),
+            "up_wgrad_gather": self._wgrad(rows_2f, tokens, w_up, dout_row_to_token=index),
+            "down_wgrad": self._wgrad(rows_d, rows_f, w_down),
+            "down_wgrad_gather": self._wgrad(tokens, rows_f, w_down, a_row_to_token=index),
+        }
+
+    def _gemm(self, a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:
+        return GroupedGemmArguments(a, b, out, tile_table=self._table, zero_tail=False, **options)
+
+    def _wgrad(self, a: Tensor, dout: Tensor, weight: Tensor, **options) -> WgradArguments:
+        return WgradArguments(a, dout, torch.empty_like(weight), tile_table=self._table, **options)

@@ -1,0 +1,117 @@
+"""Arguments for the key of a table entry, to run its kernel again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activation_spec import is_gated
+from ..gemm.arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
+from ..gemm.kernels.jagged import JaggedGemmArguments
+from ..gemm.kernels.list import GroupedGemmListArguments
+
+_JAGGED_GROUPS = 16  # their number is no part of the key
+
+
+def arguments_of(key: str, device: torch.device | str) -> Arguments:
+    """Random operands of unit scale, with the most rows that the key stands for.
+
+    Raises:
+        ValueError: the key is none that `Arguments.table_key` makes.
+    """
+    form, *words = key.split(" ")
+    fields = dict(word.split("=", 1) for word in words if "=" in word)
+    dtypes = [word for word in words if "=" not in word]
+    if form not in _MAKERS or len(dtypes) != 1 or not isinstance(getattr(torch, dtypes[0], None), torch.dtype):
+        raise ValueError(f"tuning: a key must name a form of GEMM and its dtype, got {key!r}")
+    try:
+        return _MAKERS[form](_Operands(getattr(torch, dtypes[0]), device), **fields)
+    except TypeError as error:
+        raise ValueError(f"tuning: a key of {form} must have the fields of one, got {key!r}") from error
+
+
+class _Operands:
+    def __init__(self, dtype: torch.dtype, device: torch.device | str):
+        self.dtype, self.device = dtype, device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def matrix(self, *shape: int, layout: str, scale: float = 1.0) -> Tensor:
+        """[..., K, N] stored by rows or by columns."""
+        *batch, rows, columns = shape
+        stored = self.normal(*batch, columns, rows).mT if layout == "column" else self.normal(*shape)
+        return stored.mul_(scale)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def ends(self, num_groups: int, num_rows: int) -> Tensor:  # [G] int32
+        return torch.arange(1, num_groups + 1, dtype=torch.int32, device=self.device) * num_rows
+
+    def index(self, num_rows: int) -> Tensor:  # [R] int32
+        return torch.randperm(num_rows, device=self.device).int()
+
+
+def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: str, K: str, N: str, rows: str):
+    num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
+    options = {"offsets": make.ends(num_groups, int(rows))}
+    if gather == "A":
+        options["row_to_token"] = make.index(num_rows)
+    if epilogue != "none":
+        options |= {"epilogue": epilogue, "preactivation": make.empty(num_rows, size_n)}
+    return GroupedGemmArguments(
+        make.normal(num_rows, size_k),
+        make.matrix(num_groups, size_k, size_n, layout=B, scale=size_k**-0.5),
+        make.empty(num_rows, size_n // 2 if epilogue != "none" and is_gated(epilogue) else size_n),
+        **options,
+    )
+
+
+def _wgrad(make: _Operands, *, gather: str, G: str, K: str, N: str, rows: str):
+    num_groups, num_rows = int(G), int(G) * int(rows)
+    gathers = {"A": "a_row_to_token", "dout": "dout_row_to_token"}
+    return WgradArguments(
+        make.normal(num_rows, int(K)),
+        make.normal(num_rows, int(N)),
+        make.empty(num_groups, int(K), int(N)),
+        offsets=make.ends(num_groups, int(rows)),
+        **{gathers[name]: make.index(num_rows) for name in gather.split("+") if name != "none"},
+    )
+
+
+def _jagged_gemm(make: _Operands, *, B: str, K: str, N: str, rows: str):
+    a, b = make.normal(int(rows), int(K)), make.matrix(int(K), int(N), layout=B, scale=int(K) ** -0.5)
+    groups = torch.arange(_JAGGED_GROUPS + 1, dtype=torch.int32, device=make.device)
+    offsets = groups * int(rows) // _JAGGED_GROUPS
+    return JaggedGemmArguments(a, b, make.empty(int(rows), int(N)), offsets)
+
+
+def _gemm(make: _Operands, *, B: str, G: str, K: str, N: str, rows: str, epilogue: str | None = None):
+    b = make.matrix(int(G), int(K), int(N), layout=B, scale=int(K) ** -0.5)
+    a, out = make.normal(int(G), int(rows), int(K)), make.empty(int(G), int(rows), int(N))
+    return GemmArguments(a, b, out, epilogue=epilogue)
+
+
+def _list(make: _Operands, *, A: str, B: str, G: str, M: str, N: str, K: str, area: str, epilogue: str | None = None):
+    """All problems have the largest sizes, so their area may be more than the key's."""
+    pairs = [
+        (make.matrix(int(M), int(K), layout=_of(A, g)), make.matrix(int(K), int(N), layout=_of(B, g)))
+        for g in range(int(G))
+    ]
+    a_list, b_list = zip(*pairs, strict=True)
+    out_list = [make.empty(int(M), int(N)) for _ in pairs]
+    return GroupedGemmListArguments(a_list, b_list, out_list, epilogue=epilogue)
+
+
+def _of(layout: str, problem: int) -> str:
+    return ("row", "column")[problem % 2] if layout == "mixed" else layout
+
+
+_MAKERS = {
+    "grouped_gemm": _grouped_gemm,
+    "wgrad": _wgrad,
+    "jagged_gemm": _jagged_gemm,
+    "gemm": _gemm,
+    "grouped_gemm_list": _list,
+}

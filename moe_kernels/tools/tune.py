@@ -1,0 +1,254 @@
+"""Measures which kernels are fastest for a layer. `python -m moe_kernels tune` writes the result as a table.
+
+A kernel enters the table only after its result was checked against the reference, group by group in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..experts.fused import fused_experts
+from ..gemm import tables
+from ..gemm.arguments import Arguments, GroupedGemmArguments
+from ..gemm.kernel import Kernel, PointerDesign
+from ..gemm.kernels.jagged import JaggedGemmArguments
+from ..gemm.kernels.list import GroupedGemmListArguments
+from ..gemm.ops.list import GroupedProblem
+from ..gemm.selection import Copies, best_first, copies_key, get_kernels, pin, pin_copies
+from ..gemm.tables import Table
+from ..gemm.verify import check_result
+from ..testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
+from .layer_gemms import NUM_FORMS, LayerForms
+
+_ROUNDS, _ROUND_MS = 3, 25.0
+_NEARLY = 1.03
+
+
+def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median milliseconds of each, taking turns, so that drifting clocks meet all alike."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for round_number in range(_ROUNDS + 1):  # the first warms up
+        for name, function in functions.items():
+            times = _times(function, 3 if round_number == 0 else _calls(samples[name]))
+            samples[name] = times if round_number <= 1 else samples[name] + times
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The same without the time of the host: as parts of a longer computation."""
+    graphs = {name: _captured(function) for name, function in functions.items()}
+    return measure({name: graph.replay for name, graph in graphs.items()})
+
+
+def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.keeps = function()  # what it writes
+    return graph
+
+
+def _calls(times: list[float]) -> int:
+    return max(3, int(_ROUND_MS / statistics.median(times)))
+
+
+def _times(function: Callable[[], object], num_calls: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def check(kernel: Kernel, args: Arguments) -> None:
+    """Run a kernel and hold the first, middle and last group of its result to the error budget.
+
+    Raises:
+        AssertionError: the kernel is wrong, and by how much.
+    """
+    for out in _outputs(args):
+        out.fill_(torch.nan)
+    kernel.run(args)
+    check_result(args, kernel.metadata.kernel_name)
+
+
+def _outputs(args: Arguments) -> Sequence[Tensor]:
+    if isinstance(args, GroupedGemmListArguments):
+        return args.out_list
+    return (args.out, args.product) if isinstance(args, GroupedGemmArguments) else (args.out,)
+
+
+class Measured(NamedTuple):
+    kernel: Kernel
+    milliseconds: float
+
+
+class Entry(NamedTuple):
+    """An entry that a table is to have."""
+
+    key: str
+    is_known: Callable[[Table], bool]  # and if so, let this process select what the table says
+    measure: Callable[[], Table]  # of this entry alone, or of none where no kernel supports the arguments
+
+
+class Job(NamedTuple):
+    """Entries that share operands."""
+
+    label: str
+    num_entries: int
+    entries: Callable[[], Iterator[Entry]]
+
+
+def kernel_entry(args: Arguments, fastest: Callable[[Arguments], Measured | None]) -> Entry:
+    key = args.table_key()
+
+    def is_known(table: Table) -> bool:
+        named = get_kernels(args, metadata_filter=lambda metadata: metadata.kernel_name == table.kernels.get(key))
+        for kernel in named:
+            pin(args, kernel)
+        return bool(named)
+
+    def measure() -> Table:
+        measured = fastest(args)
+        if measured is None:
+            return Table({}, {})
+        pin(args, measured.kernel)
+        return Table({key: measured.kernel.metadata.kernel_name}, {}, {key: measured.milliseconds})
+
+    return Entry(key, is_known, measure)
+
+
+def fastest(args: Arguments) -> Measured | None:
+    """The fastest kernel for these arguments, checked; of near equals the first by the rule of thumb."""
+    kernels = get_kernels(args)
+    rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
+    if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
+        kernels = [k for k in kernels if not isinstance(k.metadata.design, PointerDesign)]
+    if not kernels:
+        return None
+    for kernel in kernels:
+        check(kernel, args)
+    return _fastest_run(args, {kernel: partial(kernel.run, args, assume_supported_args=True) for kernel in kernels})
+
+
+def _fastest_run(args: Arguments, runs: dict[Kernel, Callable[[], object]]) -> Measured:
+    times = measure_replays({kernel.metadata.kernel_name: run for kernel, run in runs.items()})
+    _print(args.table_key(), times)
+    # The rule of thumb decides between near equals: it prefers large tiles, which draw less power, and in training the
+    # clocks follow the power.
+    close = [k for k in runs if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
+    kernel = best_first(close, args, measured=None)[0]
+    return Measured(kernel, times[kernel.metadata.kernel_name])
+
+
+def _print(key: str, times: dict[str, float]) -> None:
+    tqdm.write("\n    ".join([f"  {key}", *(f"{ms:8.4f} ms  {name}" for name, ms in times.items())]))
+
+
+def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
+    """The GEMMs of one layer in every form, then its choice of copies."""
+
+    def entries() -> Iterator[Entry]:
+        layer = LayerForms.drawn(case, dtype, device, activation)
+        for args in layer.all().values():
+            yield kernel_entry(args, fastest)
+        del layer, args
+        inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
+        key = copies_key(inputs.tokens, inputs.w_up, case.d_ff, case.num_tokens * case.top_k)
+        measure = partial(fastest_copies, inputs, case.top_k, activation)
+        yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(measure())}))
+
+    return Job(",".join(map(str, dataclasses.astuple(case)[:5])), NUM_FORMS + 1, entries)
+
+
+def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
+    """The whole op, forward and backward, with each gather as a copy and as part of its GEMM."""
+    topk_weights, permutation = make_permutation(inputs, top_k)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.tokens, inputs.w_up, inputs.w_down)]
+    dout = torch.randn_like(inputs.tokens)
+
+    def step(copies: Copies) -> None:
+        pin_copies(inputs.tokens, inputs.w_up, inputs.w_down.shape[2], len(permutation.row_to_token), copies)
+        out = fused_experts(leaves[0], topk_weights, permutation, *leaves[1:], activation=activation)
+        torch.autograd.grad(out, leaves, dout)
+
+    candidates = [Copies(*choice) for choice in itertools.product([False, True], repeat=3)]
+    times = measure({str(tuple(map(int, copies))): partial(step, copies) for copies in candidates})
+    _print("copies", times)
+    return candidates[min(range(len(candidates)), key=list(times.values()).__getitem__)]
+
+
+def fastest_list(args: GroupedGemmListArguments) -> Measured:
+    """The fastest kernel for products in one launch, checked."""
+    exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
+    problems = {}  # which hold the tables that their graphs read
+    for kernel in get_kernels(args):
+        problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
+        for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
+            assert_accurate(out, a @ b, e, kernel.metadata.kernel_name)
+    return _fastest_run(args, {kernel: problem.run for kernel, problem in problems.items()})
+
+
+def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
+    """Square products: A and B by rows, B by columns, and A by columns."""
+    layouts = ((False, False), (False, True), (True, False))
+
+    def entries() -> Iterator[Entry]:
+        for a_by_columns, b_by_columns in layouts:
+            a, b = (torch.randn(num_problems, size, size, device=device, dtype=dtype) for _ in range(2))
+            a, b = a.mT if a_by_columns else a, b.mT if b_by_columns else b
+            args = GroupedGemmListArguments(a.unbind(), b.unbind(), torch.empty_like(a).contiguous().unbind())
+            yield kernel_entry(args, fastest_list)
+
+    return Job(f"{num_problems}x{size}", len(layouts), entries)
+
+
+def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
+    """A shared matrix stored by rows and by columns."""
+
+    def entries() -> Iterator[Entry]:
+        offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups
+        a = torch.randn(num_rows, size_k, device=device, dtype=dtype)
+        for b in (a.new_empty(size_k, size_n).normal_(), a.new_empty(size_n, size_k).normal_().t()):
+            yield kernel_entry(JaggedGemmArguments(a, b, a.new_empty(num_rows, size_n), offsets), fastest)
+
+    return Job(f"{num_rows},{size_k},{size_n},{num_groups}", 2, entries)
+
+
+def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **facts: str) -> bool:
+    """Measure what the table at `path` lacks, and write it after every entry. Returns whether the time sufficed.
+
+    Args:
+        seconds: no measurement starts later than this.
+        again: measure also what the table has.
+        facts: what else the file is to say, such as versions.
+    """
+    table = tables.read(path) if path.exists() else Table({}, {})
+    end = time.monotonic() + seconds
+    with tqdm(total=sum(job.num_entries for job in jobs), unit="entry") as progress:
+        for job in jobs:
+            for entry in job.entries():
+                progress.set_postfix_str(f"{job.label}: {entry.key}")
+                if again or not entry.is_known(table):
+                    if time.monotonic() >= end:
+                        return False
+                    table = table.merged(entry.measure())
+                    tables.write(path, table, **facts)
+                progress.update()
+            torch.cuda.empty_cache()  # the next operands have other sizes
+    return True

@@ -1,0 +1,1 @@
+"""Losses, selection bias and statistics of the routing."""

@@ -1,0 +1,126 @@
+"""What a layer's routing looks like over many forwards: summed on the device, read when asked."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from moe_kernels import selection_keys
+
+from ..routing.activation_checkpointing import add_once, minimum_once
+from ..routing.result import LayerRouting, spread_slots
+from ..routing.router import TopKRouter
+
+TILE_ROWS = 128  # of the tile table that comes with a permutation
+
+
+class RoutingStatistics(NamedTuple):
+    """Of all forwards since the last reset. Padding tokens count only as such."""
+
+    num_calls: int
+    num_tokens: int
+    num_padding_tokens: int
+    tokens_per_expert: Tensor  # [E] int64
+    dropped_per_expert: Tensor  # [E] int64: slots that chose the expert beyond its capacity
+    dead_experts: tuple[int, ...]  # those that got no token
+    entropy: float  # of the softmax over all experts: mean over tokens, in nats; ln E is undecided
+    margin: float  # from the last expert chosen to the best one that is not: mean over tokens
+    smallest_margin: float  # 0 is a tie; below, rounding aside, only for a replayed choice
+    max_violation: float  # how far the most chosen expert is above the mean, relatively; 0 is balance
+    max_call_violation: float  # the same of each call, then the mean over calls
+    wasted_rows: int  # that fill up the last tile of each expert, with tiles of 128 rows
+
+    @property
+    def num_dropped(self) -> int:
+        return int(self.dropped_per_expert.sum())
+
+
+class RoutingObserver:
+    """Sums over the forwards of one layer. Adding never waits for the GPU, reading does; recomputations do not count.
+
+    A margin is a difference of what the router takes the largest of: logits or scores with their bias, within the
+    groups that can be chosen. It is infinite where no expert is left, or none
+    was chosen; with an assignment of other than the top-k it means little. Violations count slots before capacities.
+
+    Args:
+        router: of the layer, on the device where it stays.
+        num_experts: those with parameters, before the zero experts.
+    """
+
+    def __init__(self, router: TopKRouter, num_experts: int):
+        self.router = router
+        self.num_experts = num_experts
+        device = router.weight.device
+        self._counts = torch.zeros(2 * router.num_experts + 4, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._smallest = torch.full((1,), math.inf, dtype=torch.float64, device=device)
+
+    def reset(self) -> None:
+        """Forget all forwards."""
+        self._counts.zero_()
+        self._sums.zero_()
+        self._smallest.fill_(math.inf)
+
+    @torch.no_grad()
+    def add(self, routing: LayerRouting) -> None:
+        """Add one forward. The layer calls it."""
+        tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
+        is_token = routing.token_mask  # [T]
+        if is_token is None:
+            is_token = torch.ones(len(routing.logits), dtype=torch.bool, device=chosen.device)
+        scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), len(routing.logits))]
+        wasted = (-tokens[: self.num_experts] % TILE_ROWS).sum()[None]
+        add_once(self._counts, torch.cat([tokens, chosen, *scalars, wasted]))
+        margins = self._margins(routing)
+        entropies = torch.special.entr(routing.logits.double().softmax(-1)).sum(-1)  # [T]
+        # The mean is chosen.sum() / len(chosen).
+        violation = (chosen.max() * len(chosen) - chosen.sum()).double() / chosen.sum().clamp(min=1)
+        sums = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
+        add_once(self._sums, torch.stack([*sums, violation]))
+        infinite = margins.new_full((1,), math.inf)  # for no tokens
+        minimum_once(self._smallest, torch.cat([torch.where(is_token, margins, math.inf), infinite]).min()[None])
+
+    def _margins(self, routing: LayerRouting) -> Tensor:  # [T] float64
+        bias = self.router.selection_bias
+        keys = selection_keys(routing.logits, self.router.spec, selection_bias=bias).double()  # [T, E]
+        is_chosen = spread_slots(routing.choices, 1, keys.shape[1]).bool()
+        last = torch.where(is_chosen, keys, math.inf).amin(1)
+        best = torch.where(is_chosen, -math.inf, keys).amax(1)
+        return torch.where(last == best, 0.0, last - best)  # of excluded groups all keys may be -inf
+
+    def read(self, *, group: ProcessGroup | None = None) -> RoutingStatistics:
+        """The statistics so far, on the CPU. Waits for the GPU.
+
+        Args:
+            group: add those of all its processes, each of which must ask; calls count in every process. `wasted_rows`
+                are of tiles that hold one process's tokens. None for this process alone.
+        """
+        counts, sums, smallest = self._counts, self._sums, self._smallest
+        if group is not None:
+            counts, sums, smallest = (tensor.clone() for tensor in (counts, sums, smallest))
+            distributed.all_reduce(counts, group=group)
+            distributed.all_reduce(sums, group=group)
+            distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
+        num_choices = self.router.num_experts
+        tokens, chosen, scalars = counts.to("cpu", copy=True).split([num_choices, num_choices, 4])
+        num_calls, num_tokens, num_all, wasted_rows = scalars.tolist()
+        entropy, margin, violations = sums.tolist()
+        total = max(int(chosen.sum()), 1)
+        return RoutingStatistics(
+            num_calls=num_calls,
+            num_tokens=num_tokens,
+            num_padding_tokens=num_all - num_tokens,
+            tokens_per_expert=tokens,
+            dropped_per_expert=chosen - tokens,
+            dead_experts=tuple((tokens == 0).nonzero().flatten().tolist()),
+            entropy=entropy / max(num_tokens, 1),
+            margin=margin / max(num_tokens, 1),
+            smallest_margin=smallest.item(),
+            max_violation=(int(chosen.max()) * num_choices - int(chosen.sum())) / total,
+            max_call_violation=violations / max(num_calls, 1),
+            wasted_rows=wasted_rows,
+        )

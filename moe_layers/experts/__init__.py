@@ -1,0 +1,1 @@
+"""The experts of a layer and the dispatcher of one process."""

@@ -1,0 +1,103 @@
+"""The shared expert: a feed-forward that every token passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_kernels import (
+    IMPLEMENTATIONS,
+    Activation,
+    RouterSpec,
+    as_activation,
+    fused_experts,
+    gated_activation,
+    plain_activation,
+    scored_linear_routing,
+    sort_by_expert,
+)
+
+from ..checks import check_choice, check_positive
+from ..precision import call_with_autocast_rules
+
+_GATE = RouterSpec(score="sigmoid", normalize=False)  # of one expert
+
+
+class SharedExpert(nn.Module):
+    """`w_down @ activation(w_up @ token)`, with `w_up` [2F, D] (gate rows, then up rows) and `w_down` [D, F].
+
+    With a plain activation `w_up` is [F, D].
+
+    Args:
+        gate: the output of a token is multiplied by sigmoid(w_gate @ token), with `w_gate` [1, D].
+        batch_invariant: the other tokens change no bit of a token's output, nor of its gradient. The gate is then
+            float32.
+        init_std: standard deviation of the weights at first.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a size is not positive, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        activation: str | Activation = "swiglu",
+        gate: bool = False,
+        batch_invariant: bool = False,
+        init_std: float = 0.02,
+        implementation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_positive("SharedExpert", d_model=d_model, d_ff=d_ff)
+        check_choice("SharedExpert", "implementation", implementation, (*IMPLEMENTATIONS, None))
+        self.activation = as_activation("SharedExpert", activation)
+        self.batch_invariant = batch_invariant
+        self.init_std = init_std
+        self.implementation = implementation
+        d_up = (1 + self.activation.gated) * d_ff
+        self.w_up = nn.Parameter(torch.empty(d_up, d_model, device=device, dtype=dtype))
+        self.w_down = nn.Parameter(torch.empty(d_model, d_ff, device=device, dtype=dtype))
+        self.w_gate = nn.Parameter(torch.empty(1, d_model, device=device, dtype=dtype)) if gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw every weight from a normal distribution, by default with `init_std`."""
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=self.init_std if std is None else std)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [T, D]
+    ) -> Tensor:  # [T, D]
+        weights = [self.w_up, self.w_down] if self.w_gate is None else [self.w_up, self.w_down, self.w_gate]
+        expert = self._as_routed_expert if self.batch_invariant else self._expert
+        return call_with_autocast_rules(expert, tokens, *weights)
+
+    def _expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
+        activate = gated_activation if self.activation.gated else plain_activation
+        preactivation = functional.linear(tokens, w_up)  # [T, 2F] or [T, F]
+        activated = activate(preactivation, self.activation, implementation=self.implementation)
+        out = functional.linear(activated, w_down)
+        return out * torch.sigmoid(functional.linear(tokens, *w_gate)) if w_gate else out
+
+    def _as_routed_expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
+        """As the only expert of a layer, whose ops are batch-invariant; the gate is its routing weight."""
+        options = {"batch_invariant": True, "implementation": self.implementation}
+        if w_gate:
+            weights = scored_linear_routing(tokens, *w_gate, 1, _GATE, **options).topk_weights
+        else:
+            weights = tokens.new_ones(len(tokens), 1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        first = torch.zeros(len(tokens), 1, dtype=torch.int32, device=tokens.device)
+        permutation = sort_by_expert(first, 1, implementation=self.implementation)
+        matrices = w_up.unsqueeze(0), w_down.unsqueeze(0)
+        return fused_experts(tokens, weights, permutation, *matrices, activation=self.activation, **options)
+
+    def extra_repr(self) -> str:
+        d_model, d_ff = self.w_down.shape
+        return f"d_model={d_model}, d_ff={d_ff}, activation={self.activation}, gate={self.w_gate is not None}"

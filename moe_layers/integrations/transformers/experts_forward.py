@@ -1,0 +1,113 @@
+"""The experts of a model of another library through `moe_kernels`, on the parameters as the model stores them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_kernels import Activation, fused_experts, sort_by_expert
+
+from ...precision import call_with_autocast_rules
+from .rebuilding import rebuilt_in_backward
+
+NAME = "moe_layers"  # in the experts interface
+ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec while it is ours
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """How an experts module is to be computed from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
+
+    Attributes:
+        transposed: matrices are [in, out].
+        interleaved: rows (columns if transposed) of the up projection are gate 0, up 0, gate 1, ...
+        implementation: "triton", "reference", or None to choose by device.
+    """
+
+    activation: Activation
+    implementation: str | None
+    transposed: bool = False
+    interleaved: bool = False
+    bias: bool = False
+    weight_on_input: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether `w_up` is a copy of the parameters and not a view."""
+        return self.interleaved
+
+    @property
+    def _up_name(self) -> str:
+        return "gate_up_proj" if self.activation.gated else "up_proj"
+
+    def up_parameters(self, experts: nn.Module) -> tuple[Tensor, ...]:
+        return (getattr(experts, self._up_name),)
+
+    def w_up(self, *parameters: Tensor) -> Tensor:  # [E, 2F, D] gate rows, then up rows; [E, F, D]
+        (stored,) = parameters
+        rows = stored.transpose(1, 2) if self.transposed else stored
+        return _gates_first(rows) if self.interleaved else rows
+
+    def w_down(self, experts: nn.Module) -> Tensor:  # [E, D, F]
+        return experts.down_proj.transpose(1, 2) if self.transposed else experts.down_proj
+
+    def biases(self, experts: nn.Module) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
+        if not self.bias:
+            return ()
+        b_up = getattr(experts, f"{self._up_name}_bias")
+        return _gates_first(b_up) if self.interleaved else b_up, experts.down_proj_bias
+
+
+def _gates_first(
+    interleaved: Tensor,  # [E, 2F, ...]
+) -> Tensor:  # [E, 2F, ...]
+    """A copy whose rows are the even ones, then the odd ones."""
+    return torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], 1)
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: Tensor,  # [T, D]
+    top_k_index: Tensor,  # [T, K]; ids outside [0, E) add nothing
+    top_k_weights: Tensor,  # [T, K]
+) -> Tensor:  # [T, D]
+    """What runs in place of the forward of an experts module.
+
+    Raises:
+        ValueError: the module was never passed to `enable`.
+    """
+    spec = getattr(self, ATTRIBUTE, None)
+    if spec is None:
+        raise ValueError(
+            f"moe_layers: {type(self).__name__} must be in a model given to `enable` of moe_layers.integrations, "
+            f"got one that was not; does it share its configuration with one that was, or hold a copy of it? "
+            f"A model with a copy can be enabled, or given another experts implementation"
+        )
+    parameters, w_down = spec.up_parameters(self), spec.w_down(self)
+    permutation = sort_by_expert(top_k_index.int(), len(w_down), implementation=spec.implementation)
+    top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
+
+    def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
+        with rebuilt_in_backward(w_up, parameters, spec.w_up) if spec.copies else nullcontext():
+            return fused_experts(
+                tokens,
+                top_k_weights,
+                permutation,
+                w_up,
+                w_down,
+                **dict(zip(("b_up", "b_down"), biases, strict=False)),
+                activation=spec.activation,
+                weight_on_input=spec.weight_on_input,
+                implementation=spec.implementation,
+            )
+
+    weights = (spec.w_up(*parameters), w_down, *spec.biases(self))
+    return call_with_autocast_rules(experts, hidden_states, *weights).to(hidden_states.dtype)
+
+
+# Here, because to unpickle an enabled model imports this file and may call nothing else of ours.
+ExpertsInterface.register(NAME, experts_forward)

@@ -1,0 +1,1 @@
+"""Experts shared by the ranks of a process group."""

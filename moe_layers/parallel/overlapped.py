@@ -1,0 +1,218 @@
+"""Expert parallelism by all-gather in which communication hides behind what is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_kernels import ExpertsInParts, ExpertWeights, Permutation, TileTable, runs_kernels, sort_by_expert
+
+from ..experts.grouped import GroupedExperts
+from ..routing.capacity import Slots
+from .allgather import AllGatherDispatcher, local_permutations
+from .collectives import Ranks, wait
+from .rank_dispatcher import split
+from .symmetric_memory import Scattering, Transport, transport_for, unseen_by_modes
+
+_MOST_PIECES = 4  # of columns
+_TILE_COLUMNS = 256  # of a GEMM, of which a piece should have whole ones
+
+
+class OverlappedDispatcher(AllGatherDispatcher):
+    """Gather the tokens of all processes, compute the slots of the experts that are here, and scatter the sums.
+
+    As `AllGatherDispatcher`, but a chunk's tokens travel while the chunk before it is computed, and its outputs while
+    the next one is. The first chunk, whose way nothing hides, has a third of the tokens of each of the others, and the
+    outputs of the last one leave in pieces. In backward the gradients of outputs travel so, and those of tokens while
+    the gradients of the weights are computed, of all chunks in one product each: chunks cost no second gradient. On
+    GPUs the tokens are copied from GPU to GPU, see `PeerCopies`. What a checkpointed region computes again it also
+    communicates again. Forward hooks of the experts see outputs that have not arrived yet.
+
+    With the reference implementation it is an `AllGatherDispatcher` of as many chunks.
+    """
+
+    transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
+
+    def start(
+        self, tokens: Tensor, slots: Slots, experts: GroupedExperts
+    ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
+        check_overlaps(experts)  # again, as they may have changed since the dispatcher was chosen
+        whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
+        if not runs_kernels(experts.implementation, whole[0][0]):
+            return super().start(tokens, slots, experts)
+        # Only bounds are of each chunk.
+        chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
+        bounds, offsets = self._count_rows(chunks, experts)
+        transport = self.transport(self.ranks, tokens.device)
+        plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, bounds, experts)
+        out = experts(tokens, slots.topk_weights, plan)
+        return [lambda: plan.wait(out)], offsets
+
+    def lengths(self, num_tokens: int) -> list[int]:
+        shares = 3 * self.chunks - 2
+        ends = [num_tokens * (3 * chunk + 1) // shares for chunk in range(self.chunks)]
+        return [end - start for start, end in pairwise([0, *ends])]
+
+
+def check_overlaps(experts: GroupedExperts) -> None:
+    """Raises NotImplementedError if the experts have an option that they cannot have with this dispatcher."""
+    if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
+        settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
+        raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
+
+
+class _Plan:
+    """Of one call: which rows there are, and how they are computed by these experts."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        transport: Transport,
+        topk_experts: Tensor,  # [T, K] int32
+        lengths: list[int],  # of the chunks
+        bounds: list[int] | None,  # rows of each chunk at most; None where the host is to wait for their number
+        experts: GroupedExperts,
+    ):
+        self.ranks = ranks
+        self.transport = transport
+        self.lengths = lengths
+        self.num_local = experts.num_experts // ranks.size
+        self.activation = experts.activation
+        self.reserved_sms = experts.reserved_sms
+        self._topk_experts = topk_experts
+        self._bounds = bounds
+        # Parts and columns of the outputs, while they are under way.
+        self.scatterings: list[tuple[int, slice, Scattering]] = []
+
+    def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor:  # [T, D]
+        """Has its values after `wait`."""
+        with torch.cuda.device_of(tokens):
+            return _Overlapped.apply(self, tokens, topk_weights.float(), *weights)
+
+    def wait(self, out: Tensor) -> Tensor:
+        with torch.no_grad(), torch.cuda.device_of(out):
+            parts = out.detach().split(self.lengths)
+            for part, columns, scattering in self.scatterings:
+                scattering.wait(parts[part][:, columns])
+        self.scatterings = []
+        return out
+
+    def columns(self, part: int, tokens: Tensor) -> list[slice]:
+        """In which the outputs of a part leave: of the last one in pieces, as nothing follows that would hide them."""
+        if part < len(self.lengths) - 1:
+            return [slice(None)]
+        d_model = tokens.shape[1]
+        width = d_model // math.gcd(_MOST_PIECES, d_model // _TILE_COLUMNS) if d_model % _TILE_COLUMNS == 0 else d_model
+        return [slice(start, start + width) for start in range(0, d_model, width)]
+
+    def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
+        """For what travels in backward, which forward asks for, too: memory that is outgrown is not given back."""
+        parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
+        self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
+
+    def gather_slots(self, topk_weights: Tensor) -> Tensor:  # [P * T, 2 * K] int32
+        """Choices and the bits of their weights, under way: in one collective, which takes the host longer than the
+        GPU."""
+        return self.ranks.all_gather(torch.cat([self._topk_experts, topk_weights.view(torch.int32)], 1))
+
+    def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
+        """The weights and choices [P * n, K] of each chunk, and the permutation of its slots. Waits for the GPU, unless
+        there are bounds."""
+        by_process = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
+        parts = [part.flatten(0, 1).chunk(2, 1) for part in by_process.split(self.lengths, 1)]
+        choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
+        topk_weights = [weights.contiguous().view(torch.float32) for _, weights in parts]
+        permutations = local_permutations(choices, self._bounds, self.num_local, "triton")
+        return topk_weights, choices, permutations
+
+    def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:
+        """Of the slots of all chunks, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        num_rows = sum(len(part.row_to_token) for part in parts)
+        max_rows = None if self._bounds is None else max(num_rows, 1)
+        choice = torch.cat(choices)
+        permutation = sort_by_expert(choice, self.num_local, max_rows=max_rows, implementation="triton")
+        return permutation._replace(row_to_token=permutation.row_to_token[:num_rows])
+
+    def experts(self, weights: tuple[Tensor | None, ...], parts: list[Permutation]) -> ExpertsInParts:
+        return ExpertsInParts(ExpertWeights(*weights), self.activation, parts, reserved_sms=self.reserved_sms)
+
+
+class _Overlapped(torch.autograd.Function):
+    """(plan, tokens [T, D], topk_weights [T, K], weights of the experts) -> their sums [T, D], once they arrive."""
+
+    @staticmethod
+    def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
+        tokens, transport = tokens.contiguous(), plan.transport
+        plan.begin(tokens, topk_weights)
+        slots = plan.gather_slots(topk_weights)
+        gathering = transport.gather(tokens, plan.lengths)
+        topk_weights, choices, parts = plan.parts(slots)
+        experts = plan.experts(weights, parts)
+        preactivations = []
+        for part, weights_of_part in enumerate(topk_weights):
+            tokens_of_part = gathering.wait(part)
+            with unseen_by_modes():
+                preactivation, activated = experts.activate(part, tokens_of_part)
+            preactivations.append(preactivation)
+            for columns in plan.columns(part, tokens):
+                with unseen_by_modes():
+                    out = experts.outputs(part, activated, weights_of_part, columns)
+                plan.scatterings.append((part, columns, transport.scatter(out)))
+            del tokens_of_part, preactivation, activated
+        ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
+        # The choices, too: a recomputation may come to others, and keeps nothing until then.
+        of_parts = topk_weights, preactivations, choices, *zip(*map(_integers, parts), strict=True)
+        ctx.save_for_backward(gathering.whole, *weights, *chain(*of_parts))
+        return torch.empty_like(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor):
+        plan, dout = ctx.plan, dout.contiguous()
+        tokens, *saved = ctx.saved_tensors
+        weights, saved, num_parts, transport = saved[:4], saved[4:], len(plan.lengths), plan.transport
+        of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
+        topk_weights, preactivations, choices, *integers = of_parts
+        parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
+        _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad
+        dtopk_weights = topk_weights[0].new_empty(len(dout), topk_weights[0].shape[1])
+        plan.begin(dout, dtopk_weights)
+        gathering = transport.gather(dout, plan.lengths)
+        backward = plan.experts(weights, parts).backward(plan.whole(choices, parts))
+        of_topk_weights, of_tokens = [], []
+        for part, operands in enumerate(zip(topk_weights, preactivations, strict=True)):
+            dout_of_part = gathering.wait(part)
+            with unseen_by_modes():
+                share = backward.backward_part(part, dout_of_part, *operands)
+            of_topk_weights.append(transport.scatter(share))
+        if needs_tokens:
+            with unseen_by_modes():
+                shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
+            of_tokens = list(map(transport.scatter, shares))
+        with unseen_by_modes():
+            gradients = backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), tuple(needed))
+        _arrive(of_topk_weights, dtopk_weights, plan.lengths)
+        dtokens = torch.empty_like(dout) if needs_tokens else None
+        _arrive(of_tokens, dtokens, plan.lengths)
+        return None, dtokens, dtopk_weights if needs_topk_weights else None, *gradients
+
+
+def _integers(permutation: Permutation) -> tuple[Tensor, ...]:
+    return *permutation[:3], *permutation.tile_table[:4]
+
+
+def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
+    return Permutation(*integers[:3], TileTable(*integers[3:], block_rows))
+
+
+def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
+    """Write what they bring to `out`, one part after another."""
+    for scattering, part in zip(scatterings, out.split(lengths) if scatterings else (), strict=True):
+        scattering.wait(part)

@@ -1,0 +1,1 @@
+"""Routers, and what decides which expert computes which token."""

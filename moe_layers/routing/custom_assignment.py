@@ -1,0 +1,147 @@
+"""An assignment that a user's function decides, as slots or as a list of token-expert pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels import RouterSpec, Routing
+
+from ..checks import check_positive
+from .assignment import Assignment
+from .capacity import Slots
+
+
+class TokenExpertPairs(NamedTuple):
+    """Any number of experts per token, none included. Pairs come in any order; one that comes twice counts twice.
+
+    A pair whose token or expert does not exist is left out.
+    """
+
+    tokens: Tensor  # [P] int32 or int64
+    experts: Tensor  # [P] int32
+    weights: Tensor  # [P] float32 or float64
+
+
+def slots_of_pairs(
+    pairs: TokenExpertPairs,
+    num_tokens: int,
+    max_experts_per_token: int,
+) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
+    """The pairs of each token in the order of the list, then -1. Differentiable in the weights.
+
+    No [P, D] rows come from it: `sort_by_expert(..., max_rows=P)` sorts the slots to as many rows as there are pairs.
+    Deterministic, does not wait for the GPU.
+
+    Args:
+        max_experts_per_token: K'. Further pairs of a token are left out.
+
+    Raises:
+        ValueError: a shape or dtype is wrong.
+    """
+    tokens, experts, weights = pairs
+    shapes = {tuple(tensor.shape) for tensor in pairs}
+    if len(shapes) > 1 or tokens.dim() != 1:
+        raise ValueError(
+            f"slots_of_pairs: tokens, experts and weights must be [P], got {[list(tensor.shape) for tensor in pairs]}"
+        )
+    check_slot_dtypes("slots_of_pairs", experts, weights)
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"slots_of_pairs: tokens must be int32 or int64, got {tokens.dtype}")
+    exists = (tokens >= 0) & (tokens < num_tokens) & (experts >= 0)
+    ordered, order = torch.where(exists, tokens.long(), num_tokens).sort(stable=True)
+    pair = torch.arange(len(tokens), device=tokens.device)
+    rank = pair - torch.searchsorted(ordered, ordered)
+    # Pairs that are left out go behind the slots, each to its own place, and are cut off.
+    num_slots = num_tokens * max_experts_per_token
+    has_slot = (rank < max_experts_per_token) & (ordered < num_tokens)
+    slot = torch.where(has_slot, ordered * max_experts_per_token + rank, num_slots + pair)  # [P]
+    empty = experts.new_full((num_slots + len(tokens),), -1)
+    topk_experts = empty.scatter(0, slot, experts[order])[:num_slots]
+    topk_weights = weights.new_zeros(empty.shape).scatter(0, slot, weights[order])[:num_slots]
+    shape = num_tokens, max_experts_per_token
+    return topk_experts.view(shape), topk_weights.view(shape)
+
+
+@dataclass(frozen=True)
+class CustomAssignment(Assignment):
+    """Calls `route(logits)` for (experts [T, K'] int32, weights [T, K']), or for `TokenExpertPairs`.
+
+    Logits are [T, E], float32 unless the layer is float64, those of padding included; what is said of padding is
+    dropped. A slot whose expert lies outside [0, E) adds nothing, and its weight gets no gradient. Gradients flow
+    through the weights to whatever they were computed from. The layer keeps its promise not to wait for the GPU if
+    `route` does not. A choice cannot be replayed: its weights come with it.
+
+    Args:
+        route: a function; a module would hide its parameters from the layer's.
+        max_experts_per_token: of pairs; further ones of a token are left out. None for the number of experts.
+
+    Raises:
+        ValueError: `route` is a module or not callable, or the number is not positive; in forward, `route` returns a
+            wrong shape, dtype or device.
+    """
+
+    route: Callable[[Tensor], tuple[Tensor, Tensor] | TokenExpertPairs]
+    max_experts_per_token: int | None = None
+
+    def __post_init__(self):
+        if not callable(self.route) or isinstance(self.route, nn.Module):
+            raise ValueError(
+                f"CustomAssignment: route must be a callable that is no nn.Module, got {type(self.route).__name__}"
+            )
+        if self.max_experts_per_token is not None:
+            check_positive("CustomAssignment", max_experts_per_token=self.max_experts_per_token)
+
+    def num_slots(self, num_experts: int, top_k: int) -> None:
+        return None
+
+    def __call__(self, routed: Routing, spec: RouterSpec, token_mask: Tensor | None) -> Slots:
+        logits, max_rows = routed.logits, None
+        num_tokens, num_experts = logits.shape
+        decided = self.route(logits)
+        if isinstance(decided, TokenExpertPairs):
+            max_rows = max(len(decided.tokens), 1)
+            exists = (decided.experts >= 0) & (decided.experts < num_experts)
+            decided = decided._replace(experts=torch.where(exists, decided.experts, -1))
+            experts, weights = slots_of_pairs(decided, num_tokens, self.max_experts_per_token or num_experts)
+        else:
+            is_pair = isinstance(decided, tuple | list) and len(decided) == 2
+            if not is_pair or not all(isinstance(part, Tensor) for part in decided):
+                raise ValueError(
+                    f"CustomAssignment: route must return two tensors or TokenExpertPairs, got {type(decided).__name__}"
+                )
+            experts, weights = decided
+        if experts.dim() != 2 or len(experts) != num_tokens or not experts.shape[1] or weights.shape != experts.shape:
+            raise ValueError(
+                f"CustomAssignment: route must return experts and weights [T={num_tokens}, K'], K' > 0, "
+                f"got {list(experts.shape)} and {list(weights.shape)}"
+            )
+        check_slot_dtypes("CustomAssignment", experts, weights)
+        if experts.device != logits.device or weights.device != logits.device:
+            raise ValueError(
+                f"CustomAssignment: route must return tensors on {logits.device}, "
+                f"got {experts.device} and {weights.device}"
+            )
+        exists = (experts >= 0) & (experts < num_experts)
+        return Slots(torch.where(exists, experts, -1), torch.where(exists, weights, 0.0), logits, max_rows)
+
+
+def check_slot_dtypes(op: str, experts: Tensor, weights: Tensor) -> None:
+    """Raises ValueError unless experts are int32 and weights float32 or float64."""
+    if experts.dtype != torch.int32 or weights.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{op}: experts must be int32 and weights float32 or float64, got {experts.dtype} and {weights.dtype}"
+        )
+
+
+def as_assignment(assignment: Assignment | Callable | None) -> Assignment | None:
+    """The assignment; that of a function where it is one. Raises ValueError for a class, which is callable, too."""
+    if assignment is None or isinstance(assignment, Assignment):
+        return assignment
+    if isinstance(assignment, type):
+        raise ValueError(f"assignment must be an object or a function, got the class {assignment.__name__}")
+    return CustomAssignment(assignment)

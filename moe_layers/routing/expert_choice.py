@@ -1,0 +1,144 @@
+"""Assignments in which an expert looks at all tokens of a call: expert choice, and token rounding."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_kernels import RouterSpec, Routing
+
+from ..checks import check_choice, check_positive
+from .assignment import Assignment
+from .capacity import Slots, even_share, positive_ratio
+from .result import SCORES, spread_slots
+
+
+class _AcrossTokens(Assignment):
+    """Any number of experts per token, as E slots: slot e has expert e, or none."""
+
+    decides_counts = True
+
+    @abstractmethod
+    def takes(
+        self,
+        routed: Routing,
+        order: Tensor,  # [E, T] int64: each expert's tokens by falling score, the first on ties, padding last
+        token_mask: Tensor | None,  # [T]
+    ) -> Tensor:  # [E, T] bool, in this order
+        """Whether the expert takes the token. Padding need not be left out."""
+
+    @abstractmethod
+    def max_rows(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        """How many tokens all experts take together at most."""
+
+    def num_slots(self, num_experts: int, top_k: int) -> int:
+        return num_experts
+
+    def __call__(self, routed: Routing, spec: RouterSpec, token_mask: Tensor | None) -> Slots:
+        logits = routed.logits
+        scores = SCORES[spec.score](logits.detach()).nan_to_num(nan=torch.inf, posinf=torch.inf)  # [T, E]
+        if token_mask is not None:
+            scores = torch.where(token_mask[:, None], scores, -torch.inf)
+        order = scores.t().sort(dim=1, descending=True, stable=True).indices  # [E, T]
+        takes = self.takes(routed, order, token_mask)
+        is_chosen = torch.zeros_like(takes).scatter(1, order, takes).t()  # [T, E]
+        if token_mask is not None:
+            is_chosen = is_chosen & token_mask[:, None]
+        ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+        experts = torch.where(is_chosen, ids, -1)
+        max_rows = min(self.max_rows(*logits.shape, routed.topk_experts.shape[1]), experts.numel())
+        return Slots(experts, self.weigh(logits, experts, spec), logits, max(max_rows, 1))
+
+
+@dataclass(frozen=True)
+class ExpertChoice(_AcrossTokens):
+    """Each expert takes the tokens of the call that score it highest, ceil(factor * T * top_k / num_experts) of them.
+
+    Balance is perfect, and a token gets as many experts as take it, none perhaps: then the residual connection alone
+    carries it. T counts padding, which is never taken. Tokens compete by the router's scores (a softmax over the
+    experts, or a sigmoid); on ties the first is taken; NaN counts as the highest score. A selection bias would favour
+    no token of an expert over another, and does not act. Weights follow the router's rule over the experts that took
+    the token; those of the paper, scores as they are, have `normalize=False`.
+
+    Rows of the experts, and what they keep for backward, are as many as the experts take. The routing is [T, E]: its
+    weights are saved, too.
+
+    Source: https://arxiv.org/abs/2202.09368.
+
+    Args:
+        factor: the paper's capacity factor, over top_k: 1 computes as much as top-k does.
+
+    Raises:
+        ValueError: `factor` is not a positive number.
+    """
+
+    factor: float = 1.0
+    _ratio: tuple[int, int] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_ratio", positive_ratio("ExpertChoice", self.factor))
+
+    def max_rows(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        return num_experts * even_share(self._ratio, num_tokens * top_k, num_experts)
+
+    def takes(self, routed: Routing, order: Tensor, token_mask: Tensor | None) -> Tensor:
+        num_experts, num_tokens = order.shape
+        rank = torch.arange(num_tokens, device=order.device)
+        capacity = even_share(self._ratio, num_tokens * routed.topk_experts.shape[1], num_experts)
+        return (rank < capacity).expand(order.shape)
+
+
+# What is added to a count before it is rounded down to the multiple.
+_ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
+
+
+@dataclass(frozen=True)
+class TokenRounding(_AcrossTokens):
+    """Each token's top-k, then each expert's number of tokens rounded to a multiple, so that no tile is part empty.
+
+    An expert that has too many drops those that score it lowest, the last on ties; one that has too few takes, of the
+    tokens that did not choose it, those that score it highest. So a token may get fewer experts than top_k, none
+    perhaps, or more. Weights follow the router's rule over the experts that it gets. With fewer tokens than the
+    multiple no expert gets any: it is for training, with many more.
+
+    Rows of the experts are at most T * top_k plus what rounding may add. The routing is [T, E]: its weights are saved.
+
+    Source: https://arxiv.org/abs/2512.14080.
+
+    Args:
+        multiple: the height of a tile.
+        rounding: "nearest" (half a tile goes up), "down" (drops only) or "up" (adds only, where there are tokens).
+
+    Raises:
+        ValueError: `multiple` is not a positive integer, or `rounding` is unknown.
+    """
+
+    multiple: int = 128
+    rounding: str = "nearest"
+
+    def __post_init__(self):
+        check_positive("TokenRounding", multiple=self.multiple)
+        check_choice("TokenRounding", "rounding", self.rounding, tuple(_ADDED))
+
+    def max_rows(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        return num_tokens * top_k + num_experts * _ADDED[self.rounding](self.multiple)
+
+    def takes(self, routed: Routing, order: Tensor, token_mask: Tensor | None) -> Tensor:
+        num_experts, num_tokens = order.shape
+        choice, available = routed.topk_experts, num_tokens
+        if token_mask is not None:
+            choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
+        position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
+        token_to_position = torch.empty_like(order).scatter(1, order, position)
+        # Not gathered by `order`: Inductor of PyTorch 2.11 does not compile a sum over what it loads indirectly.
+        is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
+        is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
+        num_chosen = is_chosen.cumsum(1)  # [E, T] up to each, in order
+        counts = num_chosen[:, -1:]
+        # The chosen come first, then the others, both by falling score.
+        rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)
+        rounded = (counts + _ADDED[self.rounding](self.multiple)) // self.multiple * self.multiple
+        return rank < rounded.clamp(max=available // self.multiple * self.multiple)

@@ -1,0 +1,237 @@
+"""The router: a linear map to one logit per expert, and the choice of the top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_kernels import IMPLEMENTATIONS, RouterSpec, Routing, linear_routing, routing_weights, scored_linear_routing
+
+from ..checks import check_choice, check_kind, check_positive
+from ..precision import call_with_autocast_rules
+from .activation_checkpointing import add_once
+from .assignment import Assignment
+from .capacity import Slots
+from .custom_assignment import as_assignment
+from .noise import RouterNoise
+
+
+class TopKRouter(nn.Module):
+    """Chooses `top_k` experts per token and weighs them. Logits and weights are float32.
+
+    The weight may stay float32 beside shorter tokens, as some models keep theirs: all products are float32 then.
+    Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
+    `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
+    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
+    balancing is in `expert_counts` [E] int64, which no state dict holds. It is no buffer, as every process has its own,
+    and DistributedDataParallel would overwrite it with the first one's.
+
+    Args:
+        normalize: short for `spec=RouterSpec(normalize=...)`: the weights of a token sum to one (softmax over the
+            chosen experts, as in Mixtral and Qwen3); otherwise they are probabilities under the softmax over all
+            experts (as in OLMoE).
+        spec: the facts of any other router. Its `weight_on_input` concerns the experts, not the router.
+        assignment: chooses in place of the top-k: an `Assignment`, or a function as of `CustomAssignment`.
+        noise: in training mode.
+        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
+        init_std: standard deviation of the weight at first.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a size is not positive, `spec` cannot choose `top_k` of `num_experts`, it is given besides
+            `normalize=False`, or it does not go with the assignment or the noise.
+    """
+
+    selection_bias: Tensor | None
+    expert_counts: Tensor
+    accumulated_counts: Tensor | None
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        normalize: bool = True,
+        spec: RouterSpec | None = None,
+        assignment: Assignment | Callable | None = None,
+        noise: RouterNoise | None = None,
+        batch_invariant: bool = False,
+        init_std: float = 0.02,
+        implementation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_positive("TopKRouter", d_model=d_model, num_experts=num_experts, top_k=top_k)
+        check_choice("TopKRouter", "implementation", implementation, (*IMPLEMENTATIONS, None))
+        if top_k > num_experts:
+            raise ValueError(f"TopKRouter: top_k must be at most num_experts={num_experts}, got {top_k}")
+        if spec is None:
+            spec = RouterSpec(normalize=normalize)
+        elif not normalize:
+            raise ValueError("TopKRouter: normalize=False must be said in spec when there is one, got both")
+        check_kind("TopKRouter", "spec", spec, RouterSpec)
+        spec.check_sizes("TopKRouter", num_experts, top_k)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self._spec = spec
+        self._is_plain_softmax = spec.is_plain_softmax
+        self.assignment = as_assignment(assignment)
+        self.noise = noise
+        if self.assignment is not None:
+            self.assignment.check("TopKRouter", spec)
+        if noise is not None:
+            check_kind("TopKRouter", "noise", noise, RouterNoise)
+            noise.check("TopKRouter", spec, self.assignment is not None)
+        self.batch_invariant = batch_invariant
+        self.init_std = init_std
+        self.implementation = implementation
+
+        def parameter(*shape: int, wanted: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)) if wanted else None
+
+        self.weight = parameter(num_experts, d_model)
+        self.bias = parameter(num_experts, wanted=spec.logit_bias)
+        self.input_scale = parameter(d_model, wanted=spec.input_norm_epsilon is not None)
+        self.per_expert_scale = parameter(num_experts, wanted=spec.per_expert_scale)
+        has_bias = spec.selection_bias is not None
+        selection_bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if has_bias else None
+        self.register_buffer("selection_bias", selection_bias)
+        self.expert_counts = torch.zeros(num_experts, device=device, dtype=torch.int64)
+        self.reset_parameters()
+
+    @property
+    def spec(self) -> RouterSpec:
+        """Fixed, as the parameters are those that it asks for."""
+        return self._spec
+
+    @property
+    def normalize(self) -> bool:
+        return self.spec.normalize
+
+    @property
+    def is_softmax_of_chosen(self) -> bool:
+        """Whether the weights are just that: a softmax over the logits of the chosen experts, linear in the tokens."""
+        acts = (self.assignment, self.noise, self.input_scale, self.per_expert_scale)
+        return self._is_plain_softmax and self.spec.normalize and all(part is None for part in acts)
+
+    @property
+    def num_slots(self) -> int | None:
+        """Of each token: top_k, unless an assignment says otherwise; None where it says so only in forward."""
+        if self.assignment is None:
+            return self.top_k
+        return self.assignment.num_slots(self.num_experts, self.top_k)
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """Draw the weight from a normal distribution, by default with `init_std`; biases and counts become zero, scales
+        one."""
+        nn.init.normal_(self.weight, std=self.init_std if std is None else std)
+        for tensor, value in (
+            (self.bias, 0.0),
+            (self.selection_bias, 0.0),
+            (self.input_scale, 1.0),
+            (self.per_expert_scale, 1.0),
+        ):
+            if tensor is not None:
+                nn.init.constant_(tensor, value)
+        self.expert_counts.zero_()
+        self.accumulated_counts = None
+
+    def forward(
+        self,
+        tokens: Tensor,  # [T, D]
+        topk_experts: Tensor | None = None,  # [T, K] int32
+        token_mask: Tensor | None = None,  # [T] bool
+    ) -> Routing | Slots:
+        """Choose and weigh experts; those of `topk_experts`, where it is given, are weighed instead of chosen.
+
+        Args:
+            token_mask: False for padding, which an assignment leaves out. A router without one does not look at it.
+
+        Raises:
+            ValueError: a shape, dtype or device disagrees with the signature or the parameters.
+        """
+        if topk_experts is not None and self.num_slots is None:
+            raise ValueError("TopKRouter: a CustomAssignment's choice must not be replayed, got topk_experts")
+        if topk_experts is not None:
+            check_kind("TopKRouter", "topk_experts", topk_experts, Tensor)
+        if topk_experts is not None and topk_experts.shape != (len(tokens), self.num_slots):
+            raise ValueError(
+                f"TopKRouter: topk_experts must be {[len(tokens), self.num_slots]}, got {list(topk_experts.shape)}"
+            )
+        noise = self.noise if self.training else None
+        if noise is not None:
+            tokens = noise.jitter(tokens)
+        if self.input_scale is not None:
+            d_model = tokens.shape[-1]
+            normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
+            tokens = normed * (self.input_scale * d_model**-0.5)
+        routed = call_with_autocast_rules(self._route, tokens, self.weight)
+        if topk_experts is None and self.assignment is not None:
+            routed = self.assignment(routed, self.spec, token_mask)
+        elif topk_experts is None and noise is not None and noise.gumbel:
+            topk_experts = noise.choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
+        if topk_experts is not None:
+            weigh = routing_weights if self.assignment is None else self.assignment.weigh
+            routed = Routing(topk_experts, weigh(routed.logits, topk_experts, self.spec), routed.logits)
+        if self.per_expert_scale is not None:
+            scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
+            kind = Routing if self.assignment is None else Slots
+            # Not by `_replace`, which PyTorch 2.11 does not compile.
+            routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])
+        return routed
+
+    def _route(self, tokens: Tensor, weight: Tensor) -> Routing:
+        options = {"batch_invariant": self.batch_invariant, "implementation": self.implementation}
+        if self._is_plain_softmax:
+            return linear_routing(tokens, weight, self.top_k, normalize=self.spec.normalize, **options)
+        options |= {"logit_bias": self.bias, "selection_bias": self.selection_bias}
+        return scored_linear_routing(tokens, weight, self.top_k, spec=self.spec, **options)
+
+    def count(
+        self,
+        choices_per_expert: Tensor,  # [E]
+    ) -> None:
+        """Add to `expert_counts`, but not in a recomputation."""
+        if self.expert_counts.is_meta and not choices_per_expert.is_meta:
+            self.expert_counts = torch.zeros_like(self.expert_counts, device=choices_per_expert.device)
+        self.take_counts_to(choices_per_expert.device)
+        add_once(self.expert_counts, choices_per_expert)
+
+    def take_counts_to(self, device: torch.device) -> None:
+        """What moves the parameters, as `fully_shard` does, need not know of the counts. Those on meta stay there."""
+        if self.expert_counts.device != device and not self.expert_counts.is_meta:
+            self.expert_counts = self.expert_counts.to(device)
+
+    def _apply(self, fn, recurse: bool = True):
+        bias, counts = self.selection_bias, self.expert_counts
+        super()._apply(fn, recurse)
+        self.expert_counts = fn(counts)
+        if self.accumulated_counts is not None:
+            self.accumulated_counts = fn(self.accumulated_counts)
+        if counts.is_meta and not self.expert_counts.is_meta:
+            self.expert_counts.zero_()  # `to_empty` made them, and no state dict fills them
+        if bias is not None and self.selection_bias.dtype.itemsize < 4:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        # With `assign=True`, what the state dict lacks stays on meta, and what it has keeps its dtype.
+        if self.expert_counts.is_meta:
+            self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
+        if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
+            self.selection_bias = self.selection_bias.float()
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.spec}"
+
+
+def watches_choice(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks a router's forward hook that reads the chosen experts alone."""
+    hook.watches_choice = True
+    return hook

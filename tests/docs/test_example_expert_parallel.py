@@ -1,0 +1,93 @@
+"""examples/train_expert_parallel.py, on a model and a text small enough for seconds."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from ..parallel.expert_parallel_cases import implementation_of
+from ..processes import run_cases, run_torchrun
+
+ROOT = Path(__file__).parents[2]
+# As when it runs as a script: the example finds its neighbours beside it.
+sys.path.insert(0, str(ROOT / "examples"))
+language_model = import_module("_language_model")
+single = import_module("train_language_model")
+example = import_module("train_expert_parallel")
+
+TINY = dataclasses.replace(
+    single.PRESETS["cpu"],
+    width=32,
+    num_layers=2,
+    d_ff=32,
+    context=32,
+    batch=4,
+    steps=4,
+    held_out_windows=8,
+    log_every=2,
+)
+
+
+def tiny_text(device):
+    source = bytearray(Path(argparse.__file__).read_bytes())
+    part = torch.frombuffer(source, dtype=torch.uint8).to(device)
+    return language_model.Text(part, part)
+
+
+def losses_equal_one_process(device):
+    """By either dispatcher, with experts shared by all processes or held by each, and resumed between the two."""
+    text, implementation = tiny_text(device), implementation_of(device)
+    one = single.start_run(TINY, text, implementation)
+    for _ in range(TINY.steps):
+        single.train_step(one)
+    expected = torch.tensor([*one.history.training_loss.tolist(), single.evaluate(one)])
+    num_processes = distributed.get_world_size()
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    for dispatcher in ("alltoall", "allgather"):
+        options = {"dispatcher": dispatcher, "implementation": implementation}
+        first = example.start_run(TINY, text, num_processes, **options)
+        example.train(first, stop_after=2)
+        example.save_checkpoint(first, Path(folder[0]) / dispatcher)
+        second = example.start_run(dataclasses.replace(TINY, seed=1), text, 1, **options)
+        second.settings = TINY
+        example.load_checkpoint(second, Path(folder[0]) / dispatcher)
+        assert second.losses == pytest.approx(first.losses)
+        for run in (first, second):
+            example.train(run)
+            actual = torch.tensor([*run.losses, example.evaluate(run)])
+            torch.testing.assert_close(actual, expected, rtol=1e-4 if device.type == "cpu" else 2e-2, atol=0)
+    with pytest.raises(ValueError, match="number of processes must divide batch=3 and held_out_windows=8, got 2"):
+        example.start_run(dataclasses.replace(TINY, batch=3), text, 1)
+
+
+def test_losses_equal_one_process(tmp_path):
+    failures = run_cases([losses_equal_one_process], 2, tmp_path)
+    assert not failures["losses_equal_one_process"], failures["losses_equal_one_process"]
+
+
+@pytest.mark.parametrize("count", ["2", "-1"])
+def test_expert_processes_must_divide_the_processes(count, capsys, monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit):
+        example.main(["--expert-processes", count])
+    assert f"--expert-processes must divide the number of processes, 1, got {count}" in capsys.readouterr().err
+
+
+def test_under_torchrun(tmp_path):
+    """The command of its docstring, in two processes."""
+    script = ["examples/train_expert_parallel.py", "--preset", "cpu", "--steps", "1", "--output", str(tmp_path)]
+    result = run_torchrun(script, 2, ROOT)
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["processes"] == 2
+    assert 5 < metrics["held_out_nats_per_byte"] < 6  # ln 256 is 5.55
+    assert f"wrote {tmp_path}" in result.stdout

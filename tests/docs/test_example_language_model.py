@@ -1,0 +1,321 @@
+"""examples/train_language_model.py, on a model and a text small enough for seconds."""
+
+import argparse
+import dataclasses
+import json
+import math
+import signal
+import sys
+import textwrap
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..gpu import waiting_is_an_error
+
+# As when it runs as a script: the example finds its neighbour beside it.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+language_model = import_module("_language_model")
+example = import_module("train_language_model")
+
+TINY = language_model.Settings(
+    width=32,
+    num_layers=2,
+    num_heads=2,
+    d_ff=32,
+    num_experts=4,
+    top_k=2,
+    context=32,
+    batch=4,
+    steps=8,
+    peak_learning_rate=1e-2,
+    warmup_steps=2,
+    log_every=2,
+    evaluate_every=3,
+    held_out_windows=6,
+)
+
+
+@pytest.fixture
+def text(device):
+    parts = (Path(module.__file__).read_bytes() for module in (argparse, textwrap))
+    return language_model.Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts))
+
+
+@pytest.fixture
+def implementation(device):
+    return "triton" if device == "cuda" else "reference"
+
+
+@pytest.fixture
+def start(text, implementation):
+    return lambda **changes: example.start_run(dataclasses.replace(TINY, **changes), text, implementation)
+
+
+@pytest.fixture
+def call_main(monkeypatch, tmp_path, text, implementation):
+    """Calls main on the tiny model, with its files in tmp_path."""
+    preset = "gpu" if text.training.is_cuda else "cpu"
+    monkeypatch.setitem(example.PRESETS, preset, TINY)
+    monkeypatch.setattr(example, "load_text", lambda root, device: text)
+    return lambda *options: example.main(["--output", str(tmp_path), "--implementation", implementation, *options])
+
+
+def interrupt_in_step(monkeypatch, step):
+    """Ctrl-C between the backward of this step and the update of its weights."""
+    clip = torch.nn.utils.clip_grad_norm_
+    calls = []
+
+    def clip_and_interrupt(*arguments):
+        calls.append(step)
+        if len(calls) == step:
+            signal.raise_signal(signal.SIGINT)
+        return clip(*arguments)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_interrupt)
+
+
+def count_steps(monkeypatch):
+    """The list that will hold the number of every step drawn from now on."""
+    draw_batch = example.draw_batch
+    steps = []
+
+    def draw_and_count(text, settings, step):
+        steps.append(step)
+        return draw_batch(text, settings, step)
+
+    monkeypatch.setattr(example, "draw_batch", draw_and_count)
+    return steps
+
+
+def assert_same_training(actual, expected):
+    assert actual.step == expected.step
+    for name, tensor in example.checkpoint_tensors(expected).items():
+        torch.testing.assert_close(
+            example.checkpoint_tensors(actual)[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name
+        )
+
+
+def test_text_is_split_by_file(tmp_path):
+    for folder in ("", "email", "site-packages/torch", "email/dist-packages"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for i in range(60):
+            (tmp_path / folder / f"{i}.py").write_bytes(f"{folder}/{i}\n".encode())
+    text = language_model.load_text(tmp_path)
+    files = [bytes(part.tolist()).split(language_model.END_OF_FILE) for part in text]
+    assert [part.pop() for part in files] == [b"", b""]  # every file is ended
+    training, held_out = (set(part) for part in files)
+    assert training.isdisjoint(held_out)
+    assert training | held_out == {f"{folder}/{i}\n".encode() for folder in ("", "email") for i in range(60)}
+    assert 0 < len(held_out) < 20
+    for part, again in zip(text, language_model.load_text(tmp_path), strict=True):
+        assert torch.equal(part, again)
+
+
+def test_batches_follow_from_seed_and_step(text):
+    batch = language_model.draw_batch(text, TINY, step=3)
+    assert batch.shape == (TINY.batch, TINY.context + 1)
+    assert torch.equal(batch, language_model.draw_batch(text, TINY, step=3))
+    assert not torch.equal(batch, language_model.draw_batch(text, TINY, step=4))
+    assert not torch.equal(batch, language_model.draw_batch(text, dataclasses.replace(TINY, seed=1), step=3))
+    training = bytes(text.training.tolist())
+    assert all(bytes(window) in training for window in batch.tolist())
+
+
+def test_held_out_windows_cover_the_text(text):
+    settings = dataclasses.replace(TINY, held_out_windows=len(text.held_out) - TINY.context)
+    windows = language_model.held_out_windows(text, settings)
+    assert torch.equal(windows[:, 0], text.held_out[: -TINY.context].long())
+    assert torch.equal(windows[-1], text.held_out[-TINY.context - 1 :].long())
+
+
+def test_a_byte_sees_only_what_precedes_it(start, text):
+    model = start().model
+    tokens = text.training[: TINY.context][None].long()
+    changed = tokens.clone()
+    changed[0, 20] += 1
+    with torch.no_grad():
+        before, after = (model(tokens)[0], model(changed)[0])
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20], after[:, 20])
+    assert not torch.equal(before[:, -1], after[:, -1])
+
+
+def test_rotation_depends_on_distance_alone():
+    rotation = language_model.rotary_table(TINY)
+    query, key = torch.randn(2, 1, 1, 1, TINY.width // TINY.num_heads)
+    query, key = (
+        language_model.rotate(x.expand(-1, -1, TINY.context, -1), rotation).squeeze((0, 1)) for x in (query, key)
+    )
+    scores = query @ key.T  # [S, S]
+    torch.testing.assert_close(scores[5:, 5:], scores[:-5, :-5], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(scores[5:, :-5], scores[:-5, :-5], rtol=1e-2, atol=1e-2)
+
+
+def test_learning_rate():
+    settings = dataclasses.replace(TINY, steps=100, warmup_steps=10, peak_learning_rate=1.0)
+    rates = [example.learning_rate(settings, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == rates[10] == 1.0
+    assert rates[55] == pytest.approx((1 + 0.05) / 2)
+    assert rates[-1] == pytest.approx(0.05, abs=1e-3)
+    assert all(later < earlier for earlier, later in pairwise(rates[10:]))
+
+
+def test_loss_falls(start, tmp_path):
+    run = start(steps=60, log_every=10, evaluate_every=30)
+    assert example.train(run, tmp_path / "checkpoint.safetensors")
+    losses = run.history.training_loss
+    assert losses[0].item() == pytest.approx(math.log(256), abs=0.5)
+    assert losses[-5:].mean() < 3.3
+    evaluated = run.history.held_out_loss.isfinite().nonzero().flatten().tolist()
+    assert evaluated == [30, 60]
+    assert run.history.held_out_loss[60] < run.history.held_out_loss[30] < 4.5
+    slots = TINY.batch * TINY.context * TINY.top_k
+    assert (run.history.tokens_per_expert.sum(-1) == slots).all()
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 5])  # before, at and after an evaluation
+def test_resumed_training_is_the_same(start, tmp_path, stop_after):
+    unbroken = start()
+    assert example.train(unbroken, tmp_path / "unbroken.safetensors")
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    stopped = start()
+    assert not example.train(stopped, checkpoint, stop_after=stop_after)
+    assert stopped.step == stop_after
+    resumed = start()
+    example.load_checkpoint(resumed, checkpoint)
+    assert_same_training(resumed, stopped)
+    assert example.train(resumed, checkpoint)
+    assert_same_training(resumed, unbroken)
+    assert resumed.history.training_loss.isfinite().all()
+
+
+def test_interrupt_ends_the_step_and_saves(start, tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    uninterrupted = start()
+    example.train(uninterrupted, checkpoint, stop_after=4)
+    handler = signal.getsignal(signal.SIGINT)
+    interrupt_in_step(monkeypatch, 4)
+    interrupted = start()
+    assert not example.train(interrupted, checkpoint)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert_same_training(interrupted, uninterrupted)
+    loaded = start()
+    example.load_checkpoint(loaded, checkpoint)
+    assert_same_training(loaded, uninterrupted)
+
+
+@pytest.fixture
+def interruptible():
+    """As in a terminal: a shell's background jobs start out deaf to interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_second_interrupt_is_not_held_back(interruptible):
+    with pytest.raises(KeyboardInterrupt), example.first_interrupt_as_event() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted.is_set()
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_main_resumes_after_interrupt(call_main, start, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 4)
+        assert call_main() == 130
+    assert "saved step 4" in capsys.readouterr().out
+    assert not (tmp_path / "metrics.json").exists()
+    steps = count_steps(monkeypatch)
+    assert call_main("--resume") == 0
+    assert steps == [4, 5, 6, 7]
+    unbroken = start()
+    example.train(unbroken, tmp_path / "unbroken.safetensors")
+    resumed = start()
+    example.load_checkpoint(resumed, tmp_path / "checkpoint.safetensors")
+    assert_same_training(resumed, unbroken)
+
+
+def test_main_writes_what_it_says(call_main, start, tmp_path, capsys):
+    assert call_main("--steps", "5", "--seed", "3") == 0
+    printed = capsys.readouterr().out
+    names = {"checkpoint.safetensors", "model.safetensors", "training.png", "metrics.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all(f"wrote {tmp_path / name}" in printed for name in names)
+
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["settings"] == dataclasses.asdict(TINY) | {"steps": 5, "seed": 3}
+    assert 1 / TINY.num_experts <= metrics["busiest_expert_share"] <= 1 / TINY.top_k
+    loss = metrics["held_out_nats_per_byte"]
+    assert f"held-out loss: {loss:.3f} nats per byte" in printed
+
+    run = start(steps=5, seed=3)
+    run.model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert example.evaluate(run) == pytest.approx(loss, rel=1e-6)
+    assert example.sample(run, example.PROMPT, num_bytes=400).decode(errors="replace") in printed
+
+    png = (tmp_path / "training.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = pytest.importorskip("matplotlib.image").imread(tmp_path / "training.png")
+    assert pixels.shape == (960, 1080, 4)
+    assert len({tuple(pixel) for pixel in pixels[::4, ::4].reshape(-1, 4).tolist()}) > 20  # not an empty page
+
+
+def test_sample(start):
+    run = start()
+    text = example.sample(run, b"def ", num_bytes=40)  # past the context of 32 bytes
+    assert isinstance(text, bytes)
+    assert text.startswith(b"def ")
+    assert len(text) == 44
+    assert text == example.sample(run, b"def ", num_bytes=40)
+    run.settings = dataclasses.replace(run.settings, seed=1)
+    assert text != example.sample(run, b"def ", num_bytes=40)
+
+
+def test_checkpoint_of_another_run_is_refused(start, tmp_path, text):
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    run = start()
+    example.train(run, checkpoint, stop_after=1)
+    with pytest.raises(ValueError, match=r"load_checkpoint: steps must be 8, as in .*, got 9"):
+        example.load_checkpoint(start(steps=9), checkpoint)
+    run.text = text._replace(training=text.training[1:])
+    with pytest.raises(ValueError, match=r"load_checkpoint: training_crc32 must be"):
+        example.load_checkpoint(run, checkpoint)
+
+
+def test_failed_write_keeps_the_old_checkpoint(start, tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    run = start()
+    example.train(run, checkpoint, stop_after=2)
+
+    def fail_half_way(tensors, path, metadata):
+        save_file(dict(list(tensors.items())[:3]), path, metadata)
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example, "save_file", fail_half_way)
+        with pytest.raises(OSError, match="no space"):
+            example.train(start(), checkpoint, stop_after=1)
+    loaded = start()
+    example.load_checkpoint(loaded, checkpoint)
+    assert_same_training(loaded, run)
+
+
+def test_steps_must_be_positive(call_main, capsys):
+    with pytest.raises(SystemExit):
+        call_main("--steps", "0")
+    assert "--steps must be positive, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_gpu(start):
+    run = start()
+    for _ in range(3):  # compiles the kernels
+        example.train_step(run)
+    with waiting_is_an_error():
+        example.train_step(run)

@@ -1,0 +1,130 @@
+"""The README and the guides: each code block runs, and whatever they name exists."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..markdown import QUICK, Block, blocks_of, commands_of, is_quick, run_page
+from ..processes import run_torchrun
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+
+# What torchrun tells the only process of a run.
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def skip_without_transformers(page):
+    if any("transformers" in block.text for block in blocks_of(page)):
+        pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_run(page, tmp_path):
+    skip_without_transformers(page)
+    # As for a user: without a GPU the modules run in plain PyTorch, not in the interpreter.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    environment |= TORCHRUN
+    command = [sys.executable, "-m", "tests.markdown", str(page)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_several_gpus_in_two_processes(tmp_path):
+    page = ROOT / "docs" / "guides" / "several_gpus.md"
+    result = run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def as_python(words):
+    """The command of each process that torchrun starts."""
+    return ("python", *words[3:]) if words[:2] == ("torchrun", "--nproc-per-node") else words
+
+
+def source_of(words):
+    """The files that read the options of a command, or None for one that is not ours."""
+    if Path(words[0]).name != "python":
+        return None
+    if words[1] != "-m":
+        path = ROOT / words[1]
+        return [path, path.parent / "_language_model.py"]
+    if words[2] == "pytest":
+        return [ROOT / "tests" / "conftest.py", Path(importlib.util.find_spec("xdist.plugin").origin)]
+    spec = importlib.util.find_spec(words[2])
+    assert spec is not None, f"there is no module {words[2]}"
+    is_package = spec.submodule_search_locations is not None
+    if words[2] == "moe_kernels":
+        return [ROOT / "moe_kernels" / "tools" / name for name in ("explain.py", "tables.py")]
+    return [Path(spec.origin).parent / "__main__.py" if is_package else Path(spec.origin)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_exist(page):
+    for command in (command for block in blocks_of(page) if block.language == "sh" for command in commands_of(block)):
+        words = as_python(command.words)
+        files = source_of(words)
+        if files is None:
+            continue
+        assert files[0].is_file(), f"{' '.join(words)}: there is no {files[0]}"
+        text = "".join(path.read_text() for path in files if path.is_file())
+        options = {word.split("=")[0] for word in words if word.startswith("-")} - {"-m"}
+        unknown = {option for option in options if f'"{option}"' not in text}
+        assert not unknown, f"{' '.join(words)}: no option {unknown}"
+        ours = "".join(path.read_text() for path in (ROOT / "moe_kernels").rglob("*.py"))
+        assert all(f'"{variable}"' in ours for variable in command.variables), command.variables
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_named_files_and_links_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).exists(), f"link to {target}"
+    for path in re.findall(r"`(?:python )?((?:examples|benchmarks|tests|moe_kernels|moe_layers)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), path
+    for results in re.findall(r"`(\w+_\w+\.(?:json|png))`", text):
+        assert (ROOT / "benchmarks" / "results" / results).is_file(), results
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert module == "venv" or importlib.util.find_spec(module) is not None, module
+
+
+def test_readme_links_every_guide():
+    linked = set(re.findall(r"\((docs/guides/\w+\.md)\)", PAGES[0].read_text()))
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]} and len(linked) == 6
+
+
+def write(tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    return page
+
+
+def test_a_wrong_block_is_named_by_its_line(tmp_path):
+    page = write(tmp_path, "# Page\n\n```python\nx = 1\n\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as failure:
+        run_page(page)
+    assert failure.traceback[-1].lineno + 1 == 6
+    page = write(tmp_path, "```python\nx = 1\n```\n\n```pycon\n>>> x\n1\n>>> int('a')\n2\n```\n")
+    with pytest.raises(AssertionError, match=r"(?s)page.md\", line 8.*invalid literal"):
+        run_page(page)
+    with pytest.raises(ValueError, match=r"page.md:1: a block must be one of .*, got 'rust'"):
+        run_page(write(tmp_path, "```rust\n```\n"))
+
+
+def test_commands_are_read_as_a_shell_does():
+    text = "A=1 python -m moe_kernels explain '1 2' # why\npython3 -m venv .venv && .venv/bin/pip install x\n"
+    commands = commands_of(Block("sh", (), text, 1))
+    assert [command.words for command in commands] == [
+        ("python", "-m", "moe_kernels", "explain", "1 2"),
+        ("python3", "-m", "venv", ".venv"),
+        (".venv/bin/pip", "install", "x"),
+    ]
+    assert commands[0].variables == ("A",)
+    assert [is_quick(command) for command in commands] == [True, False, False]
+    assert not is_quick(commands_of(Block("sh", (), f"{QUICK[0]} DIR", 1))[0])
+    assert as_python(("torchrun", "--nproc-per-node", "2", "a.py", "--b")) == ("python", "a.py", "--b")

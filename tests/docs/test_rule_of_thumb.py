@@ -1,0 +1,67 @@
+"""benchmarks/rule_of_thumb.py on a table of small shapes."""
+
+import json
+
+import pytest
+
+from benchmarks.rule_of_thumb import WITHIN, main, summary
+from moe_kernels import get_kernels
+from moe_kernels.gemm.selection import best_first
+from moe_kernels.gemm.tables import Table, write
+from moe_kernels.runtime.triton import HAS_TRITON
+from moe_kernels.tools.table_keys import arguments_of
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
+
+KEYS = [
+    "grouped_gemm B=row gather=none epilogue=none float32 G=2 K=32 N=64 rows=16",
+    "wgrad gather=none float32 G=2 K=32 N=64 rows=16",
+    "grouped_gemm_list A=row B=row float32 G=2 M=32 N=64 K=16 area=4096",
+]
+
+
+def kernels_of(key, device):
+    args = arguments_of(key, device)
+    return best_first(get_kernels(args), args, measured=None)
+
+
+def test_small_run_writes_a_results_file(tmp_path, capsys, device):
+    ordered = {key: [kernel.metadata.kernel_name for kernel in kernels_of(key, device)] for key in KEYS}
+    # The rule's first choice is also the table's for the first key; elsewhere the table has its last.
+    table = {key: names[-1 if i else 0] for i, (key, names) in enumerate(ordered.items())}
+    write(tmp_path / "table.json", Table(table, {}))
+    output = tmp_path / "new" / "results.json"
+    options = ["--round-ms", "1", "--commit", "abc", "--output", str(output)]
+    main(["--table", str(tmp_path / "table.json"), *options])
+    rows = json.loads(output.read_text())
+    assert [row["key"] for row in rows] == KEYS and all(row["commit"] == "abc" for row in rows)
+    for row in rows:
+        assert row["rule_kernel"] == ordered[row["key"]][0] and row["table_kernel"] == table[row["key"]]
+        assert row["rule_ms_p20"] <= row["rule_ms"] <= row["rule_ms_p80"]
+        assert row["ratio"] == row["rule_ms"] / row["table_ms"]
+        assert (row["ratio"] == 1.0) or row["rule_kernel"] != row["table_kernel"]
+    printed = capsys.readouterr().out
+    assert "geometric_mean" in printed and "\nall " in printed
+    main(["--table", str(tmp_path / "table.json"), "--ops", "wgrad", *options])
+    assert [row["op"] for row in json.loads(output.read_text())] == ["wgrad"]
+
+
+def test_summary_by_hand():
+    rows = [
+        {"op": "b", "ratio": 1.0, "rule_kernel": "x", "table_kernel": "x"},
+        {"op": "a", "ratio": 4.0, "rule_kernel": "x", "table_kernel": "y"},
+        {"op": "b", "ratio": WITHIN, "rule_kernel": "x", "table_kernel": "y"},
+    ]
+    of_a, of_b, of_all = summary(rows)
+    assert (of_a["op"], of_a["entries"], of_a["same_kernel"], of_a["worst"], of_a["beyond"]) == ("a", 1, 0, 4.0, 1)
+    assert (of_b["op"], of_b["entries"], of_b["same_kernel"], of_b["worst"], of_b["beyond"]) == ("b", 2, 1, WITHIN, 0)
+    assert of_all["entries"] == 3 and of_all["geometric_mean"] == pytest.approx((4 * WITHIN) ** (1 / 3))
+
+
+def test_what_cannot_be_compared_is_named(tmp_path):
+    path = tmp_path / "table.json"
+    write(path, Table({KEYS[0]: "no_such_kernel"}, {}))
+    with pytest.raises(ValueError, match=r"the table's kernel must support '.*', got no_such_kernel"):
+        main(["--table", str(path)])
+    with pytest.raises(SystemExit, match=r"the table has no entry of \['wgrad'\]"):
+        main(["--table", str(path), "--ops", "wgrad"])

@@ -1,0 +1,121 @@
+"""A checkpointed region that saves its routing chooses its experts once, whatever the recomputed logits are."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import RouterSpec
+from moe_layers import BalanceLosses, MoEFeedForward, save_routing
+
+saving = partial(checkpoint, use_reentrant=False, context_fn=save_routing)
+ROUTERS = {
+    "plain": RouterSpec.softmax(),
+    "deepseek_v3": RouterSpec.deepseek_v3(2, 1),
+    "softcap": RouterSpec.softmax(logit_softcap=2.0),
+}
+
+
+def make_layer(device, implementation, **options):
+    torch.manual_seed(0)
+    options = {"init_std": 0.3, "implementation": implementation, **options}
+    return MoEFeedForward(16, 8, 6, 2, device=device, **options)
+
+
+def make_x(device, seed=1):
+    return torch.randn((3, 4, 16), device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def choices_of(layer):
+    """The list that will hold what the layer's router chooses from now on."""
+    chosen = []
+    layer.router.register_forward_hook(lambda router, inputs, routed: chosen.append(routed.topk_experts.clone()))
+    return chosen
+
+
+def disturb(layer):
+    """As another kernel's rounding would, only more of it."""
+    layer.router.weight.data.add_(torch.randn_like(layer.router.weight))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_recomputation_reuses_the_choice(name, implementation, device):
+    """Two micro-batches in flight; between forward and backward the logits change beyond recognition."""
+    layer = make_layer(device, implementation, router=ROUTERS[name])
+    batches = [make_x(device, seed).requires_grad_() for seed in range(2)]
+    chosen = choices_of(layer)
+    outputs = [saving(lambda x: layer(x).sin(), x) for x in batches]
+    first, second = chosen
+    assert not torch.equal(first, second)
+    disturb(layer)
+    for output in outputs:
+        output.sum().backward()
+    assert torch.equal(chosen[2], first) and torch.equal(chosen[3], second)
+    with torch.no_grad():
+        layer(batches[0])
+    assert not torch.equal(chosen[4], first)  # what it would have chosen
+
+
+def test_without_saved_routing_the_choice_is_another(device):
+    """What the context is for. With the reference PyTorch sees other shapes; with the kernels it cannot."""
+    layer = make_layer(device, "triton")
+    chosen = choices_of(layer)
+    y = checkpoint(lambda x: layer(x).sin(), make_x(device).requires_grad_(), use_reentrant=False)
+    disturb(layer)
+    y.sum().backward()
+    assert not torch.equal(chosen[1], chosen[0])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_saving_changes_nothing(implementation, device):
+    """Two micro-batches in flight, with every loss: gradients and counts bit by bit."""
+    losses = BalanceLosses(switch=0.5, sequence=0.25, global_batch=0.75, importance=0.3, z=0.125)
+    layer = make_layer(device, implementation, balance_losses=losses, router=RouterSpec.ernie(), capacity=3)
+
+    def run(region):
+        layer.zero_grad()
+        layer.router.expert_counts.zero_()
+        batches = [make_x(device, seed).requires_grad_() for seed in range(2)]
+        outputs = [region(lambda x: layer(x).sin(), x) for x in batches]
+        for output in outputs:
+            output.sum().backward()
+        grads = [parameter.grad.clone() for parameter in layer.parameters()]
+        return [layer.router.expert_counts.clone(), *(x.grad for x in batches), *grads]
+
+    assert all(map(torch.equal, run(saving), run(lambda region, x: region(x))))
+
+
+def test_counts_of_a_global_batch_are_those_of_the_forward(device):
+    """Though others were accumulated before its recomputation."""
+    layer = make_layer(device, "reference", balance_losses=BalanceLosses(global_batch=0.75))
+
+    def run(region):
+        layer.zero_grad()
+        layer.router.accumulated_counts = None
+        y = region(lambda x: layer(x).sin(), make_x(device).requires_grad_())
+        layer.router.accumulated_counts = torch.tensor([1000, 0, 0, 0, 0, 0], device=device)
+        y.sum().backward()
+        return layer.router.weight.grad.clone()
+
+    assert torch.equal(run(saving), run(lambda region, x: region(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
+def test_compiled_region(device):
+    layer = make_layer(device, "triton", router=RouterSpec.ernie())
+    x = make_x(device)
+
+    def region(x):
+        return saving(lambda x: layer(x).sin(), x)
+
+    region(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in layer.parameters()]
+    counts = layer.router.expert_counts.clone()
+    layer.zero_grad()
+    layer.router.expert_counts.zero_()
+    torch.compile(region, backend="aot_eager")(x).sum().backward()
+    assert torch.equal(layer.router.expert_counts, counts)
+    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -1,0 +1,457 @@
+"""Losses by their coefficients on the layer, masks, counts over a step, and the update of the selection bias."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import RouterSpec
+from moe_layers import (
+    BalanceLosses,
+    MoEFeedForward,
+    carry_expert_counts,
+    global_expert_counts,
+    global_load_balancing_loss,
+    importance_loss,
+    load_balancing_loss,
+    reset_expert_counts,
+    router_z_loss,
+    sequence_load_balancing_loss,
+    set_aux_loss_scale,
+    update_selection_bias,
+)
+
+from ..gpu import waiting_is_an_error
+from .balance_cases import count, random_logits, routing_of
+
+ALL = BalanceLosses(switch=0.5, sequence=0.25, global_batch=0.75, importance=0.3, z=0.125)
+BIASED = RouterSpec.ernie()
+
+
+def make_layer(device, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    # The interpreter is slow: kernels run where a test asks for them, and on a GPU.
+    implementation = "reference" if device == "cpu" else None
+    options = {"init_std": 0.3, "implementation": implementation, **options}
+    return MoEFeedForward(16, 8, 5, 2, device=device, dtype=dtype, **options)
+
+
+def make_x(device, shape=(3, 6, 16), seed=1):
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def gradients(layer, *calls, scale=1.0):
+    """Of the sums of the outputs, for each parameter."""
+    layer.zero_grad()
+    for x, facts in calls:
+        (scale * layer(x, **facts)).sum().backward()
+    return [parameter.grad.clone() for parameter in layer.parameters()]
+
+
+def assert_all_close(actual, expected, **tolerances):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **tolerances)
+
+
+def every_loss(routing, accumulated=None):
+    counts = global_expert_counts(routing, accumulated_counts=accumulated)
+    return (
+        0.5 * load_balancing_loss(routing)
+        + 0.25 * sequence_load_balancing_loss(routing)
+        + 0.75 * global_load_balancing_loss(routing, counts)
+        + 0.3 * importance_loss(routing)
+        + 0.125 * router_z_loss(routing)
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("scale", [None, 0.25, 65536.0])
+def test_coefficients_add_the_gradient_of_the_losses(scale, implementation, device):
+    x = make_x(device)
+    plain = make_layer(device, implementation=implementation)
+    layer = make_layer(device, implementation=implementation, balance_losses=ALL)
+    if scale is not None:
+        set_aux_loss_scale(layer, torch.tensor(scale, device=device))
+    y, routing = plain(x, return_routing=True)
+    plain.zero_grad()
+    (y.sum() + (1.0 if scale is None else scale) * every_loss(routing)).backward()
+    assert torch.equal(layer(x), y)
+    actual = gradients(layer, (x, {}))
+    assert_all_close(actual, [parameter.grad for parameter in plain.parameters()])
+    assert (actual[0] - gradients(make_layer(device), (x, {}))[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ALL.coefficients)
+def test_each_coefficient_alone(name, device):
+    x = make_x(device)
+    alone = make_layer(device, balance_losses=BalanceLosses(**{name: 0.5}))
+    losses = {
+        "switch": load_balancing_loss,
+        "sequence": sequence_load_balancing_loss,
+        "global_batch": load_balancing_loss,  # where there is only this batch
+        "importance": importance_loss,
+        "z": router_z_loss,
+    }
+    plain = make_layer(device)
+    y, routing = plain(x, return_routing=True)
+    (y.sum() + 0.5 * losses[name](routing)).backward()
+    assert_all_close(gradients(alone, (x, {})), [parameter.grad for parameter in plain.parameters()])
+
+
+def test_short_names_of_two_coefficients(device):
+    short = make_layer(device, load_balancing_coefficient=0.5, z_loss_coefficient=0.125)
+    long = make_layer(device, balance_losses=BalanceLosses(switch=0.5, z=0.125))
+    x = make_x(device)
+    assert short.balance_losses == long.balance_losses
+    assert all(map(torch.equal, gradients(short, (x, {})), gradients(long, (x, {}))))
+
+
+def test_losses_see_the_scores_of_their_choice(device):
+    x = make_x(device)
+    layer = make_layer(device, balance_losses=BalanceLosses(sequence=0.5, score="sigmoid"))
+    plain = make_layer(device)
+    y, routing = plain(x, return_routing=True)
+    (y.sum() + 0.5 * sequence_load_balancing_loss(routing, score="sigmoid")).backward()
+    assert_all_close(gradients(layer, (x, {})), [parameter.grad for parameter in plain.parameters()])
+
+
+def test_scale_can_be_changed_in_place(device):
+    x = make_x(device)
+    layer = make_layer(device, balance_losses=ALL)
+    expected = gradients(layer, (x, {}))
+    scale = torch.tensor([1024.0], device=device)
+    layer.set_aux_loss_scale(scale)
+    assert_all_close([gradient / 1024.0 for gradient in gradients(layer, (x, {}), scale=1024.0)], expected)
+    scale.fill_(1.0)
+    assert all(map(torch.equal, gradients(layer, (x, {})), expected))
+    layer.set_aux_loss_scale(None)
+    assert all(map(torch.equal, gradients(layer, (x, {})), expected))
+
+
+def test_functional_gradients_are_those_of_a_backward(device):
+    x, layer = make_x(device), make_layer(device, balance_losses=ALL, implementation="reference")
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(layer, parameters, (x,)).sum()
+
+    functional_gradients = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    assert_all_close(functional_gradients.values(), [parameter.grad for parameter in parameters.values()])
+
+
+def test_float16_with_loss_scaling_over_micro_batches(device):
+    """The gradient of a small coefficient is below float16's smallest number, and survives scaled by the GradScaler."""
+    coefficient, micro_batches = 1e-7, [make_x(device, seed=seed) for seed in range(4)]
+    losses = BalanceLosses(z=coefficient)
+    layer = make_layer(device, torch.float16, balance_losses=losses, implementation="triton")
+    exact = make_layer(device, implementation="reference").double()
+    exact.load_state_dict(layer.state_dict())
+    for x in micro_batches:
+        _, routing = exact(x.half().double(), return_routing=True)
+        (coefficient / 4 * router_z_loss(routing)).backward()
+    expected = exact.router.weight.grad
+
+    def router_gradient():
+        layer.zero_grad()
+        for x in micro_batches:
+            (0.0 * layer(x.half()).sum()).backward()
+        return layer.router.weight.grad
+
+    layer.set_aux_loss_scale(torch.tensor(1 / 4, device=device))
+    assert not torch.allclose(router_gradient().double(), expected, rtol=0.1, atol=0)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**20)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    layer.set_aux_loss_scale(scaler.scale(torch.tensor(1 / 4, device=device)))
+    router_gradient()
+    layer.float()  # what the optimizer of mixed precision sees, unscaled
+    scaler.unscale_(optimizer)
+    error = (layer.router.weight.grad.double() - expected).abs().max()
+    assert error <= 4 * torch.finfo(torch.float16).eps * expected.abs().max()
+
+
+def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
+    """With a scale of 1 / number of calls, as with num_tokens of them all."""
+    x = make_x(device, (4, 6, 16))
+    losses = BalanceLosses(sequence=0.25, z=0.125)
+    layer = make_layer(device, balance_losses=losses)
+    expected = gradients(layer, (x, {}))
+    tokens = torch.tensor(24, device=device)
+    for num_tokens in (24, tokens):
+        calls = [(part, {"num_tokens": num_tokens}) for part in x.split([1, 3])]
+        assert_all_close(gradients(layer, *calls), expected, rtol=1e-4, atol=1e-5)
+    layer.set_aux_loss_scale(torch.tensor(0.5, device=device))
+    assert_all_close(gradients(layer, *[(part, {}) for part in x.split(2)]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"implementation": "triton"}, {"router": BIASED, "shared_d_ff": 8}, {"num_zero_experts": 2}]
+)
+def test_padding_changes_nothing(options, device):
+    """Neither outputs of tokens nor gradients nor counts; the padding is far from the tokens."""
+    layer = make_layer(device, balance_losses=ALL, **options)
+    lengths, position = torch.tensor([5, 2, 6], device=device), torch.arange(6, device=device)
+    token_mask = torch.stack([position < 5, position >= 4, position < 6])
+    x = make_x(device)
+    tokens = x[token_mask]
+    padded = torch.where(token_mask[..., None], x, 100.0)
+    y, routing = layer(tokens, return_routing=True, sequence_lengths=lengths)
+    padded_y, padded_routing = layer(padded, return_routing=True, token_mask=token_mask)
+    torch.testing.assert_close(padded_y[token_mask], y)
+    assert torch.equal(padded_routing.tokens_per_expert, routing.tokens_per_expert)
+    assert (padded_routing.topk_experts[~token_mask.flatten()] == -1).all()
+
+    def of_tokens(x, mask, **facts):
+        layer.zero_grad()
+        layer.router.expert_counts.zero_()
+        layer(x, **facts)[mask].sin().sum().backward()
+        return [layer.router.expert_counts.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
+
+    expected = of_tokens(tokens, slice(None), sequence_lengths=lengths)
+    assert expected[0].sum() == 26
+    assert_all_close(of_tokens(padded, token_mask, token_mask=token_mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_takes_no_capacity(device):
+    layer = make_layer(device, capacity=2)
+    x = make_x(device, (1, 6, 16))
+    padded = torch.cat([x[:, :1].expand(1, 5, 16), x], dim=1)
+    token_mask = torch.arange(11, device=device)[None] >= 5
+    y, routing = layer(padded, token_mask=token_mask, return_routing=True)
+    torch.testing.assert_close(y[:, 5:], layer(x))
+    expected = layer(x, return_routing=True)[1]
+    assert torch.equal(routing.choices[5:], expected.choices)
+    assert routing.choices_per_expert.tolist() == count(expected.choices.cpu(), 5).tolist()
+    assert (expected.topk_experts == -1).any()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"implementation": "triton"}, {"capacity": 2, "router": BIASED}])
+def test_activation_checkpointing_changes_nothing(options, use_reentrant, device):
+    """Gradients bit by bit, and every choice is counted once, though every forward runs twice."""
+    layer = make_layer(device, balance_losses=ALL, **options)
+    calls = []
+    layer.router.register_forward_hook(lambda *_: calls.append(1))
+
+    def run(forward):
+        layer.zero_grad()
+        reset_expert_counts(layer)
+        for seed in range(2):
+            x = make_x(device, seed=seed).requires_grad_()
+            # The sine needs the layer's output, so a recomputation goes through the whole layer.
+            forward(lambda x: layer(x).sin(), x).sum().backward()
+            carry_expert_counts(layer)
+        grads = [parameter.grad.clone() for parameter in layer.parameters()]
+        return [layer.router.expert_counts.clone(), x.grad, *grads]
+
+    expected = run(lambda region, x: region(x))
+    assert len(calls) == 2
+    actual = run(partial(checkpoint, use_reentrant=use_reentrant))
+    assert len(calls) == 6
+    assert expected[0].sum() == 2 * 18 * 2
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_global_batch_over_micro_batches(device):
+    """The second micro-batch sees the counts of both; after a reset, only its own."""
+    layer = make_layer(device, balance_losses=BalanceLosses(global_batch=0.75))
+    plain = make_layer(device)
+    first, second = make_x(device, seed=0), make_x(device, seed=1)
+    before = plain(first, return_routing=True)[1].tokens_per_expert
+    y, routing = plain(second, return_routing=True)
+
+    def expected(counts):
+        plain.zero_grad()
+        (y.sum() + 0.75 * global_load_balancing_loss(routing, counts)).backward(retain_graph=True)
+        return [parameter.grad.clone() for parameter in plain.parameters()]
+
+    layer(first)
+    carry_expert_counts(layer)
+    with_both = gradients(layer, (second, {}))
+    assert_all_close(with_both, expected(before + routing.tokens_per_expert))
+    reset_expert_counts(layer)
+    assert_all_close(gradients(layer, (second, {})), expected(routing.tokens_per_expert))
+    assert (with_both[0] - layer.router.weight.grad).abs().max() > 1e-4
+
+
+def test_bias_update_by_hand(device):
+    layer = make_layer(device, router=BIASED)
+    router = layer.router
+    router.expert_counts.copy_(torch.tensor([3, 0, 4, 2, 1], device=device))  # the mean is 2
+    layer.update_selection_bias(rate=0.5)
+    assert router.selection_bias.tolist() == [-0.5, 0.5, -0.5, 0.0, 0.5]
+    assert not router.expert_counts.any()
+    layer.update_selection_bias(rate=0.5)
+    assert router.selection_bias.tolist() == [-0.5, 0.5, -0.5, 0.0, 0.5]  # nothing was counted
+
+
+def test_bias_update_is_exact_where_float32_is_not(device):
+    """The mean is 2 ** 24 + 2 / 5: float32 knows no fraction there."""
+    layer = make_layer(device, router=BIASED)
+    layer.router.expert_counts.copy_(torch.tensor([2**24] * 3 + [2**24 + 1] * 2, device=device))
+    layer.update_selection_bias(rate=1.0)
+    assert layer.router.selection_bias.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("losses", [None, ALL], ids=["no losses", "all losses"])
+def test_what_is_counted(losses, device):
+    layer = make_layer(device, router=BIASED, balance_losses=losses, capacity=2)
+    x = make_x(device)
+    chosen = layer(x, return_routing=True)[1].choices_per_expert
+    assert layer.router.expert_counts.tolist() == chosen.tolist()
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    assert layer.router.expert_counts.tolist() == (3 * chosen).tolist()
+    layer.eval()
+    layer(x)
+    assert layer.router.expert_counts.tolist() == (3 * chosen).tolist()
+
+
+def test_bias_updates_balance_a_skewed_router(device):
+    """The busiest expert has more than twice the mean; after the updates it is within a fifth of it."""
+    layer = make_layer(device, router=BIASED)
+    x = 0.3 * make_x(device, (256, 16)) + 1
+
+    def max_violation():
+        counts = layer(x, return_routing=True)[1].tokens_per_expert.double()
+        return ((counts.max() - counts.mean()) / counts.mean()).item()
+
+    assert max_violation() > 1
+    update_selection_bias(layer, rate=0.0)
+    for step in range(120):
+        layer(x)
+        update_selection_bias(torch.nn.ModuleList([layer, torch.nn.Linear(2, 2)]), rate=0.01 * 0.96**step)
+    assert max_violation() < 0.2
+
+
+def test_counts_and_conversions(device):
+    layer = make_layer(device, router=BIASED)
+    layer(make_x(device))
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied.router.expert_counts, layer.router.expert_counts)
+    assert layer.to(torch.float16).router.expert_counts.dtype == torch.int64
+    assert "router.expert_counts" not in layer.state_dict()
+    empty = make_layer("meta", router=BIASED, implementation=None).to_empty(device=device)
+    assert empty.router.expert_counts.tolist() == [0] * 5
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
+def test_compiles_without_graph_break(device):
+    layer = make_layer(device, balance_losses=ALL, router=BIASED, implementation="triton")
+    x, token_mask = make_x(device), torch.ones(3, 6, dtype=torch.bool, device=device)
+    token_mask[1, 4:] = False
+    lengths = torch.tensor([9, 9], device=device)
+    facts = {"token_mask": token_mask, "sequence_lengths": lengths, "num_tokens": 40}
+    expected = gradients(layer, (x, facts))
+    counts = layer.router.expert_counts.clone()
+    reset_expert_counts(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x, **facts).sum().backward()
+    assert torch.equal(layer.router.expert_counts, counts)
+    assert_all_close(gradients(compiled, (x, facts)), expected)
+    # Compiled code in a checkpointed region counts once, too.
+    reset_expert_counts(layer)
+    checkpoint(lambda x: compiled(x, **facts), x, use_reentrant=False).sum().backward()
+    assert torch.equal(layer.router.expert_counts, counts)
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_gpu(device):
+    layer = make_layer(device, torch.bfloat16, balance_losses=ALL, router=BIASED, capacity=4)
+    x = make_x(device).bfloat16().requires_grad_()
+    facts = {
+        "token_mask": torch.ones(3, 6, dtype=torch.bool, device=device),
+        "sequence_lengths": torch.tensor([9, 9], device=device),
+        "num_tokens": torch.tensor(18, device=device),
+        "return_routing": True,
+    }
+
+    def step():
+        y, _ = layer(x, **facts)
+        y.sum().backward()
+        carry_expert_counts(layer)
+        layer.update_selection_bias()
+
+    step()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"switch": -0.1}, "BalanceLosses: switch must be finite and not negative, got -0.1"),
+        ({"z": float("nan")}, "BalanceLosses: z must be finite and not negative, got nan"),
+        ({"global_batch": float("inf")}, "global_batch must be finite"),
+        ({"score": "relu"}, "BalanceLosses: score must be one of .*, got 'relu'"),
+        ({"switch": 0.1, "group": object()}, "only global_batch needs a group"),
+    ],
+)
+def test_bad_losses(options, message):
+    with pytest.raises(ValueError, match=message):
+        BalanceLosses(**options)
+
+
+def test_coefficients_given_twice():
+    with pytest.raises(ValueError, match="coefficients must be in balance_losses when it is given, got both"):
+        make_layer("cpu", balance_losses=ALL, z_loss_coefficient=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "facts", "message"),
+    [
+        ((18, 16), {}, "sequence_load_balancing_loss: the routing must have sequence_lengths, got None"),
+        (
+            (3, 6, 16),
+            {"token_mask": torch.ones(18).bool()},
+            r"token_mask must be \[3, 6\] torch.bool on cpu, got \[18\]",
+        ),
+        ((3, 6, 16), {"token_mask": torch.ones(3, 6)}, r"got \[3, 6\] torch.float32"),
+        ((3, 6, 16), {"sequence_lengths": torch.ones(3)}, r"sequence_lengths must be \[N\] int32 or int64"),
+        ((3, 6, 16), {"sequence_lengths": torch.ones(3, 1).int()}, r"got \[3, 1\] torch.int32"),
+        ((3, 6, 16), {"num_tokens": -2}, "num_tokens must not be negative, got -2"),
+        ((3, 6, 16), {"num_tokens": torch.ones(3)}, r"num_tokens must be a scalar, got \[3\]"),
+    ],
+)
+def test_bad_facts_of_tokens(shape, facts, message):
+    layer = make_layer("cpu", balance_losses=ALL)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.zeros(shape), **facts)
+
+
+def test_no_sequences_are_needed_without_gradients():
+    layer = make_layer("cpu", balance_losses=ALL)
+    with torch.no_grad():
+        assert layer(torch.zeros(18, 16)).shape == (18, 16)
+
+
+def test_bad_scale():
+    layer = make_layer("cpu")
+    with pytest.raises(ValueError, match=r"scale must be a scalar tensor on cpu, got \[2\] on cpu"):
+        layer.set_aux_loss_scale(torch.ones(2))
+    with pytest.raises(ValueError, match=r"scale must be a Tensor, got float 0\.25"):
+        layer.set_aux_loss_scale(0.25)
+    with pytest.raises(ValueError, match=r"got \[\] on meta"):
+        layer.set_aux_loss_scale(torch.ones((), device="meta"))
+
+
+def test_bad_updates():
+    with pytest.raises(ValueError, match=r"update_selection_bias: needs a router with a selection bias, .* got none"):
+        make_layer("cpu").update_selection_bias()
+    with pytest.raises(ValueError, match="needs a router with a selection bias"):
+        update_selection_bias(torch.nn.Linear(2, 2))
+    for rate in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match="rate must be finite and not negative"):
+            make_layer("cpu", router=BIASED).update_selection_bias(rate=rate)
+
+
+def test_bad_accumulated_counts():
+    routing = routing_of(random_logits())
+    for counts in (torch.ones(5).int(), torch.ones(6), torch.ones(6, device="meta").int()):
+        with pytest.raises(ValueError, match=r"accumulated_counts must be \[E=6\] integers on cpu"):
+            global_expert_counts(routing, accumulated_counts=counts)

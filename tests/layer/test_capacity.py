@@ -1,0 +1,156 @@
+"""Capacity factors: who is dropped, and what is left of the rows."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from moe_kernels import RouterSpec, sort_by_expert
+from moe_kernels.experts.rows import Rows
+from moe_layers import CapacityFactor, MoEFeedForward, RoundRobinAssignment
+
+from ..gpu import waiting_is_an_error
+from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
+
+
+def expected_slots(experts, weights, length, capacity, by):
+    """Who is kept, one sequence and one expert at a time."""
+    kept = [[-1] * len(row) for row in experts]
+    for first in range(0, len(experts), length):
+        slots = [(t, k) for t in range(first, first + length) for k in range(len(experts[t]))]
+        if by == "weight":
+            slots.sort(key=lambda slot: -weights[slot[0]][slot[1]])
+        taken = {}
+        for t, k in slots:
+            expert = experts[t][k]
+            if expert >= 0 and taken.get(expert, 0) < capacity:
+                taken[expert] = taken.get(expert, 0) + 1
+                kept[t][k] = expert
+    return kept
+
+
+@pytest.mark.parametrize("by", ["position", "weight"])
+@pytest.mark.parametrize(("num_experts", "top_k"), SIZES)
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.1])
+def test_drops_whom_the_definition_drops(factor, num_experts, top_k, by, device):
+    layer = make_layer(device, num_experts, top_k, normalize=False, capacity=CapacityFactor(factor, by))
+    x = make_x(device)
+    mask = torch.ones(3, 7, dtype=torch.bool, device=device)
+    mask[0, :2] = False
+    _, routing = layer(x, return_routing=True, token_mask=mask)
+    capacity = -(-Fraction(str(factor)) * 7 * top_k // num_experts)
+    expected = expected_slots(routing.choices.tolist(), routing.topk_weights.tolist(), 7, capacity, by)
+    assert routing.topk_experts.tolist() == expected
+    assert routing.tokens_per_expert.max() <= 3 * capacity
+    assert ((routing.topk_experts < 0) & (routing.choices >= 0)).any() == (factor == 0.3 or num_experts > top_k)
+
+
+@pytest.mark.parametrize("by", ["position", "weight"])
+def test_ties_go_to_the_first(by, device):
+    layer = make_layer(device, capacity=CapacityFactor(1.0, by))
+    torch.nn.init.zeros_(layer.router.weight)
+    _, routing = layer(make_x(device, (2, 9, 32)), return_routing=True)
+    assert routing.topk_experts.view(2, 9, 2).tolist() == [[[0, 1]] * 3 + [[-1, -1]] * 6] * 2
+
+
+@pytest.mark.parametrize("by", ["position", "weight"])
+@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_dense_formula(by, weight_on_input, bias, device):
+    """With rows for the kept slots only, in every form of the experts."""
+    router = RouterSpec.llama4() if weight_on_input else None
+
+    routing = check_equals_dense(device, capacity=CapacityFactor(0.5, by), router=router, bias=bias)
+    assert (routing.topk_experts < 0).any()
+
+
+def test_a_small_factor_computes_fewer_rows(device, monkeypatch):
+    rows = []
+    gemm = Rows.gemm
+    monkeypatch.setattr(
+        Rows, "gemm", lambda self, *args, **more: rows.append(len(self.row_to_token)) or gemm(self, *args, **more)
+    )
+    layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), implementation="triton")
+    layer(make_x(device, (2, 12, 32), torch.float32)).sum().backward()
+    assert set(rows) == {2 * 6 * 2}
+
+
+def test_position_is_causal_and_sequences_are_apart(device):
+    layer = make_layer(device, capacity=CapacityFactor(0.5))
+    x = make_x(device, (2, 12, 32))
+    y = layer(x)
+    changed = x.clone()
+    changed[0, 7:] = 1.0
+    assert torch.equal(layer(changed)[0, :7], y[0, :7]) and torch.equal(layer(changed)[1], y[1])
+
+
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 0, 32), (0, 5, 32)])
+@pytest.mark.parametrize("by", ["position", "weight"])
+def test_one_token_and_none(shape, by, device):
+    layer = make_layer(device, capacity=CapacityFactor(0.5, by))
+    x = make_x(device, shape).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape and y.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
+@pytest.mark.parametrize("by", ["position", "weight"])
+def test_compiles_without_graph_break(by, device):
+    capacity = CapacityFactor(0.5, by)
+    layer = make_layer(device, dtype=torch.float32, capacity=capacity, implementation="triton")
+    x = make_x(device, (1, 5, 32), torch.float32)
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, layer(x))
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by", ["position", "weight"])
+def test_never_waits_for_the_gpu(by, device):
+    layer = make_layer(device, dtype=torch.bfloat16, capacity=CapacityFactor(0.5, by))
+    x = make_x(device, dtype=torch.bfloat16).requires_grad_()
+    layer(x).sum().backward()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("max_rows", [1, 4, 6, 100])
+def test_rows_beyond_the_bound_are_dropped(implementation, max_rows, device):
+    experts = torch.tensor([[2, 0], [-1, 2], [1, 0]], dtype=torch.int32, device=device)  # rows 3 0, - 4, 2 1
+    permutation = sort_by_expert(experts, 3, max_rows=max_rows, implementation=implementation)
+    num_rows = min(max_rows, 6)
+    rows = [[3, 0], [-1, 4], [2, 1]]
+    assert permutation.slot_to_row.tolist() == [[row if row < num_rows else -1 for row in pair] for pair in rows]
+    assert permutation.offsets.tolist() == [min(end, num_rows) for end in (2, 3, 5)]
+    assert permutation.row_to_token.tolist() == [0, 2, 2, 0, 1, 1][:num_rows]
+    assert permutation.tile_table.bounds.tolist() == [0, *permutation.offsets.tolist(), num_rows]
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan"), float("inf"), True, "1"])
+def test_bad_factor(factor):
+    with pytest.raises(ValueError, match="CapacityFactor: factor must be a positive number, got"):
+        CapacityFactor(factor)
+
+
+def test_bad_construction():
+    with pytest.raises(ValueError, match=r"CapacityFactor: by must be one of .* got 'token'"):
+        CapacityFactor(1.0, "token")
+    with pytest.raises(ValueError, match=r"MoEFeedForward: capacity must be a positive integer, got 1\.25"):
+        make_layer("cpu", capacity=1.25)
+    with pytest.raises(ValueError, match="sort_by_expert: max_rows must be positive, got 0"):
+        sort_by_expert(torch.zeros(1, 1, dtype=torch.int32), 1, max_rows=0)
+
+
+def test_a_checkpoint_holds_no_factor_and_no_assignment(device, tmp_path):
+    """As documented: the weights come back, under the router's own choice."""
+    layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), assignment=RoundRobinAssignment())
+    layer.save_checkpoint(tmp_path / "out")
+    loaded = MoEFeedForward.from_checkpoint(tmp_path / "out", device=device)
+    assert loaded.capacity is None and loaded.router.assignment is None
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)

@@ -1,0 +1,131 @@
+"""A transformer block with the layer in it, compiled as a whole: no graph break, and one recompilation for any T."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks import compiled_block
+from benchmarks.compiled_block import TransformerBlock, bench_block, compiled
+from benchmarks.shapes import TINY
+from moe_kernels import RouterSpec
+from moe_kernels.testing import assert_accurate
+from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEFeedForward, TokenRounding
+
+pytestmark = [
+    # Dynamo does, tracing a Function.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    # Its advice on speed.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor.*"),
+]
+
+ON_GPU = torch.cuda.is_available()
+D, HEAD = (256, 64) if ON_GPU else (32, 16)
+SIZES = {"d_model": D, "d_ff": 3 * D // 4, "num_experts": 8 if ON_GPU else 4, "top_k": 2, "head_dim": HEAD}
+# Of sequences, two in a batch: no order, both sides of powers of two and of a tile's height.
+LENGTHS = (65, 129, 300, 33, 1000, 64, 128, 513, 7, 2) if ON_GPU else (5, 4, 6, 3, 8, 9, 2, 7, 10, 12)
+LOSSES = BalanceLosses(switch=0.01, z=0.001, sequence=0.01, global_batch=0.01, importance=0.01)
+FORMS = {
+    "everything": {
+        "router": RouterSpec.deepseek_v3(2, 1),
+        "bias": True,
+        "shared_d_ff": D // 2,
+        "shared_gate": True,
+        "balance_losses": LOSSES,
+    },
+    "capacity": {"capacity": 4},
+}
+if ON_GPU:
+    FORMS |= {
+        "softmax": {},
+        "token_rounding": {"assignment": TokenRounding(4)},
+        "recompute_up": {"recompute": "up", "normalize": False},
+        "latent": {"latent_dim": D // 2},
+        "zero_experts": {"num_zero_experts": 2},
+        "capacity_factor": {"capacity": CapacityFactor(1.0, by="weight")},
+        "expert_choice": {"assignment": ExpertChoice(1.0)},
+        "batch_invariant": {"batch_invariant": True, "shared_d_ff": D // 2, "shared_gate": True},
+    }
+
+
+def make_block(device, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return TransformerBlock(**SIZES, implementation="triton", init_std=0.1, device=device, dtype=dtype, **options)
+
+
+def make_x(length, device, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(length)
+    return torch.randn(2, length, D, device=device, generator=generator).to(dtype).requires_grad_()
+
+
+def step(run, x, block):
+    """The output and every gradient."""
+    out = run(x)
+    return out.detach(), *torch.autograd.grad(out.float().square().mean(), [x, *block.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if ON_GPU else [])], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_one_recompilation_over_ten_numbers_of_tokens(form, dtype, device):
+    """Nothing is marked as dynamic: the second T makes the compiler see that T changes."""
+    torch.use_deterministic_algorithms(False)
+    block = make_block(device, dtype, **FORMS[form])
+    run = compiled(block, device)
+    counters.clear()
+    for number, length in enumerate(LENGTHS):
+        with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
+            x = make_x(length, device, dtype)
+            results = step(run, x, block) if ON_GPU or number in (0, 1, 9) else [run(x)]
+        assert results[0].shape == x.shape
+        assert all(tensor.isfinite().all() for tensor in results)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("form", FORMS if ON_GPU else ["everything"])
+def test_results_are_within_the_error_budget(form, device):
+    """Compiled for any T, beside the same block in plain PyTorch."""
+    torch.use_deterministic_algorithms(False)
+    block = make_block(device, **FORMS[form])
+    plain = copy.deepcopy(block)
+    for module in plain.modules():
+        if hasattr(module, "implementation"):
+            module.implementation = "reference"
+    run, exact = compiled(block, device), copy.deepcopy(plain).double()
+    for length in LENGTHS[:2]:
+        x = make_x(length, device)
+        results = step(run, x, block), step(plain, x, plain), step(exact, x.detach().double().requires_grad_(), exact)
+        for i, (a, b, e) in enumerate(zip(*results, strict=True)):
+            assert_accurate(a, b, e, f"result {i} at length {length}")
+
+
+def test_the_benchmark_measures_both():
+    rows = bench_block(TINY, "cpu", torch.float32, rounds=1, round_ms=1.0, implementation="reference")
+    assert [(row["pass"], row["implementation"]) for row in rows] == [
+        (which, name) for which in ("forward", "forward+backward") for name in ("eager", "compiled")
+    ]
+    assert all(row["ms"] > 0 and row["times_as_fast_as_eager"] > 0 for row in rows)
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    def wrong(function, device):
+        return lambda x: (1.01 * function(x)[0], function(x)[1])
+
+    monkeypatch.setattr(compiled_block, "compiled", wrong)
+    with pytest.raises(AssertionError, match=r"out: error .* exceeds"):
+        bench_block(TINY, "cpu", torch.float32, rounds=1, round_ms=1.0, implementation="reference")
+
+
+def test_the_layer_is_the_blocks_own(device):
+    """What is compiled is the layer with its kernels, not a reference."""
+    block = make_block(device)
+    assert isinstance(block.experts, MoEFeedForward) and block.experts.experts.implementation == "triton"
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(block, fullgraph=True, backend=keep)(make_x(3, device))
+    assert "moe_kernels.fused_experts" in graphs[0].code and "moe_kernels.linear_routing" in graphs[0].code

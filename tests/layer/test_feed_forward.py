@@ -1,0 +1,359 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from moe_kernels import RouterSpec
+from moe_layers import LocalDispatcher, MoEFeedForward
+
+from ..dtypes import DTYPES
+from ..gpu import waiting_is_an_error
+
+
+def make_layer(device, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    options = {"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, "init_std": 0.2, **options}
+    return MoEFeedForward(**options, device=device, dtype=dtype)
+
+
+def make_x(device, dtype=torch.float32, shape=(3, 7, 32)):
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
+
+
+def dense(layer, x):
+    """The layer written with one loop over tokens and dense linear maps."""
+    out = []
+    for token in x.reshape(-1, x.shape[-1]):
+        logits = layer.router.weight @ token
+        weights, experts = logits.softmax(-1).topk(layer.router.top_k)
+        if layer.router.normalize:
+            weights = weights / weights.sum()
+        total = torch.zeros_like(token)
+        for weight, e in zip(weights, experts, strict=True):
+            gate, up = (layer.experts.w_up[e] @ token).chunk(2)
+            total = total + weight * (layer.experts.w_down[e] @ (functional.silu(gate) * up))
+        if layer.shared_expert is not None:
+            gate, up = (layer.shared_expert.w_up @ token).chunk(2)
+            total = total + layer.shared_expert.w_down @ (functional.silu(gate) * up)
+        out.append(total)
+    return torch.stack(out).view(x.shape)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shared_d_ff", [None, 40])
+def test_equals_the_dense_formula(implementation, normalize, shared_d_ff, device):
+    layer = make_layer(device, implementation=implementation, normalize=normalize, shared_d_ff=shared_d_ff)
+    x = make_x(device).requires_grad_()
+    parameters = [x, *layer.parameters()]
+    exact = copy.deepcopy(layer).double()
+    exact_x = x.detach().double().requires_grad_()
+    expected = dense(exact, exact_x)
+    out = layer(x)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(out.sin().sum(), parameters)
+    expected = torch.autograd.grad(expected.sin().sum(), [exact_x, *exact.parameters()])
+    for gradient, e in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient.double(), e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32), (2, 2, 2, 32), (0, 32), (2, 0, 32)])
+def test_any_leading_axes(shape, device):
+    layer = make_layer(device, implementation="triton")
+    x = make_x(device, shape=shape).requires_grad_()
+    y = layer(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    if x.numel():
+        torch.testing.assert_close(y.view(-1, 32)[0], layer(x.view(-1, 32)[0]))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype, implementation, device):
+    layer = make_layer(device, dtype, implementation=implementation)
+    x = make_x(device, dtype)
+    y, routing = layer(x, return_routing=True)
+    assert y.dtype == dtype and routing.topk_weights.dtype == routing.logits.dtype == torch.float32
+    y.sum().backward()
+    assert all(p.grad.dtype == dtype for p in layer.parameters())
+
+
+def test_returned_routing(device):
+    layer = make_layer(device, implementation="triton")
+    x = make_x(device).requires_grad_()
+    y, routing = layer(x, return_routing=True)
+    assert torch.equal(y, layer(x))
+    assert routing.topk_experts.shape == routing.topk_weights.shape == (21, 2)
+    assert routing.logits.shape == (21, 6)
+    counts = torch.bincount(routing.topk_experts.flatten().cpu(), minlength=6)
+    assert routing.tokens_per_expert.tolist() == counts.tolist()
+    torch.testing.assert_close(routing.topk_weights.sum(-1), torch.ones(21, device=device))
+    (dx,) = torch.autograd.grad(routing.logits.sum() + routing.topk_weights.square().sum(), x)
+    assert dx.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
+def test_nan_stays_in_its_token(device):
+    layer = make_layer(device, implementation="triton", shared_d_ff=16)
+    x = make_x(device)
+    clean = layer(x)
+    broken = x.clone()
+    broken[1, 2, 5] = torch.nan
+    y, routing = layer(broken, return_routing=True)
+    assert y[1, 2].isnan().all()
+    others = torch.ones(3, 7, dtype=torch.bool, device=device)
+    others[1, 2] = False
+    # The token moves others to other rows of a tile, where the interpreter's NumPy may sum in another order.
+    torch.testing.assert_close(y[others], clean[others], **({"rtol": 0.0, "atol": 0.0} if y.is_cuda else {}))
+    ids = routing.topk_experts[1 * 7 + 2].tolist()
+    assert len(set(ids)) == 2 and all(0 <= e < 6 for e in ids)
+
+
+PADDED = {
+    "plain": {},
+    "groups": {"router": RouterSpec.deepseek_v3()},
+    "normed": {"router": RouterSpec.gemma4(1e-6)},
+    "latent": {"latent_dim": 16},
+    "zero_experts": {"num_zero_experts": 2},
+}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
+def test_nan_in_padding_stays_there(options, implementation, device):
+    layer, x = make_layer(device, implementation=implementation, **options), make_x(device)
+    token_mask = torch.ones(3, 7, dtype=torch.bool, device=device)
+    token_mask[1, 2:4] = False
+    results = []
+    for value in (0.0, torch.nan, torch.inf):
+        broken = x.masked_fill(~token_mask[..., None], value).requires_grad_()
+        y = layer(broken, token_mask=token_mask)
+        results.append([y, *torch.autograd.grad(y[token_mask].sin().sum(), [broken, *layer.parameters()])])
+        assert not y[~token_mask].any()
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("router", [None, RouterSpec.deepseek_v3()], ids=str)
+def test_a_router_may_stay_float32(router, implementation, device):
+    """It then decides as that of a float32 layer does: nothing that it computes is rounded to the tokens' dtype."""
+    layer = make_layer(device, DTYPES[-1], router=router, implementation=implementation)
+    layer.router.to(torch.float32)
+    torch.nn.init.normal_(layer.router.weight)
+    x = make_x(device, DTYPES[-1]).requires_grad_()
+    y, routing = layer(x, return_routing=True)
+    exact = copy.deepcopy(layer).float()
+    _, expected = exact(x.detach().float(), return_routing=True)
+    assert torch.equal(routing.topk_experts, expected.topk_experts)
+    torch.testing.assert_close(routing.topk_weights, expected.topk_weights, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(layer(x), y, rtol=0, atol=0)
+    y.float().square().sum().backward()
+    assert y.dtype == x.grad.dtype == layer.experts.w_up.grad.dtype == DTYPES[-1]
+    assert layer.router.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("latent_dim", [None, 16])
+def test_autocast_leaves_float64_alone(latent_dim, device):
+    """As nn.Linear under autocast does."""
+    layer = make_layer(device, torch.float64, latent_dim=latent_dim, shared_d_ff=16, implementation="reference")
+    x = make_x(device, torch.float64)
+    with torch.autocast(device, torch.bfloat16):
+        assert functional.linear(x, layer.router.weight).dtype == torch.float64
+        assert torch.equal(layer(x), layer(x.clone())) and layer(x).dtype == torch.float64
+        under_autocast = layer(x)
+    assert torch.equal(under_autocast, layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch.func.jvp itself
+def test_forward_mode_is_exact_or_an_error(device):
+    """The reference has tangents, and where a kernel would lose them it says so."""
+    layer, x = make_layer(device, torch.float64, implementation="reference"), make_x(device, torch.float64)
+    step = 1e-6 * torch.ones_like(x)
+    tangent = torch.func.jvp(layer, (x,), (step,))[1]
+    torch.testing.assert_close(tangent, (layer(x + step) - layer(x - step)) / 2, rtol=1e-3, atol=1e-9)
+    layer = layer.float()
+    layer.router.implementation = layer.experts.implementation = "triton"
+    for needs_gradient in (True, False):
+        layer.requires_grad_(needs_gradient)
+        with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
+            torch.func.jvp(layer, (x.float(),), (step.float(),))
+        with forward_ad.dual_level():
+            with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
+                layer(forward_ad.make_dual(x.float(), step.float()))
+            layer(x.float())  # which has no tangent
+
+
+def test_autocast_follows_pytorch(device):
+    layer = make_layer(device, shared_d_ff=16)
+    x = make_x(device).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == functional.linear(x, layer.router.weight).dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
+def test_compiles_without_graph_break(device):
+    layer = make_layer(device, implementation="triton", shared_d_ff=16, load_balancing_coefficient=0.01)
+    x = make_x(device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    assert torch.equal(y, layer(x))
+    y.sum().backward()
+    actual = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer(x).sum().backward()
+    for a, p in zip(actual, layer.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad)
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_gpu(device):
+    layer = make_layer(
+        device, torch.bfloat16, shared_d_ff=16, load_balancing_coefficient=0.01, z_loss_coefficient=0.001
+    )
+    x = make_x(device, torch.bfloat16).requires_grad_()
+    layer(x).sum().backward()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        y, _ = layer(x, return_routing=True)
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():  # the mode does catch a wait
+        y.sum().item()
+
+
+def test_starts_with_the_documented_distribution(device):
+    torch.manual_seed(0)
+    layer = MoEFeedForward(64, 64, 8, 2, shared_d_ff=64, device=device)
+    for name, parameter in layer.named_parameters():
+        assert abs(parameter.std().item() - 0.02) < 0.002, name
+        assert abs(parameter.mean().item()) < 0.002, name
+    layer.reset_parameters(1.0)
+    assert abs(layer.experts.w_up.std().item() - 1.0) < 0.05
+
+
+def test_state_dict_has_plain_names(device):
+    layer = make_layer(device, shared_d_ff=16)
+    shapes = {name: list(tensor.shape) for name, tensor in layer.state_dict().items()}
+    assert shapes == {
+        "router.weight": [6, 32],
+        "experts.w_up": [6, 48, 32],
+        "experts.w_down": [6, 32, 24],
+        "shared_expert.w_up": [32, 32],
+        "shared_expert.w_down": [32, 16],
+    }
+
+
+def test_parts_can_be_replaced(device):
+    """A dispatcher of one's own sees tokens, routing and the experts module, and its result is what comes out."""
+    layer = make_layer(device, implementation="triton")
+
+    class Doubling(LocalDispatcher):
+        def __call__(self, tokens, routing, experts):
+            dispatched = super().__call__(tokens, routing, experts)
+            return dispatched._replace(tokens=2 * dispatched.tokens)
+
+    x = make_x(device)
+    expected = 2 * layer(x)
+    layer.dispatcher = Doubling()
+    assert torch.equal(layer(x), expected)
+    called = []
+    layer.experts.register_forward_hook(lambda *_: called.append(True))
+    layer(x)
+    assert called == [True]
+
+
+def test_no_gradient_graph_without_grad(device):
+    layer = make_layer(device, implementation="triton", load_balancing_coefficient=0.1)
+    with torch.no_grad():
+        assert not layer(make_x(device)).requires_grad
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_trains_after_inference_mode(implementation, device):
+    """Whose tensors cannot be used in training: none may be kept."""
+    layers = [
+        make_layer(device, implementation=implementation, shared_d_ff=40, load_balancing_coefficient=0.1)
+        for _ in range(2)
+    ]
+    x = make_x(device)
+    with torch.inference_mode():
+        y = layers[0](x)
+    for layer in layers:
+        out = layer(x)
+        assert torch.equal(out, y)
+        out.sin().sum().backward()
+    for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"d_model": 0}, "d_model must be a positive integer, got 0"),
+        ({"d_ff": -1}, "d_ff must be a positive integer, got -1"),
+        ({"num_experts": 2.5}, "num_experts must be a positive integer, got 2.5"),
+        ({"top_k": 0}, "top_k must be a positive integer, got 0"),
+        ({"top_k": 7}, "top_k must be at most num_experts=6, got 7"),
+        ({"activation": "swish"}, r"activation must be one of .*, got 'swish'"),
+        ({"implementation": "cuda"}, "implementation must be one of"),
+        ({"shared_d_ff": 0}, "d_ff must be a positive integer, got 0"),
+        ({"z_loss_coefficient": -0.1}, "z_loss_coefficient and init_std must not be negative"),
+        ({"balance_losses": 0.1}, "balance_losses must be a BalanceLosses, got float 0.1"),
+        ({"router": "sigmoid"}, "spec must be a RouterSpec, got str 'sigmoid'"),
+        ({"noise": 0.1}, "noise must be a RouterNoise, got float 0.1"),
+    ],
+)
+def test_bad_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer("cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(3, 31), r"x must be \[\.\.\., d_model=32\], got \[3, 31\]"),
+        (torch.zeros(()), r"x must be \[\.\.\., d_model=32\], got \[\]"),
+        (torch.zeros(3, 32, dtype=torch.float16), "one floating-point dtype"),
+        (torch.zeros(3, 32, device="meta"), "one device"),
+        (None, "x must be a Tensor, got NoneType None"),
+    ],
+)
+def test_bad_x(x, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer("cpu")(x)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"token_mask": [[True] * 3]}, {"sequence_lengths": [1, 2]}, {"topk_experts": [[0, 1]] * 3}]
+)
+def test_facts_of_tokens_are_tensors(facts):
+    (name,) = facts
+    with pytest.raises(ValueError, match=f"{name} must be a Tensor, got list"):
+        make_layer("cpu")(torch.zeros(3, 32), **facts)
+
+
+def test_the_facts_of_a_router_are_fixed():
+    """Its parameters are those that they ask for."""
+    with pytest.raises(AttributeError, match="spec"):
+        make_layer("cpu").router.spec = RouterSpec(scale=2.0)
+
+
+def test_is_a_module_of_modules(device):
+    layer = make_layer(device, shared_d_ff=16)
+    assert all(isinstance(part, nn.Module) for part in (layer.router, layer.experts, layer.shared_expert))
+    assert "num_experts=6, top_k=2" in repr(layer) and "d_ff=24" in repr(layer)
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(make_x(device)), layer(make_x(device)))

@@ -1,0 +1,237 @@
+"""What a layer can be told beyond Mixtral: plain experts, gates, zero experts, latent projections, capacity."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+
+from moe_kernels import Activation, RouterSpec
+from moe_layers import MoEFeedForward, SharedExpert
+
+from ..gpu import waiting_is_an_error
+
+OPTIONS = {
+    "plain": {"activation": "relu_squared", "shared_d_ff": 20},
+    "bias": {"bias": True, "activation": Activation("gpt_oss", limit=0.5)},
+    "shared_gate": {"shared_d_ff": 20, "shared_gate": True, "shared_activation": "geglu"},
+    "zero_experts": {"num_zero_experts": 3, "router": RouterSpec.ernie(normalize=False, scale=2.0)},
+    "latent": {"latent_dim": 12, "activation": "relu_squared", "shared_d_ff": 20},
+    "capacity": {"capacity": 2},
+    "weight_on_input": {"router": RouterSpec.llama4()},
+    "groups": {"router": RouterSpec.deepseek_v3(3, 2, scale=2.5)},
+}
+
+
+def make_layer(name, device, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    layer = MoEFeedForward(32, 24, 6, 2, init_std=0.3, device=device, dtype=dtype, **OPTIONS[name], **options)
+    for bias in (layer.experts.b_up, layer.experts.b_down, layer.router.selection_bias):
+        if bias is not None:
+            torch.nn.init.normal_(bias, std=0.3)
+    return layer
+
+
+def make_x(device, shape=(3, 7, 32)):
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
+
+
+def activate(activation, h):
+    if activation.name == "gpt_oss":
+        gate, up = h.chunk(2)
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    if activation.name == "relu_squared":
+        return functional.relu(h) ** 2
+    gate, up = h.chunk(2)
+    return {"swiglu": functional.silu, "geglu": functional.gelu}[activation.name](gate) * up
+
+
+def dense(layer, x, routing):
+    """The layer from its choice of experts, written with loops over tokens and dense linear maps."""
+    out = []
+    for t, token in enumerate(x.reshape(-1, x.shape[-1])):
+        inner = token if layer.w_latent_in is None else layer.w_latent_in @ token
+        total = torch.zeros_like(inner)
+        for weight, e in zip(routing.topk_weights[t], routing.topk_experts[t].tolist(), strict=True):
+            if e >= layer.experts.num_experts:
+                total = total + weight * inner
+            elif e >= 0:
+                experts = layer.experts
+                h = experts.w_up[e] @ (weight * inner if experts.weight_on_input else inner)
+                h = h if experts.b_up is None else h + experts.b_up[e]
+                y = experts.w_down[e] @ activate(experts.activation, h)
+                y = y if experts.b_down is None else y + experts.b_down[e]
+                total = total + (y if experts.weight_on_input else weight * y)
+        total = total if layer.w_latent_out is None else layer.w_latent_out @ total
+        if layer.shared_expert is not None:
+            shared = layer.shared_expert
+            y = shared.w_down @ activate(shared.activation, shared.w_up @ token)
+            total = total + (y if shared.w_gate is None else y * torch.sigmoid(shared.w_gate @ token))
+        out.append(total)
+    return torch.stack(out).view(x.shape)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_the_dense_formula(name, device):
+    """In float64 to its precision; in float32 to what rounded logits leave of it."""
+
+    def run(dtype, implementation, by_formula=False):
+        layer = make_layer(name, device, implementation=implementation).to(dtype)
+        x = make_x(device).to(dtype).requires_grad_()
+        y, routing = layer(x, return_routing=True)
+        y = dense(layer, x, routing) if by_formula else y
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        dy = torch.randn(y.shape, device=device, generator=torch.Generator(device).manual_seed(2)).to(dtype)
+        gradients = torch.autograd.grad(y, [x, *parameters], dy)
+        return routing.topk_experts, dict(zip(("y", "x", *names), (y.detach(), *gradients), strict=True))
+
+    exact_experts, exact = run(torch.float64, "reference", by_formula=True)
+    for dtype, implementation, tolerance in (
+        (torch.float64, "reference", 1e-12),
+        (torch.float32, "reference", 1e-5),
+        (torch.float32, "triton", 1e-5),
+    ):
+        experts, actual = run(dtype, implementation)
+        assert torch.equal(experts, exact_experts)
+        for key, value in exact.items():
+            error = (actual[key].double() - value).abs().max()
+            assert value.abs().max() > 0 and error <= tolerance * value.abs().max(), (implementation, dtype, key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_output_may_change_in_place(name, device):
+    """As that of nn.Linear: it is no view, and nobody keeps it."""
+    layer = make_layer(name, device, load_balancing_coefficient=0.1)
+    for shape in ((3, 7, 32), (21, 32)):
+        x, gradients = make_x(device, shape).requires_grad_(), []
+        for in_place in (False, True):
+            y = layer(x)
+            assert not y._is_view()
+            y = y.add_(x) if in_place else y + x
+            gradients.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
+        for a, b in zip(*gradients, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_zero_experts_return_their_token(device):
+    """With no weight on the others, the layer is a multiple of the identity; and they are counted."""
+    layer = make_layer("zero_experts", device)
+    with torch.no_grad():
+        layer.router.selection_bias[:6] = -10
+    x = make_x(device)
+    y, routing = layer(x, return_routing=True)
+    assert (routing.topk_experts >= 6).all()
+    weights = routing.topk_weights.sum(-1).view(3, 7, 1)
+    torch.testing.assert_close(y, weights * x)
+    counts = torch.bincount(routing.topk_experts.flatten().cpu(), minlength=9)
+    assert routing.tokens_per_expert.tolist() == counts.tolist()
+
+
+def test_capacity_counts_per_sequence_in_token_order(device):
+    layer = make_layer("capacity", device)
+    x = make_x(device)
+    _, routing = layer(x, return_routing=True)
+    layer.capacity = None
+    _, every = layer(x, return_routing=True)
+    expected = []
+    for sequence in every.topk_experts.view(3, 14).tolist():
+        expected.append([e if sequence[: i + 1].count(e) <= 2 else -1 for i, e in enumerate(sequence)])
+    assert routing.topk_experts.view(3, 14).tolist() == expected
+    assert (routing.topk_experts == -1).any()
+    assert routing.tokens_per_expert.sum() == (routing.topk_experts >= 0).sum()
+    layer.capacity = 14
+    assert torch.equal(layer(x), layer(x)) and torch.equal(layer(x, return_routing=True)[1].topk_experts, every[0])
+
+
+def test_capacity_of_one_token_and_of_none(device):
+    layer = make_layer("capacity", device)
+    assert layer(make_x(device, (32,))).shape == (32,)
+    assert layer(make_x(device, (2, 0, 32))).shape == (2, 0, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
+@pytest.mark.parametrize("name", ["bias", "zero_experts", "latent", "capacity"])
+def test_compiles_without_graph_break(name, device):
+    layer = make_layer(name, device, implementation="triton", load_balancing_coefficient=0.01)
+    x = make_x(device, (1, 5, 32))
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, layer(x))
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_autocast_follows_pytorch(name, device):
+    layer = make_layer(name, device)
+    x = make_x(device).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_never_waits_for_the_gpu(name, device):
+    layer = make_layer(name, device, torch.bfloat16)
+    x = make_x(device).to(torch.bfloat16).requires_grad_()
+    layer(x).sum().backward()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        y, _ = layer(x, return_routing=True)
+        y.sum().backward()
+
+
+def test_state_dict_has_plain_names():
+    def names(name):
+        return {key: list(tensor.shape) for key, tensor in make_layer(name, "cpu").state_dict().items()}
+
+    assert names("bias")["experts.b_up"] == [6, 48] and names("bias")["experts.b_down"] == [6, 32]
+    assert names("plain")["experts.w_up"] == [6, 24, 32] and names("plain")["shared_expert.w_up"] == [20, 32]
+    assert names("shared_gate")["shared_expert.w_gate"] == [1, 32]
+    assert names("zero_experts")["router.weight"] == [9, 32] and names("zero_experts")["experts.w_up"][0] == 6
+    latent = names("latent")
+    assert latent["w_latent_in"] == [12, 32] and latent["w_latent_out"] == [32, 12]
+    assert latent["experts.w_up"] == [6, 24, 12] and latent["shared_expert.w_up"] == [20, 32]
+
+
+def test_starts_with_zero_biases():
+    layer = MoEFeedForward(8, 4, 3, 2, bias=True, router=RouterSpec.gemma4(1e-6))
+    assert not layer.experts.b_up.any() and not layer.experts.b_down.any()
+    assert (layer.router.input_scale == 1).all()
+    assert "activation=swiglu, bias=True, weight_on_input=False" in repr(layer)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("gate", [False, True])
+def test_shared_expert_alone(gate, implementation, device):
+    shared = SharedExpert(8, 6, activation="reglu", gate=gate, implementation=implementation, device=device)
+    shared.reset_parameters(0.5)
+    tokens = torch.randn(5, 8, device=device)
+    left, up = (tokens @ shared.w_up.T).chunk(2, dim=1)
+    expected = (functional.relu(left) * up) @ shared.w_down.T
+    if gate:
+        expected = expected * torch.sigmoid(tokens @ shared.w_gate.T)
+    torch.testing.assert_close(shared(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_zero_experts": -1}, "num_zero_experts must be a positive integer, got -1"),
+        ({"latent_dim": 0}, "latent_dim must be a positive integer, got 0"),
+        ({"capacity": 0}, "capacity must be a positive integer, got 0"),
+        ({"latent_dim": 4, "num_zero_experts": 1}, "zero experts return x"),
+        ({"shared_gate": True}, "shared_gate and shared_activation need a shared_d_ff"),
+        ({"shared_activation": "relu"}, "shared_gate and shared_activation need a shared_d_ff"),
+        ({"shared_d_ff": 4, "shared_activation": "swish"}, "SharedExpert: activation must be one of .*, got 'swish'"),
+        ({"router": RouterSpec.deepseek_v3(2, 1)}, "num_experts must be a multiple of num_groups=2, got 3"),
+        ({"router": RouterSpec(), "normalize": False}, "normalize=False must be said in spec"),
+    ],
+)
+def test_bad_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        partial(MoEFeedForward, 8, 4, 3, 2)(**options)

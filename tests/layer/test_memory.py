@@ -1,0 +1,99 @@
+"""What a layer says it saves is what autograd is seen to save."""
+
+import pytest
+import torch
+
+from moe_kernels import RouterSpec
+from moe_layers import (
+    BalanceLosses,
+    CapacityFactor,
+    ExpertChoice,
+    MoEFeedForward,
+    TokenRounding,
+    carry_expert_counts,
+    observe,
+    saved_bytes,
+)
+
+from ..dtypes import DTYPES
+
+LAYERS = {
+    "plain": {},
+    "recompute": {"recompute": "up"},
+    "shared": {"shared_d_ff": 24, "shared_gate": True},
+    "bias": {"bias": True, "activation": "gpt_oss"},
+    "groups": {"router": RouterSpec.deepseek_v3(2, 1)},
+    "losses": {"load_balancing_coefficient": 0.1, "z_loss_coefficient": 0.1},
+    "latent": {"latent_dim": 16},
+    "expert_choice": {"assignment": ExpertChoice()},
+    "token_rounding": {"assignment": TokenRounding(8)},
+    "capacity": {"capacity": CapacityFactor(0.5)},
+    "batch_invariant": {"batch_invariant": True, "shared_d_ff": 24, "shared_gate": True, "latent_dim": 16},
+}
+
+
+def seen_bytes(layer, x):
+    storages = {}
+
+    def see(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        layer(x)
+    for tensor in (x, *layer.parameters(), *layer.buffers()):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_saved_bytes_are_those_that_autograd_keeps(options, device):
+    layer = MoEFeedForward(32, 48, 8, 2, **options, implementation="triton", device=device, dtype=DTYPES[-1])
+    x = torch.randn(40, 32, device=device).to(DTYPES[-1]).requires_grad_()
+    assert saved_bytes(layer, 40) == layer.saved_bytes(40) == seen_bytes(layer, x) > 0
+
+
+def test_recomputing_saves_the_preactivations(device):
+    sizes = {"d_model": 64, "d_ff": 128, "num_experts": 8, "top_k": 2, "dtype": DTYPES[0], "device": device}
+    sizes["implementation"] = "triton"
+    kept, recomputed = (MoEFeedForward(**sizes, recompute=recompute).saved_bytes(100) for recompute in (None, "up"))
+    assert kept - recomputed == 100 * 2 * 2 * 128 * DTYPES[0].itemsize
+
+
+def test_a_frozen_layer_saves_for_the_gradient_of_its_input(device):
+    layer = MoEFeedForward(32, 48, 8, 2, implementation="triton", device=device).requires_grad_(False)
+    x = torch.randn(10, 32, device=device).requires_grad_()
+    assert layer.saved_bytes(10) == seen_bytes(layer, x) > 0
+
+
+def test_neither_what_balances_nor_what_observes_counts(device):
+    losses = BalanceLosses(switch=0.1, global_batch=0.1)
+    layer = MoEFeedForward(32, 48, 8, 2, balance_losses=losses, implementation="triton", device=device)
+    x = torch.randn(10, 32, device=device).requires_grad_()
+    expected = layer.saved_bytes(10)
+    assert expected == seen_bytes(layer, x)
+    scale = torch.tensor(0.5, device=device)
+    layer.set_aux_loss_scale(scale)
+    (observer,) = observe(layer).values()
+    layer(x).sum().backward()
+    carry_expert_counts(layer)
+    before = observer.read(), layer.router.expert_counts.clone()
+    assert layer.saved_bytes(10) == expected
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert layer.saved_bytes(10) == expected
+    assert str(observer.read()) == str(before[0]) and torch.equal(layer.router.expert_counts, before[1])
+    assert layer.aux_loss_scale.item() == 0.5
+
+
+@pytest.mark.gpu
+def test_at_real_size():
+    """The memory that recomputing is meant to leave: below 270 MiB."""
+    layer = MoEFeedForward(4096, 1024, 128, 8, dtype=torch.bfloat16, device="cuda", recompute="up")
+    x = torch.randn(32768, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    assert layer.saved_bytes(32768) == seen_bytes(layer, x) < 270 * 2**20 - x.nbytes
+
+
+def test_the_reference_keeps_what_depends_on_the_routing():
+    with pytest.raises(NotImplementedError, match="depends on the routing"):
+        MoEFeedForward(8, 8, 2, 1, implementation="reference").saved_bytes(4)

@@ -1,0 +1,429 @@
+"""Compile every kernel ahead of time, without a GPU: `python -m tests.machine_code.aot` prints a JSON line per kernel.
+
+The ops' own launch code runs on CPU tensors under a driver that names the target and compiles instead of launching,
+so what is compiled here is what a GPU of that target would compile. TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import moe_kernels as mk
+from moe_kernels.activation.ops import Destination, RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation_spec import is_gated
+from moe_kernels.experts import expert_bias
+from moe_kernels.experts.router_gradient import launch_combine_with_router
+from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
+from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
+from moe_kernels.gemm.kernel import Kernel
+from moe_kernels.gemm.kernels import precision
+from moe_kernels.gemm.kernels.jagged import make_jagged_table
+from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
+from moe_kernels.permutation.partial_sums import launch_sum_shares
+from moe_kernels.routing.scored import _facts
+from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
+from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
+
+from .racecheck import warp_specialize_lines
+from .sass import spills_beside_multiplications, unordered_accesses
+
+TARGETS = (80, 90, 100)
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class TargetDriver:
+    """Names a compilation target; there is no device behind it."""
+
+    def __init__(self, cc: int):
+        self.cc = cc
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.cc, 32)
+
+    def get_current_device(self) -> int:
+        return self.cc
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, object]]:
+    """Compile, for `cc`, each kernel that `run` would launch. Returns (name, compiled kernel), each kernel once."""
+    compiled = {}
+    original = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[kernel.hash] = (self.fn.__name__, kernel)
+        return kernel
+
+    driver.set_active(TargetDriver(cc))
+    with mock.patch.object(JITFunction, "run", compile_only), kernels_take_cpu_tensors(cc):
+        run()
+    return list(compiled.values())
+
+
+@contextlib.contextmanager
+def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
+    """Nothing is computed here, so a CPU tensor stands for one of a GPU with this compute capability."""
+    obstacle = mock.patch("moe_kernels.runtime.dispatch.kernel_obstacle", return_value=None)
+    with obstacle, mock.patch.object(precision, "has_fast_float64", lambda device: cc in precision._FAST_FLOAT64):
+        yield
+
+
+def disassemble(compiled) -> str:
+    """Machine code with source lines."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [BIN / "nvdisasm", "-g", "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# What makes known compilers miscompile on Hopper, by what it looks like in PTX.
+MISCOMPILED = {
+    # ptxas up to 12.9, so Triton 3.6 to 3.8: https://github.com/triton-lang/triton/issues/11781
+    "wgmma reads A from registers": re.compile(r"wgmma\.mma_async[^;]*\}\s*,\s*\{"),
+    # Triton 3.7 and 3.8: https://github.com/triton-lang/triton/issues/11581, /11341, /11356, /9035
+    "packed 16-bit integer arithmetic": re.compile(r"\b(add|sub|mul|mad|min|max|abs|neg)(\.\w+)*\.[su]16x2\b"),
+    # Triton up to 3.7.0: https://github.com/fla-org/flash-linear-attention/issues/640
+    "stmatrix transposes a product": re.compile(r"\bstmatrix\b[^;]*\.trans\b"),
+}
+
+
+def inspect(compiled) -> dict[str, object]:
+    """Registers, spills, shared and scratch memory, instructions and known hazards of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [BIN / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
+    assert found, usage
+    tensor_core = re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"])
+    return {
+        "registers": int(found[1]),
+        "spilled_bytes": int(found[2]) + int(found[3]),
+        "shared_bytes": compiled.metadata.shared,
+        "scratch_bytes": compiled.metadata.global_scratch_size,
+        "num_warps": compiled.metadata.num_warps,
+        "tensor_core": tensor_core[0] if tensor_core else None,
+        "hazards": [name for name, pattern in MISCOMPILED.items() if pattern.search(compiled.asm["ptx"])],
+        "moved": moved_integers(compiled.asm["ttgir"]) if "ttgir" in compiled.asm else [],
+    }
+
+
+def moved_integers(ttgir: str) -> list[bool]:
+    """Of each integer that passes through a `mov` in assembly: whether a loop carries it from turn to turn."""
+    moved = re.findall(r'"mov\.b32 \$0, \$1;" \{[^}]*\} (%\w+) : i32 -> i32', ttgir)
+    carried = re.findall(r"(%[\w.]+) = %", "".join(re.findall(r"iter_args\((.*?)\) ->", ttgir)))
+    return [name in carried for name in moved]
+
+
+def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
+    """Two problems. "other": A by columns, and odd sizes or, where the kernel asks for alignment, multiples of 8."""
+    operands, is_open = kernel.metadata.operands, kernel.metadata.operands.A.alignment_bytes == 1
+    size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
+    a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
+    b_list = [torch.empty(size_k, size_n, dtype=operands.B.dtype) for _ in range(2)]
+    if operands.B.layout == "column":
+        b_list = [b.t().contiguous().t() for b in b_list]
+    if form == "other":
+        # Open to any layout: one of both.
+        a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
+    out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
+    args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=kernel.metadata.epilogue)
+    return dataclasses.replace(args, table=make_problem_table(args, *kernel.metadata.design.tile_shape[:2]))
+
+
+def gemm_arguments(kernel: Kernel, form: str) -> object:
+    """Arguments for a catalog kernel.
+
+    `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
+    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
+    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone; "offsets" is
+    "float32_bias" with offsets in the place of a tile table.
+    """
+    if kernel.arguments_class is GroupedGemmListArguments:
+        return list_arguments(kernel, form)
+    transposed = form == "other"
+    operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
+    num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
+    num_groups = 31 if form == "offsets" else num_groups
+    # Epilogues in several parts ask for as many steps of the reduction.
+    size_k = size_k if epilogue is None else size_k + 512
+    index = torch.zeros(num_rows, dtype=torch.int32)
+    a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
+    offsets = torch.zeros(num_groups, dtype=torch.int32)
+    if kernel.arguments_class is GemmArguments:
+        b = torch.empty(size_k, size_n, dtype=operands.B.dtype)
+        return GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype), epilogue=epilogue)
+    if kernel.arguments_class is GroupedGemmArguments:
+        b = torch.empty(num_groups, size_k, size_n, dtype=operands.B.dtype)
+        if operands.B.layout == "column" or (operands.B.layout is None and transposed):
+            b = b.new_empty(num_groups, size_n, size_k).transpose(1, 2)
+        table = mk.reference.tile_table(offsets, num_rows, design.tile_shape[0])
+        product = torch.empty(num_rows, size_n, dtype=operands.out.dtypes[-1 if form == "full" else 0])
+        per_group, per_row = (num_groups, size_n), (num_rows,)
+        shapes = {"bias": per_group, "row_scale": per_row, "scale_a": per_row, "scale_b": per_group}
+        has_bias = "bias" in form or form == "offsets"
+        optional = kernel.metadata.optional_operands if form == "full" else ("bias",) if has_bias else ()
+        dtype = operands.A.dtype if form == "bias" else torch.float32
+        out = product
+        if epilogue is not None:
+            out = torch.empty(num_rows, size_n // (1 + is_gated(epilogue)), dtype=operands.out.dtype)
+        return GroupedGemmArguments(
+            a,
+            b,
+            out,
+            row_to_token=index if design.gather else None,
+            **({"offsets": torch.zeros(num_groups, dtype=torch.int32)} if form == "offsets" else {"tile_table": table}),
+            epilogue=epilogue,
+            preactivation=None if epilogue is None else product,
+            **{name: torch.empty(shapes[name], dtype=dtype) for name in optional},
+        )
+    dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
+    out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
+    table = mk.reference.tile_table(offsets, num_rows, 128)
+    # Where a design leaves it open, the form decides; a warp-specialised one gathers the narrow side of its tile.
+    gathers_dout = transposed or design.tile_shape[0] > design.tile_shape[1]
+    gathers = {"dout_row_to_token" if gathers_dout else "a_row_to_token": index} if design.gather else {}
+    return WgradArguments(a, dout, out, tile_table=table, **gathers)
+
+
+def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
+    (kernel,) = mk.get_kernels(metadata_filter=lambda metadata: metadata.kernel_name == name)
+    kernel = kernel if epilogue in (None, kernel.metadata.epilogue) else kernel.with_epilogue(epilogue)
+    driver.set_active(TargetDriver(cc))
+    args = gemm_arguments(kernel, form)
+    with kernels_take_cpu_tensors(cc):
+        artifact = kernel.compile(args, assume_supported_args=True)
+        launch = kernel.launch(args)
+    lines = warp_specialize_lines().get(launch.function.__name__)
+    code = "" if lines is None else disassemble(artifact.compiled)
+    return {
+        "kernel": kernel.metadata.kernel_name,
+        "case": form,
+        "cc": cc,
+        "gemm": True,
+        "said_scratch_bytes": kernel.scratch_bytes(args) // launch.grid[0],
+        "artifact_launches_alike": artifact_launches_alike(artifact, launch),
+        "described_twice": described_twice(launch),
+        "unordered": None if lines is None else unordered_accesses(code, lines),
+        "spills_beside_multiplications": 0 if lines is None else spills_beside_multiplications(code),
+        **inspect(artifact.compiled),
+    }
+
+
+def described_twice(launch: Launch) -> bool:
+    """Whether two descriptors are of one tensor: each is encoded, and handed over, in every launch."""
+    described = [id(value.base) for value in launch.arguments if hasattr(value, "block_shape")]
+    return len(set(described)) < len(described)
+
+
+def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
+    """Whether a launch with the artifact hands the driver what Triton's JIT hands it, down to each argument."""
+    return are_same(*(handed_to_driver(artifact.compiled, used, launch) for used in (artifact, None)))
+
+
+def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch: Launch) -> list[object]:
+    """What a launch, which is to run this compiled kernel, hands to Triton's launcher."""
+    handed = []
+    compiled.module, compiled.function, compiled._run = True, 0, lambda *args: handed.append(args)
+    try:
+        run_launch(launch, artifact, torch.empty(0), None)
+    finally:
+        compiled.module = compiled.function = compiled._run = None
+    (args,) = handed
+    return [*args[:6], *args[9:]]  # without what is there for profilers' hooks, of which there are none
+
+
+def are_same(first: list[object], second: list[object]) -> bool:
+    return len(first) == len(second) and all(
+        x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
+    )
+
+
+def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+    """Each op that is not a GEMM, forward and backward."""
+    logits = torch.empty(num_tokens, num_experts)
+    for normalize, split_dtype in ((True, torch.bfloat16), (False, None)):
+        routed = mk.routing.softmax._topk_op(logits, top_k, normalize)
+        saved = None if normalize else logits
+        direct = None if normalize else logits
+        mk.routing.softmax._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+    facts = _facts(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
+    launch_forward(logits, logits[0], top_k, facts)
+    launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, *facts[-5:])
+    permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
+    mk.gemm.tile_table.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
+    tokens = torch.empty(num_tokens, d_model, dtype=dtype)
+    slot_to_row = permutation.slot_to_row
+    rows = mk.permutation.permute._permute_op(tokens, permutation.row_to_token, slot_to_row)
+    # With fewer rows than slots, some of which are dropped, it does the same and more.
+    mk.permutation.permute.launch_combine(rows[1:], routed[0], slot_to_row)
+    mk.permutation.permute.launch_permute(
+        tokens, routed[0], slot_to_row, rows
+    )  # with weights it does the same and more
+    w_router = torch.empty(num_experts, d_model, dtype=dtype)
+    launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, permutation.tile_table.bounds, w_router)
+    mk.permutation.permute._combine_dweights_op(tokens, rows, slot_to_row)
+    shares = tokens if dtype != torch.float32 else tokens[:1, :1]  # sizes of one are constants
+    launch_sum_shares(shares, torch.empty(8, *shares.shape, dtype=dtype), 1, torch.empty_like(shares))
+    if dtype != torch.float32:
+        mk.permutation.permute.launch_combine(rows, None, slot_to_row)
+        many = torch.empty(4096, 2048, dtype=dtype)
+        index = torch.empty(4096, top_k, dtype=torch.int32)
+        mk.permutation.permute.launch_permute(many, None, index, torch.empty(4096 * top_k, 2048, dtype=dtype))
+        bias, row_scale = torch.empty(num_experts, d_model, dtype=dtype), torch.empty(len(rows))
+        launch_bias_and_scale(rows, bias, row_scale, permutation.tile_table)
+        launch_row_scale_backward(rows, row_scale, rows.float(), dtype, permutation.offsets)
+    expert_bias.launch_segment_sum(tokens, permutation.tile_table.bounds, permutation.row_to_token, routed[0].flatten())
+    swiglu = mk.Activation("swiglu")
+    activated = run_activation(swiglu, None, len(rows), d_ff, routed[0], slot_to_row, dtype)
+    mk.activation.ops._activation_backward_op(
+        torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
+    )
+    bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32))
+    # Again, what does the same and more: the rows of some slots, to other places.
+    others = {"row_to_token": permutation.row_to_token}
+    others["destination"] = Destination(rows.new_empty(len(rows), 2 * d_ff), torch.empty_like(activated), slot_to_row)
+    run_activation(swiglu, bias, len(rows) - 1, d_ff, routed[0], slot_to_row, dtype, **others)
+
+
+def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype, **others) -> torch.Tensor:
+    preactivation = torch.empty(num_rows, (1 + activation.gated) * d_ff, dtype=dtype)
+    activated = launch_activation(preactivation, activation, bias)
+    launch_weighted_activation_backward(preactivation, activated, weights, slot_to_row, activation, bias, **others)
+    return activated
+
+
+def run_activations() -> None:
+    """Each activation once, forward and in the middle of the expert op's backward."""
+    weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
+    for name in mk.ACTIVATIONS:
+        run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
+
+
+SMALL_OP_SIZES = {
+    "large": {"num_tokens": 64, "d_model": 4096, "d_ff": 1024, "num_experts": 128, "top_k": 8, "dtype": torch.bfloat16},
+    "odd": {"num_tokens": 64, "d_model": 97, "d_ff": 47, "num_experts": 1000, "top_k": 10, "dtype": torch.float32},
+}
+
+
+def run_jagged_tables() -> None:
+    """The table that turns a kernel for grouped GEMM into one for packed rows with a shared matrix."""
+    out = torch.empty(256, 512, dtype=torch.bfloat16)
+    make_jagged_table(torch.zeros(5, dtype=torch.int64), len(out), 128, parts=1, out=out)
+
+
+def compile_small_ops(case: str, cc: int) -> list[dict[str, object]]:
+    run = run_jagged_tables if case == "jagged" else partial(run_small_ops, **SMALL_OP_SIZES[case])
+    compiled = compile_launches(run, cc)
+    return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
+def compile_activations(cc: int) -> list[dict[str, object]]:
+    compiled = compile_launches(run_activations, cc)
+    return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
+def jobs() -> Iterator[tuple[Callable, tuple]]:
+    # What is not a GEMM differs little between targets: the oldest and the newest, and the one between for activations.
+    for case, cc in (("large", 80), ("jagged", 80), ("odd", 100)):
+        yield compile_small_ops, (case, cc)
+    yield compile_activations, (90,)
+    yield from epilogue_jobs()
+    for cc in TARGETS:
+        for kernel in mk.get_kernels(cc=cc):
+            # Some run another kernel's code, which is compiled under that one's name.
+            if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
+                # Of those for all targets, the oldest and the newest one compile the further forms.
+                between = cc == 90 and kernel.runs_on(80) and kernel.runs_on(100)
+                for form in forms(kernel)[: 1 if between else None]:
+                    yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
+
+
+def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
+    """Epilogues other than the listed one, in the kernels that have the fewest registers to spare."""
+    for kernel in mk.get_kernels(cc=90):
+        metadata = kernel.metadata
+        if metadata.epilogue is None or metadata.operands.A.dtype != torch.bfloat16 or kernel.obstacle is not None:
+            continue
+        is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and metadata.design.tile_shape[1] == 256
+        for name in kernel.epilogues if is_tight or kernel.arguments_class is GemmArguments else ():
+            if name in ("reglu", "clamped_swiglu"):  # others do the same and more
+                continue
+            # With a bias they compute the same and more.
+            takes_bias = is_tight and "bias" in metadata.optional_operands
+            form = "plain" if not takes_bias else "bias" if is_gated(name) else "float32_bias"
+            if name != metadata.epilogue or form != "plain":
+                yield compile_gemm, (metadata.kernel_name, form, 90, name)
+
+
+def forms(kernel: Kernel) -> tuple[str, ...]:
+    """The forms of `gemm_arguments` that compile to different code; bfloat16 stands for the other dtypes in some."""
+    design, operands = kernel.metadata.design, kernel.metadata.operands
+    is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
+    if kernel.arguments_class is GroupedGemmListArguments:
+        # Those open to any alignment compile the other layouts and uneven sizes; TMA has its own way with both.
+        if operands.A.alignment_bytes == 1:
+            return ("other",)
+        return ("plain", "other") if is_bfloat16 and design.tma and design.tile_shape[1] == 256 else ("plain",)
+    if design.tma:
+        # Where a bias does not change the rest of the code, float16 stands for kernels without one.
+        alike = no_epilogue or not isinstance(design, mk.WarpSpecializedDesign)
+        takes_bias = is_bfloat16 and alike and "bias" in kernel.metadata.optional_operands
+        first = "float32_bias" if takes_bias else "plain"
+        if design.gather:
+            return (first, "eights") if is_bfloat16 else (first,)
+        # Where a tile lies has nothing to do with how wide it is, nor with the layout of B.
+        walks = isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256 and takes_bias
+        return ("offsets",) if walks and operands.B.layout == "column" else (first,)
+    if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
+        return ("full",)
+    # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
+    if design.tile_shape not in ((128, 128, 64), (64, 64, 16)) or kernel.metadata.operands.A.dtype == torch.float16:
+        return ("plain",)
+    if kernel.arguments_class is GemmArguments:
+        return ("plain",)
+    if kernel.arguments_class is WgradArguments:
+        return ("plain", "other") if design.gather and is_bfloat16 else ("plain",)
+    if design.gather:
+        return ("plain",)
+    return ("plain", "other", "full") if is_bfloat16 else ("plain", "full")
+
+
+def run_job(job: tuple[Callable, tuple]) -> list[dict[str, object]]:
+    function, args = job
+    result = function(*args)
+    return result if isinstance(result, list) else [result]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    processes = parser.parse_args().processes
+    with Pool(processes) as pool:
+        for records in pool.imap_unordered(run_job, list(jobs())):
+            for record in records:
+                print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Every kernel configuration compiles, without a GPU, for every architecture that its metadata declares."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_kernels import get_kernels
+from moe_kernels.gemm.kernel import WarpSpecializedDesign
+from moe_kernels.runtime.gluon import KNOWS_GLUON
+from moe_kernels.runtime.triton import HAS_TRITON, TRITON_VERSION
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+# Shared memory that one program can have, in bytes. Kernels for 80 also run on 86 and 89, which have less.
+SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}
+INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+@pytest.fixture(scope="module")
+def records():
+    # In a process of its own: the interpreter is chosen when kernels are defined.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # Triton 3.9 warns unless it is told whether to fuse multiply and add; 3.6 fuses.
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.machine_code.aot"]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def where(record):
+    return f"{record['kernel']} ({record['case']}) for sm_{record['cc']}"
+
+
+def compiles_here(metadata):
+    """The warp-specialised kernels are written in Gluon."""
+    return not isinstance(metadata.design, WarpSpecializedDesign) or KNOWS_GLUON
+
+
+def test_covers_every_kernel_and_target(records):
+    assert len(records) <= 300
+    compiled = {(record["kernel"], record["cc"]) for record in records}
+    for cc in SHARED_BYTES:
+        for kernel in get_kernels(cc=cc, metadata_filter=compiles_here):
+            # Some run another kernel's code.
+            kernel = getattr(kernel, "compiled_as", kernel)
+            assert (kernel.metadata.kernel_name, cc) in compiled
+
+
+# Bytes per thread that some kernels spill, by version of Triton and the start of their names. A warp-specialised kernel
+# spills once a tile, never in a step of the reduction.
+SPILLS = {
+    (3, 7): {"gemm_pointer_": 8},
+    (3, 8): {"gemm_pointer_": 8, "_weighted_activation_backward_kernel": 8, "ws": 64},
+    (3, 9): {"ws": 128},
+}
+
+
+def spills_allowed(record):
+    allowed, name = SPILLS.get(TRITON_VERSION[:2], {}), record["kernel"]
+    if "_ws_" in name:
+        return allowed.get("ws", 0)
+    return next((size for start, size in allowed.items() if name.startswith(start)), 0)
+
+
+def test_spills(records):
+    assert not [where(record) for record in records if record["spilled_bytes"] > spills_allowed(record)]
+    # Not a single one in a step of the reduction.
+    assert not [where(record) for record in records if record["gemm"] and record["spills_beside_multiplications"]]
+
+
+def test_no_trigger_of_a_known_miscompilation(records):
+    assert not [(where(record), record["hazards"]) for record in records if record["hazards"]]
+
+
+def test_loop_bounds_of_weight_gradients_follow_the_tile(records):
+    """Triton 3.6's inliner keeps the first tile's number of steps, in the producer and in both consumers, unless it
+    passes through assembly."""
+    specialized = [record for record in records if record["kernel"].startswith("wgrad_ws_")]
+    assert specialized or not KNOWS_GLUON
+    assert not [(where(r), r["moved"]) for r in specialized if len(r["moved"]) < 3 or not all(r["moved"])]
+
+
+def test_shared_memory_fits(records):
+    too_much = [where(record) for record in records if record["shared_bytes"] > SHARED_BYTES[record["cc"]]]
+    assert not too_much
+
+
+def test_workspace_sizes_count_the_descriptors(records):
+    wrong = [where(r) for r in records if r["gemm"] and r["scratch_bytes"] != r["said_scratch_bytes"]]
+    assert not wrong
+
+
+def test_artifacts_launch_as_the_jit_does(records):
+    assert not [where(r) for r in records if r["gemm"] and not r["artifact_launches_alike"]]
+
+
+def test_each_tensor_has_one_descriptor(records):
+    assert not [where(record) for record in records if record["gemm"] and record["described_twice"]]
+
+
+def test_words_of_warp_specialize_have_barriers_between(records):
+    """So what racecheck reports of them, which `tests/machine_code/racecheck.py` lets pass, is none."""
+    specialized = [record for record in records if "_ws_" in record["kernel"]]
+    assert specialized or not KNOWS_GLUON
+    assert not [(where(record), record["unordered"]) for record in specialized if record["unordered"] != []]
+
+
+def test_registers_fit(records):
+    assert not [where(record) for record in records if record["registers"] * record["num_warps"] * 32 > 65_536]
+
+
+def test_gemms_of_16_bits_or_fewer_use_tensor_cores(records):
+    gemms = [record for record in records if record["gemm"] and "float32" not in record["kernel"]]
+    assert gemms
+    for record in gemms:
+        # A tile lower than 64 rows is below what wgmma and tcgen05 compute.
+        instructions = (
+            {INSTRUCTION[record["cc"]], "mma.sync"} if "_16x" in record["kernel"] else {INSTRUCTION[record["cc"]]}
+        )
+        assert record["tensor_core"] in instructions, where(record)

@@ -1,0 +1,280 @@
+"""Streams and memory of several processes' GPUs, simulated on a CPU to find races.
+
+Each process is a thread, and one of them runs at a time. What it computes is computed at once, and noted under the
+stream that a GPU would compute it on. A race is two accesses to the same bytes, one of them a write, of which neither
+is known to come first: by the order of a stream, by an event or by a barrier. Nor may memory be freed while another
+stream than the one it was allocated on may still use it. Races are found in whatever order things happened here. What
+orders things on GPUs besides, the host's waits and PyTorch's collectives, counts for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from moe_kernels.runtime import launch
+from moe_layers.parallel import symmetric_memory
+from moe_layers.parallel.symmetric_memory import PeerCopies
+
+Clock = dict["Stream", int]  # how much of each stream has surely been done
+
+_SHAPES_ONLY = ("empty_like", "new_empty", "new_empty_strided", "new_full", "new_zeros", "ones_like", "zeros_like")
+
+
+class Stream:
+    def __init__(self, name: str):
+        self.name = name
+        self.clock: Clock = {self: 0}
+
+    def know(self, clock: Clock) -> None:
+        for stream, time in clock.items():
+            self.clock[stream] = max(time, self.clock.get(stream, 0))
+
+    def record_event(self) -> Clock:
+        return dict(self.clock)
+
+    def wait_event(self, event: Clock) -> None:
+        self.know(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.know(other.clock)
+
+
+@dataclass
+class Access:
+    stream: Stream
+    time: int
+    what: str
+    writes: bool
+    start: int  # byte
+    stop: int
+
+    def is_before(self, stream: Stream) -> bool:
+        return stream.clock.get(self.stream, 0) >= self.time
+
+    def conflicts_with(self, other: Access) -> bool:
+        return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.stream.name}"
+
+
+@dataclass
+class Process:
+    """What `Ranks` and a process group are to the dispatcher."""
+
+    simulation: Simulation
+    rank: int
+    size: int
+    stream: Stream  # the current one
+    num_meetings: int = 0
+    name: str = "simulated"
+    _made: list[Stream] = field(default_factory=list)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        tensors = self.simulation.meet("all_gather", tensor.detach().clone())
+        with _disable_current_modes():
+            return torch.cat(tensors)
+
+    def make_stream(self, device: torch.device | None = None) -> Stream:
+        self._made.append(Stream(f"stream {1 + len(self._made)} of process {self.rank}"))
+        return self._made[-1]
+
+    def peer_copies(self, kind: type[PeerCopies]) -> PeerCopies:
+        backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=1)))
+        group = SimpleNamespace(
+            rank=lambda: self.rank, size=lambda: self.size, group_name=self.name, _get_backend=lambda device: backend
+        )
+        return kind(group, torch.device("cpu"))
+
+
+class Simulation:
+    def __init__(self, num_processes: int):
+        self.processes = [
+            Process(self, rank, num_processes, Stream(f"the first stream of process {rank}"))
+            for rank in range(num_processes)
+        ]
+        self.races: list[str] = []
+        self._turn = threading.Condition()
+        self._meetings: dict[int, tuple[str, dict[int, Any]]] = {}
+        self._accesses: dict[int, list[Access]] = {}  # by storage
+        self._here = threading.local()
+        self._failed = self._over = False
+
+    def run(self, function: Callable[[Process], Any]) -> list[Any]:
+        """`function(process)` of every process, each in its thread."""
+        results: dict[int, Any] = {}
+
+        def run_one(process: Process) -> None:
+            self._here.process = process
+            with self._turn:
+                try:
+                    with _Notes(self):
+                        results[process.rank] = function(process)
+                except BaseException as error:
+                    results[process.rank] = error
+                    self._failed = True
+                    self._turn.notify_all()
+
+        threads = [threading.Thread(target=run_one, args=(process,)) for process in self.processes]
+        with self._patched():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self._over = True
+        for result in results.values():
+            if isinstance(result, BaseException) and not isinstance(result, threading.BrokenBarrierError):
+                raise result
+        return [results[process.rank] for process in self.processes]
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        """Wait for all processes; the values that they brought."""
+        process = self._here.process
+        number, process.num_meetings = process.num_meetings, process.num_meetings + 1
+        expected, values = self._meetings.setdefault(number, (what, {}))
+        assert what == expected, f"process {process.rank} comes to {what}, others to {expected}"
+        values[process.rank] = value
+        self._turn.notify_all()
+        self._turn.wait_for(lambda: self._failed or len(values) == len(self.processes))
+        if self._failed:
+            raise threading.BrokenBarrierError
+        return [values[rank] for rank in range(len(self.processes))]
+
+    def note(self, what: str, tensor: Tensor, writes: bool, start: int = 0, stop: int | None = None) -> None:
+        """An access on the current stream to these bytes of a tensor's memory, which is contiguous from first to last
+        element for what it matters."""
+        stream, storage = self._here.process.stream, tensor.untyped_storage()
+        if not tensor.numel():
+            return
+        if storage._cdata not in self._accesses:
+            self._accesses[storage._cdata] = []
+            weakref.finalize(storage, self._free, storage._cdata, stream)
+        stream.clock[stream] += 1
+        access = Access(stream, stream.clock[stream], what, writes, start, stop)
+        earlier = self._accesses[storage._cdata]
+        for other in earlier:
+            if access.conflicts_with(other) and not other.is_before(stream):
+                self.races.append(f"{access} does not wait for {other}")
+        earlier.append(access)
+
+    def _free(self, key: int, owner: Stream) -> None:
+        if self._over:
+            return
+        for access in self._accesses.pop(key):
+            if not access.is_before(owner):
+                self.races.append(f"memory of {owner.name} is freed before {access}")
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        here = self._here
+
+        def set_stream(stream: Stream) -> None:
+            here.process.stream = stream
+
+        cuda = {
+            "Stream": lambda device=None: here.process.make_stream(device),
+            "current_stream": lambda device=None: here.process.stream,
+            "set_stream": set_stream,
+            "is_current_stream_capturing": lambda: False,
+        }
+        memory = {
+            "empty": lambda size, dtype, device: torch.empty(size, dtype=dtype),
+            "rendezvous": lambda memory, name: _Handle(self, self.meet("rendezvous", memory)),
+        }
+        with ExitStack() as stack:
+            for name, function in cuda.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, function))
+            stack.enter_context(mock.patch.object(symmetric_memory, "_symmetric_memory", SimpleNamespace(**memory)))
+            original = launch._launch
+            stack.enter_context(mock.patch.object(launch, "_launch", lambda *args: self._launch(original, *args)))
+            yield
+
+    def _launch(self, launch: Callable[..., None], launched: launch.Launch, ready: Any) -> None:
+        """What changes was written; all else may have been read."""
+        arguments = (getattr(argument, "base", argument) for argument in launched.arguments)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor) and argument.numel()]
+        with _disable_current_modes():
+            before = [_bytes(tensor).clone() for tensor in tensors]
+            launch(launched, ready)
+            changed = [
+                (_bytes(tensor) != old).nonzero().flatten().tolist()
+                for tensor, old in zip(tensors, before, strict=True)
+            ]
+        name = launched.function.fn.__name__
+        for tensor, written in zip(tensors, changed, strict=True):
+            self.note(name, tensor, False, *_extent(tensor))
+            if written:
+                self.note(name, tensor, True, written[0], written[-1] + 1)
+
+    def barrier(self) -> None:
+        stream = self._here.process.stream
+        for clock in self.meet("barrier", stream.record_event()):
+            stream.know(clock)
+
+
+class _Handle:
+    """Of memory that all processes map."""
+
+    def __init__(self, simulation: Simulation, memories: list[Tensor]):
+        self._simulation, self._memories = simulation, memories
+
+    def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+        memory = self._memories[peer].view(dtype)
+        return memory[start : start + torch.Size(shape).numel()].view(shape)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        self._simulation.barrier()
+
+
+class _Notes(TorchDispatchMode):
+    """Notes what PyTorch's ops read and write."""
+
+    def __init__(self, simulation: Simulation):
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        name = op.overloadpacket.__name__
+        if op.is_view or name == "_unsafe_view":
+            return result
+        arguments = op._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        known = set()
+        for argument in arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(given.get(argument.name)):
+                if isinstance(tensor, Tensor):
+                    known.add(tensor.untyped_storage()._cdata)
+                    if writes or name not in _SHAPES_ONLY:
+                        self._simulation.note(name, tensor, writes, *_extent(tensor))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
+                self._simulation.note(name, tensor, True, *_extent(tensor))
+        return result
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of its storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte, and the one behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset()
+    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()

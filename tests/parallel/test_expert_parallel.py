@@ -1,0 +1,398 @@
+"""Experts that two processes share compute what they compute in one: outputs, gradients, errors."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_kernels import RouterSpec
+from moe_layers import ExpertParallel
+from moe_layers.experts import grouped
+from moe_layers.experts.dispatcher import LocalDispatcher
+from moe_layers.routing.capacity import Slots
+
+from ..processes import eight_gpus, failures_fixture
+from .expert_parallel_cases import (
+    D_MODEL,
+    LENGTHS,
+    NUM_EXPERTS,
+    STYLES,
+    TOP_K,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    full,
+    lengths_of,
+    make_layer,
+    own,
+    shard_experts,
+    styles,
+    summed,
+)
+
+
+def draw_slots(device, num_tokens, routing):
+    """Experts and weights of every token. Ids of -1 reach no expert, as padding."""
+    generator = torch.Generator().manual_seed(2)
+    experts = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K]
+    if routing == "one_expert":
+        experts = torch.full_like(experts, NUM_EXPERTS - 1)
+    elif routing == "one_process":
+        experts = experts % (NUM_EXPERTS // 2)
+    elif routing == "some_empty":
+        experts = experts // 3 * 3
+    elif routing == "some_dropped":
+        experts[::2, 1:] = -1
+        experts[::3] = -1
+    elif routing == "all_dropped":
+        experts = torch.full_like(experts, -1)
+    weights = torch.rand(num_tokens, TOP_K, generator=generator, dtype=torch.float64)
+    return experts.int().to(device), weights.to(device, draw(device, 1).dtype)
+
+
+def run_dispatcher(layer, tokens, experts, weights, upstream):
+    """Output and gradients: of tokens, weights and every parameter of the experts."""
+    layer.zero_grad()
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    logits = tokens.new_zeros(len(tokens), NUM_EXPERTS)
+    dispatched = layer.dispatcher(tokens, Slots(experts, weights, logits), layer.experts)
+    out, offsets = dispatched.arrived(), dispatched.offsets
+    (out * upstream).sum().backward()
+    gradients = [full(parameter.grad) for parameter in layer.experts.parameters()]
+    return out.detach(), tokens.grad, weights.grad, offsets, *gradients
+
+
+def compare_dispatchers(device, style, lengths, routing, bitwise, **options):
+    num_tokens, lengths = sum(lengths_of(lengths)), lengths_of(lengths)
+    tokens, upstream = draw(device, num_tokens), draw(device, num_tokens, seed=3)
+    slots = draw_slots(device, num_tokens, routing)
+    one = make_layer(device, bias=True, **options)
+    many = shard_experts(
+        make_layer(device, bias=True, **options), expert_mesh(device), average_gradients=False, **style
+    )
+    dtype = one.experts.w_up.dtype
+    tokens, upstream, slots = tokens.to(dtype), upstream.to(dtype), (slots[0], slots[1].to(dtype))
+    expected = run_dispatcher(one, tokens, *slots, upstream)
+    actual = run_dispatcher(many, *(own(tensor, lengths) for tensor in (tokens, *slots, upstream)))
+    by_token, offsets, parameters = expected[:3], expected[3], expected[4:]
+    expected_here = *(own(tensor, lengths) for tensor in by_token), offsets, *parameters
+    actual = *actual[:3], summed(actual[3]), *actual[4:]
+    for number, (a, b) in enumerate(zip(actual, expected_here, strict=True)):
+        if (bitwise and device.type == "cpu") or number == 3:
+            assert torch.equal(a, b), (style, lengths, routing, number)
+        else:
+            assert_close(a, b)
+
+
+def alltoall_is_bitwise_equal(device):
+    for lengths in LENGTHS:
+        for routing in ("spread", "some_dropped"):
+            compare_dispatchers(device, STYLES[0], lengths, routing, bitwise=True)
+
+
+def skewed_routing(device):
+    """Every token to one expert or one process, experts without tokens, and slots that reach none."""
+    for style in STYLES[:2]:
+        for routing in ("one_expert", "one_process", "some_empty", "all_dropped"):
+            compare_dispatchers(device, style, "even", routing, bitwise=style is STYLES[0])
+
+
+def allgather_equals_one_process(device):
+    for lengths in ("even", "none"):
+        for routing in ("spread", "some_dropped"):
+            compare_dispatchers(device, STYLES[1], lengths, routing, bitwise=False)
+
+
+def bounded_rows(device):
+    for style in styles():
+        if "max_rows_factor" not in style:
+            continue
+        for lengths in ("even", "none"):
+            for routing in ("spread", "some_empty", "some_dropped", "one_process", "all_dropped"):
+                compare_dispatchers(device, style, lengths, routing, bitwise=False)
+
+
+def chunks_equal_the_whole(device):
+    """Though with three chunks some are shorter, or empty."""
+    for style in STYLES[4:6]:
+        for lengths in ("even", "none", *(("one_each_but_the_first",) if style["dispatcher"] == "alltoall" else ())):
+            for routing in ("spread", "some_dropped", "one_expert"):
+                compare_dispatchers(device, style, lengths, routing, bitwise=False)
+
+
+def kernels_compute_the_same(device):
+    """The Triton kernels, on a CPU in the interpreter."""
+    one = make_layer(device, implementation="triton").float()
+    x = draw(device, 10).float()
+    one(x).sum().backward()
+    for style in STYLES[:4]:
+        many = shard_experts(make_layer(device, implementation="triton").float(), expert_mesh(device), **style)
+        y = many(x)
+        assert_close(y, one(x))
+        y.sum().backward()
+        for a, b in zip(many.parameters(), one.parameters(), strict=True):
+            assert_close(full(a.grad), b.grad)
+
+
+def kernels_write_all_that_is_read(device):
+    """With slots that reach no expert, or experts elsewhere: memory that was not written holds NaN in tests."""
+    for style, routing in zip(STYLES[:4], ("some_dropped", "one_process", "one_process", "some_dropped"), strict=True):
+        options = {"implementation": "triton", "dtype": torch.float32}
+        compare_dispatchers(device, style, "even", routing, bitwise=False, **options)
+
+
+def reserved_sms_reach_the_kernels(device):
+    layer = shard_experts(make_layer(device), expert_mesh(device), reserved_sms=16)
+    with mock.patch.object(grouped, "fused_experts", side_effect=grouped.fused_experts) as fused:
+        layer(draw(device, 4))
+    assert fused.call_args.kwargs["reserved_sms"] == 16
+
+
+def empty_experts_have_zero_gradients(device):
+    for style in styles():
+        layer = shard_experts(make_layer(device), expert_mesh(device), **style)
+        tokens, weights = draw(device, 6), draw(device, 6, width=TOP_K)
+        run_dispatcher(layer, tokens, torch.full((6, TOP_K), NUM_EXPERTS - 1).int().to(device), weights, tokens)
+        gradient = layer.experts.w_up.grad
+        assert isinstance(gradient, DTensor) and gradient.placements == (Shard(0),)
+        nonzero = gradient.full_tensor().flatten(1).any(1)
+        assert nonzero.tolist() == [False] * (NUM_EXPERTS - 1) + [True]
+
+
+LAYERS = {
+    "plain": {},
+    "shared_and_bias": {"shared_d_ff": 12, "shared_gate": True, "bias": True},
+    "zero_experts": {"num_zero_experts": 2},
+    "latent": {"latent_dim": 12},
+    "weight_on_input": {"router": RouterSpec.llama4(), "top_k": 1},
+    "capacity": {"capacity": 2},
+}
+
+
+def layers_equal_one_process(device):
+    """Router, shared expert and all: outputs, gradients of the tokens, and the mean gradients of every parameter."""
+    for name, options in LAYERS.items():
+        for style in styles():
+            compare_layers(name, make_layer(device, **options), make_layer(device, **options), style, device)
+
+
+def compare_layers(name, one, many, style, device):
+    shard_experts(many, expert_mesh(device), **style)
+    lengths, dtype = lengths_of("even"), one.router.weight.dtype
+    x, upstream = (draw(device, sum(lengths), seed).to(dtype) for seed in (1, 3))
+    x_one, x_many = x.clone().requires_grad_(), own(x, lengths).clone().requires_grad_()
+    shape = len(lengths), -1, x.shape[1]
+    y_one = one(x_one.view(shape)).view(x.shape)
+    (y_one * upstream).sum().backward()
+    y_many, routing = many(x_many, return_routing=True)
+    (y_many * own(upstream, lengths)).sum().backward()
+    assert_close(y_many, own(y_one, lengths))
+    assert_close(x_many.grad, own(x_one.grad, lengths))
+    if "capacity" not in name:
+        counts = one(x, return_routing=True)[1].tokens_per_expert
+        assert torch.equal(summed(routing.tokens_per_expert), counts)
+    for (parameter_name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
+        mean = full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad) / len(lengths)
+        assert_close(mean, b.grad / len(lengths))
+        assert isinstance(a, DTensor) == parameter_name.startswith("experts."), parameter_name
+
+
+def each_process_keeps_its_experts_only(device):
+    """Also in memory; whether they come from the first process, from its own or were never there."""
+    mesh = expert_mesh(device)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    share = range(rank * NUM_EXPERTS // size, (rank + 1) * NUM_EXPERTS // size)
+    expected = make_layer(device).experts.w_up[share.start : share.stop]
+    from_first = parallelize_module(make_layer(device, seed=rank), mesh["ep"], ExpertParallel())
+    from_own = parallelize_module(make_layer(device), mesh["ep"], ExpertParallel(), src_data_rank=None)
+    kept = make_layer(device)
+    kept.keep_local_experts(share)
+    parallelize_module(kept, mesh["ep"], ExpertParallel())
+    for layer in (from_first, from_own, kept):
+        local = layer.experts.w_up.to_local()
+        assert torch.equal(local, expected)
+        assert layer.experts.w_up.shape == (NUM_EXPERTS, *expected.shape[1:])
+        assert layer.experts.w_up.is_leaf and layer.experts.w_up.requires_grad
+    for layer in (from_own, kept):
+        assert layer.experts.w_up.to_local().untyped_storage().nbytes() == expected.nbytes
+    meta = make_layer(torch.device("meta"))
+    parallelize_module(meta, mesh["ep"], ExpertParallel())
+    meta.to_empty(device=device)
+    meta.reset_parameters(0.3)
+    assert meta.experts.w_up.to_local().shape == expected.shape
+
+
+def frozen_experts_stay_frozen(device):
+    layer = make_layer(device)
+    layer.experts.requires_grad_(False)
+    shard_experts(layer, expert_mesh(device))
+    layer(draw(device, 5)).sum().backward()
+    assert layer.experts.w_up.grad is None and layer.router.weight.grad is not None
+
+
+def auto_chooses_by_traffic(device):
+    mesh = expert_mesh(device)
+    for top_k, expected in ((1, "AllToAllDispatcher"), (2, "AllGatherDispatcher")):
+        layer = shard_experts(make_layer(device, top_k=top_k), mesh)
+        assert type(layer.dispatcher).__name__ == expected
+
+
+def copies_share_the_processes(device):
+    layer = shard_experts(make_layer(device), expert_mesh(device))
+    x = draw(device, 5)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def errors_come_before_the_first_collective(device):
+    with CollectiveCounter() as sent:
+        errors_of_applying(device)
+    assert sent.names == []
+
+
+def errors_of_applying(device):
+    mesh = expert_mesh(device)
+    with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
+        parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
+    with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 processes, got 7"):
+        shard_experts(make_layer(device, num_experts=7), mesh)
+    with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
+        ExpertParallel()._apply(make_layer(device), mesh)
+    with pytest.raises(ValueError, match="the module must be a MoEFeedForward, got Linear"):
+        parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
+    layer = shard_experts(make_layer(device), mesh)
+    with pytest.raises(ValueError, match="experts must be plain parameters, got DTensors"):
+        shard_experts(layer, mesh)
+    with pytest.raises(ValueError, match=r"keep_local_experts: .* all still here"):
+        layer.keep_local_experts(range(0, 2))
+    strangers = make_layer(device)
+    strangers.keep_local_experts(range(1, 5))
+    with pytest.raises(ValueError, match=r"must hold all experts or those of this process, .* got range\(1, 5\)"):
+        shard_experts(strangers, mesh)
+    with pytest.raises(NotImplementedError, match="saved_bytes"):
+        layer.saved_bytes(5)
+
+
+def parameters_keep_their_attributes(device):
+    layer = make_layer(device)
+    layer.experts.w_up.weight_decay = 0.5
+    shard_experts(layer, expert_mesh(device))
+    assert isinstance(layer.experts.w_up, DTensor) and layer.experts.w_up.weight_decay == 0.5
+
+
+def wrong_sizes_of_tokens(device):
+    """In one process they are wider, or of another dtype: an error in every process, before any move."""
+    if device.type == "cuda":
+        return
+    mesh, rank = expert_mesh(device), distributed.get_rank()
+    for kind in ({"d_model": D_MODEL * (1 + rank)}, {"dtype": (torch.float64, torch.float32)[rank]}):
+        for style in STYLES:
+            plan = ExpertParallel(**style)
+            layer = parallelize_module(make_layer(device, **kind), mesh["ep"], plan, src_data_rank=None)
+            x = torch.zeros(6, layer.d_model, dtype=layer.router.weight.dtype)
+            with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"processes must have .*many bytes"):
+                layer(x)
+            assert len(sent.names) == 1, style
+
+
+def wrong_numbers_of_tokens(device):
+    """An error in every process, before any tokens move; on a GPU it would end the process."""
+    if device.type == "cuda":
+        return
+    mesh, rank = expert_mesh(device), distributed.get_rank()
+    x = draw(device, 5 + rank)
+    with pytest.raises(ValueError, match=r"got \[T, K, bytes\] of \[\[5, 3, \d+\], \[6, 3, \d+\]\]; the all"):
+        shard_experts(make_layer(device), mesh, "allgather")(x)
+    with pytest.raises(ValueError, match=r"max_rows_factor=2.0 every process must have as many tokens, and at most"):
+        shard_experts(make_layer(device), mesh, "alltoall", max_rows_factor=2.0)(x)
+    # The slots of the first process alone are too many, for the other.
+    slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6)
+    for style, message in (("alltoall", "at most 12 slots for experts of one"), ("allgather", "own slots, here 24,")):
+        layer = shard_experts(make_layer(device), mesh, style, max_rows_factor=1.3)
+        with pytest.raises(ValueError, match=message):
+            run_dispatcher(layer, tokens, *slots, tokens)
+
+
+CASES = [
+    alltoall_is_bitwise_equal,
+    skewed_routing,
+    allgather_equals_one_process,
+    bounded_rows,
+    chunks_equal_the_whole,
+    kernels_compute_the_same,
+    kernels_write_all_that_is_read,
+    reserved_sms_reach_the_kernels,
+    empty_experts_have_zero_gradients,
+    layers_equal_one_process,
+    each_process_keeps_its_experts_only,
+    frozen_experts_stay_frozen,
+    parameters_keep_their_attributes,
+    auto_chooses_by_traffic,
+    copies_share_the_processes,
+    errors_come_before_the_first_collective,
+    wrong_numbers_of_tokens,
+    wrong_sizes_of_tokens,
+]
+EIGHT = [
+    alltoall_is_bitwise_equal,
+    skewed_routing,
+    allgather_equals_one_process,
+    bounded_rows,
+    chunks_equal_the_whole,
+    empty_experts_have_zero_gradients,
+    layers_equal_one_process,
+    each_process_keeps_its_experts_only,
+]
+
+failures_of_two = failures_fixture(CASES, 2)
+failures_of_eight = failures_fixture(EIGHT, 8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.__name__)
+def test_eight_processes(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dispatcher": "ring"},
+            r"dispatcher must be one of \('auto', 'allgather', 'alltoall', 'overlapped'\), got 'ring'",
+        ),
+        ({"max_rows_factor": 0.5}, "max_rows_factor must be at least 1, or None, got 0.5"),
+        ({"max_rows_factor": float("nan")}, "max_rows_factor must be at least 1"),
+        ({"chunks": 0}, "chunks must be a positive integer, got 0"),
+        ({"reserved_sms": -1}, "reserved_sms must not be negative, got -1"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel(**options)
+
+
+def test_a_process_group_of_one_needs_no_other(tmp_path):
+    """The style on one process: the same as without, by either dispatcher."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        device = torch.device("cpu")
+        one = make_layer(device)
+        assert isinstance(one.dispatcher, LocalDispatcher)
+        x = draw(device, 7)
+        for style in STYLES:
+            layer = parallelize_module(make_layer(device), mesh["ep"], ExpertParallel(**style))
+            assert_close(layer(x), one(x))
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,283 @@
+"""What expert parallelism sends and when: no more than it must, while other things run, and never twice."""
+
+import itertools
+import warnings
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from moe_layers import ExpertParallel, save_communication, save_routing
+
+from ..processes import failures_fixture, run_cases
+from .expert_parallel_cases import (
+    D_MODEL,
+    OVERLAPPED,
+    STYLES,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    full,
+    layer_options,
+    make_layer,
+    own,
+    shard_experts,
+)
+
+BOUNDED_OVERLAPPED = OVERLAPPED | {"max_rows_factor": 2.0}
+
+
+def count_waits(run, *arguments):
+    """(result, how often the host waited for the GPU)."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        result = run(*arguments)
+        torch.cuda.set_sync_debug_mode("default")
+    return result, sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+
+
+def the_host_waits_at_most_once(device):
+    """In forward, for the rows, unless their number has a bound; never in backward."""
+    for style in (*STYLES, OVERLAPPED, BOUNDED_OVERLAPPED):
+        layer = shard_experts(make_layer(device), expert_mesh(device), **style)
+        x = draw(device, 12)
+        layer(x).sum().backward()  # compiles
+        y, forward = count_waits(layer, x)
+        _, backward = count_waits(y.sum().backward)
+        assert (forward, backward) == (int("max_rows_factor" not in style), 0), style
+
+
+def graphs_capture_bounded_rows(device):
+    """Forward and backward; a replay takes other tokens."""
+    for style in (*STYLES, BOUNDED_OVERLAPPED):
+        if "max_rows_factor" not in style:
+            continue
+        layer = shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style)
+        x = draw(device, 12).requires_grad_()
+        parameters = list(layer.parameters())
+
+        def step(x=x, layer=layer, parameters=parameters):
+            return torch.autograd.grad(layer(x).sin().sum(), [x, *parameters])
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles, and lets NCCL connect
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            x.copy_(draw(device, 12, seed=7 + distributed.get_rank()))
+        graph.replay()
+        for actual, expected in zip(captured, step(), strict=True):
+            assert_close(full(actual), full(expected))
+
+
+def tokens_travel_in_autocast_dtype(device):
+    sent = CollectiveCounter()
+    layer = shard_experts(make_layer(device).float(), expert_mesh(device), "alltoall")
+    with torch.autocast(device.type, torch.bfloat16), sent:
+        y = layer(draw(device, 5).float())
+    assert y.dtype == torch.bfloat16
+    assert sent.dtypes.count(torch.bfloat16) == 2
+
+
+def no_more_collectives_than_needed(device):
+    """Forward: counts, and of each chunk the weights, the tokens and back; with allgather the choices, too.
+    Backward: of each chunk the gradients of outputs, tokens and weights."""
+    for style in STYLES:
+        layer = shard_experts(make_layer(device), expert_mesh(device), **style)
+        x = draw(device, 6).requires_grad_()
+        forward, backward = CollectiveCounter(), CollectiveCounter()
+        with forward:
+            loss = layer(x).sum()
+        with backward:
+            loss.backward()
+        chunks = style.get("chunks", 1)
+        expected = {
+            "alltoall": [{"all_to_all_single": 1 + 3 * chunks}, {"all_to_all_single": 3 * chunks}],
+            "allgather": [
+                {"all_gather_into_tensor": 1 + 3 * chunks, "reduce_scatter_tensor": chunks},
+                {"all_gather_into_tensor": chunks, "reduce_scatter_tensor": 2 * chunks},
+            ],
+        }[style["dispatcher"]]
+        for seen, numbers in zip((forward, backward), expected, strict=True):
+            assert {name: seen.names.count(name) for name in seen.names} == numbers
+
+
+class Order(TorchDispatchMode):
+    """The order in which collectives of tokens start and are waited for, and products of named widths run."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.widths, self.events, self.waits = widths, [], []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        name = op.name()
+        if name == "_c10d_functional::wait_tensor":
+            self.events += ["wait"] * (args[0].dim() == 2 and args[0].shape[1] == D_MODEL)
+        elif name.startswith("_c10d_functional"):
+            self.events += ["start"] * (args[0].dim() == 2 and args[0].shape[1] == D_MODEL)
+        elif "mm" in name:
+            sizes = {size for tensor in args if isinstance(tensor, torch.Tensor) for size in tensor.shape}
+            self.events += [event for width, event in self.widths.items() if width in sizes]
+        return result
+
+
+def communication_overlaps(device):
+    """The shared expert runs while outputs travel back, and in backward while their gradients travel; with chunks, one
+    chunk is computed while another travels."""
+    for dispatcher in ("alltoall", "allgather"):
+        options = {"d_ff": 11, "shared_d_ff": 13, "implementation": "reference"}
+        for chunks in (1, 2):
+            layer = make_layer(device, **options)
+            shard_experts(layer, expert_mesh(device), dispatcher, chunks=chunks)
+            x = draw(device, 6).requires_grad_()
+            forward, backward = (Order({11: "experts", 22: "experts", 13: "shared", 26: "shared"}) for _ in "ab")
+            with forward:
+                y = layer(x)
+            with backward:
+                y.sum().backward()
+            for order in (forward, backward):
+                events = [event for event, _ in itertools.groupby(order.events)]
+                first, last = {
+                    (1, forward): (["start", "wait", "experts"], ["start", "shared", "wait"]),
+                    (1, backward): (["start", "shared", "wait", "experts"], ["start", "wait"]),
+                    (2, forward): (
+                        ["start", "wait", "experts", "start", "wait", "experts"],
+                        ["start", "shared", "wait"],
+                    ),
+                    (2, backward): (
+                        ["start", "shared", "wait", "experts", "start", "wait", "experts"],
+                        ["start", "wait"],
+                    ),
+                }[chunks, order]
+                assert events == first + last, (dispatcher, chunks, events)
+
+
+def a_process_that_stays_away_is_an_error(device):
+    """For the others, after the time that their group allows. On GPUs NCCL's watchdog would end them."""
+    if device.type == "cuda":
+        return
+    group = distributed.new_group(timeout=timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+    layer = parallelize_module(make_layer(device), mesh, ExpertParallel(), src_data_rank=None)
+    if distributed.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed ?out|timeout"):
+            layer(draw(device, 5))
+    distributed.barrier()
+
+
+def checkpointed_regions(device):
+    """The experts are chosen once, and with `save_communication` nothing is sent twice; gradients stay as they are."""
+    for dispatcher, lengths in (("alltoall", [5, 6]), ("allgather", [6, 6])):
+        x = own(draw(device, sum(lengths)), lengths).requires_grad_()
+        layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
+        expected = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
+        chosen = []
+        layer.router.register_forward_hook(lambda router, inputs, routed, to=chosen: to.append(routed.topk_experts))
+        for context_fn in (save_routing, save_communication):
+            forward, backward = CollectiveCounter(), CollectiveCounter()
+            region = partial(checkpoint, layer, use_reentrant=False, context_fn=context_fn)
+            with forward:
+                y = region(x).sin()
+            with backward:
+                gradients = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+            for actual, gradient in zip(gradients, expected, strict=True):
+                assert_close(full(actual), full(gradient))
+            # Nothing is kept of what the reduce-scatter returns, so its recomputation stops before.
+            num_again = {"alltoall": len(forward.names), "allgather": len(forward.names) - 1}[dispatcher]
+            num_again = num_again if context_fn is save_routing else 0
+            assert len(backward.names) == 3 + num_again, (dispatcher, backward.names)
+            # Another rounding of the logits than in the forward, only more of it.
+            y, weight = region(x), layer.router.weight.detach().clone()
+            layer.router.weight.data.neg_()
+            y.sum().backward()
+            layer.router.weight.data.copy_(weight)
+            assert torch.equal(chosen[-1], chosen[-2])
+
+
+def outputs_of_regions_may_change_in_place(device):
+    """Whatever of them is kept for the recomputation."""
+    for dispatcher in ("alltoall", "allgather", "overlapped"):
+        style = {"dispatcher": dispatcher}
+        for chunks, average_gradients, kept in itertools.product(
+            (1, 2), (False, True), (save_routing, save_communication)
+        ):
+            layer = shard_experts(
+                make_layer(device, **layer_options(style)),
+                expert_mesh(device),
+                **style,
+                chunks=chunks,
+                average_gradients=average_gradients,
+            )
+            x = draw(device, 6, seed=distributed.get_rank()).to(layer.router.weight.dtype).requires_grad_()
+            leaves = [x, *layer.parameters()]
+            expected = torch.autograd.grad((layer(x) + x).sin().sum(), leaves)
+            y = checkpoint(lambda x, layer=layer: layer(x).add_(x).sin(), x, use_reentrant=False, context_fn=kept)
+            for a, b in zip(torch.autograd.grad(y.sum(), leaves), expected, strict=True):
+                assert_close(full(a), full(b))
+
+
+def compiled_around_the_dispatcher(device):
+    """What is before and after it: the router, and the shared expert with the sum. No more graphs for other tokens."""
+    for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
+        layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style) for _ in "ab")
+        graphs = {}  # by their code: PyTorch may compile one twice when it starts again
+
+        def backend(graph, inputs, graphs=graphs):
+            graphs[graph.code] = graph
+            return aot_eager(graph, inputs)
+
+        torch._dynamo.reset()
+        compile_layer = torch.compile(compiled, backend=backend, dynamic=True)
+        for num_tokens in (5, 7):
+            x = draw(device, num_tokens)
+            y = layer(x)
+            assert_close(compile_layer(x), y)
+            y.sin().sum().backward()
+            compile_layer(x).sin().sum().backward()
+        parts = ["router" if "router" in graph else "shared" if "shared" in graph else "rest" for graph in graphs]
+        assert parts == ["router", "shared", "rest"], graphs
+        assert not any("c10d" in graph or "item()" in graph for graph in graphs)
+        for a, b in zip(compiled.parameters(), layer.parameters(), strict=True):
+            assert_close(full(a.grad), full(b.grad))
+
+
+CASES = [
+    tokens_travel_in_autocast_dtype,
+    no_more_collectives_than_needed,
+    communication_overlaps,
+    checkpointed_regions,
+    outputs_of_regions_may_change_in_place,
+    compiled_around_the_dispatcher,
+    a_process_that_stays_away_is_an_error,
+]
+GPU_CASES = [the_host_waits_at_most_once, graphs_capture_bounded_rows]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.__name__)
+def test_two_gpus(case, tmp_path):
+    failures = run_cases([case], 2, tmp_path)
+    assert not failures[case.__name__], failures[case.__name__]
+
+
+failures = failures_fixture(CASES, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes(case, failures):
+    assert not failures[case.__name__], failures[case.__name__]

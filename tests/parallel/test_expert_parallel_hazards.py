@@ -1,0 +1,257 @@
+"""What goes wrong elsewhere: the order of collectives, reads of what is under way, processes without tokens or gone, or
+with other bounds than their peers, and parameters that are no longer shared."""
+
+import os
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import get_context
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from moe_layers import CapacityFactor, CustomAssignment, MoEFeedForward, TokenExpertPairs, clip_grad_norm_, save_routing
+
+from ..processes import failures_fixture
+from .expert_parallel_cases import (
+    D_MODEL,
+    KERNELS,
+    LENGTHS,
+    NUM_EXPERTS,
+    OVERLAPPED,
+    STYLES,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    full,
+    layer_options,
+    lengths_of,
+    make_layer,
+    own,
+    shard_experts,
+    summed,
+)
+
+
+def lengths_for(style):
+    """The numbers of tokens that a style takes."""
+    return LENGTHS if style["dispatcher"] == "alltoall" and "max_rows_factor" not in style else ("even", "none")
+
+
+def copies_by_itself(style, device):
+    """Whether tokens travel without collectives."""
+    return style is OVERLAPPED and device.type == "cuda"
+
+
+def collectives_start_in_one_order(device):
+    """The same in every process, though they have other tokens, or none; also of two layers, one of them recomputed."""
+    for style in (*STYLES, OVERLAPPED):
+        options = layer_options(style)
+        first, second = (
+            shard_experts(make_layer(device, shared_d_ff=8, **options), expert_mesh(device), **style) for _ in "ab"
+        )
+        for name in lengths_for(style):
+            x = own(draw(device, sum(lengths_of(name))), lengths_of(name))
+            x = x.to(first.router.weight.dtype).requires_grad_()
+            started = CollectiveCounter()
+            with started:
+                y = first(x) + checkpoint(second, x, use_reentrant=False, context_fn=save_routing)
+                y.square().sum().backward()
+            everyones = [None] * distributed.get_world_size()
+            distributed.all_gather_object(everyones, list(zip(started.names, map(str, started.dtypes), strict=True)))
+            assert len(everyones[0]) > (5 if copies_by_itself(style, device) else 10)
+            assert all(names == everyones[0] for names in everyones), (style, name)
+
+
+class UnderWay(TorchDispatchMode):
+    """An error where anything but `wait_tensor` reads the result of a collective that was not waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.num_waits = {}, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        keys = [tensor.untyped_storage()._cdata for tensor in given]
+        if op.name() == "_c10d_functional::wait_tensor":
+            self.num_waits += self.storages.pop(keys[0], None) is not None
+        elif not op.is_view:
+            assert not set(keys) & set(self.storages), f"{op} reads what is under way"
+        result = op(*args, **(kwargs or {}))
+        if op.namespace == "_c10d_functional" and "wait" not in op.name():
+            self.storages[result.untyped_storage()._cdata] = result  # kept, so that no other gets its place
+        return result
+
+
+def nothing_reads_what_is_under_way(device):
+    """And everything that was sent is waited for."""
+    for style in (*STYLES, OVERLAPPED):
+        options = layer_options(style)
+        layer = shard_experts(make_layer(device, shared_d_ff=8, **options), expert_mesh(device), **style)
+        x = draw(device, 7).to(layer.router.weight.dtype).requires_grad_()
+        with UnderWay() as seen:
+            layer(x).square().sum().backward()
+        fewest = 1 if copies_by_itself(style, device) else 4 if style is OVERLAPPED else 6
+        assert not seen.storages and seen.num_waits > fewest, style
+    tensor = torch.ops._c10d_functional.all_gather_into_tensor
+    with UnderWay(), pytest.raises(AssertionError, match="reads what is under way"):
+        tensor(x.detach(), distributed.get_world_size(), distributed.group.WORLD.group_name).add(1)
+
+
+def processes_without_tokens(device):
+    """Take part in forward, backward, FSDP2 and clipping, and have gradients of zero where they have any."""
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for style in (*STYLES, OVERLAPPED):
+        options = layer_options(style)
+        for name in lengths_for(style):
+            lengths = lengths_of(name)
+            one, mesh = make_layer(device, **options), expert_mesh(device)
+            x = draw(device, sum(lengths)).to(one.router.weight.dtype)
+            many, replicated = (
+                shard_experts(make_layer(device, **options), mesh, average_gradients=False, **style) for _ in "ab"
+            )
+            one(x).square().sum().backward()
+            y = many(own(x, lengths))
+            assert y.requires_grad
+            y.square().sum().backward()
+            for a, b in zip(many.parameters(), one.parameters(), strict=True):
+                assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+            if not lengths[distributed.get_rank()]:
+                assert not many.router.weight.grad.any()
+            fully_shard(replicated.experts, mesh=mesh["efsdp"])
+            fully_shard(replicated, mesh=everywhere)
+            replicated(own(x, lengths)).square().sum().backward()
+            assert clip_grad_norm_(replicated.parameters(), 1.0).isfinite()
+
+
+def plain_parameters_afterwards(device):
+    """A state dict of one process cannot take the place of the sharded parameters."""
+    one, layer = make_layer(device), shard_experts(make_layer(device, seed=1), expert_mesh(device))
+    x = draw(device, 4)
+    layer.load_state_dict(one.state_dict(), assign=True)
+    with CollectiveCounter(), pytest.raises(ValueError, match=r"w_up must be a DTensor, got Parameter \[8, 16, 16\]"):
+        layer(x)
+    layer = shard_experts(make_layer(device, seed=1), expert_mesh(device))
+    set_model_state_dict(layer, one.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_close(layer(x), one(x))
+
+
+def bounds_of_unequal_numbers_of_slots(device):
+    """Of each process so many times its own. What is too much for one is an error in every process."""
+    if device.type == "cuda":
+        return
+    mesh, rank, x = expert_mesh(device), distributed.get_rank(), draw(device, 12).float()
+
+    def route(logits, num_pairs):
+        pair = torch.arange(num_pairs[rank])
+        return TokenExpertPairs(pair % len(logits), (pair % NUM_EXPERTS).int(), torch.ones(num_pairs[rank]))
+
+    for style in ({"dispatcher": "allgather"}, {"dispatcher": "allgather", "chunks": 2}, OVERLAPPED):
+        for num_pairs, fits in (((24, 48), True), ((4, 44), False)):
+            assignment = CustomAssignment(partial(route, num_pairs=num_pairs))
+            one, many = (make_layer(device, assignment=assignment, **KERNELS) for _ in "ab")
+            shard_experts(many, mesh, **style, max_rows_factor=2.0)
+            if fits:
+                assert_close(many(x), one(x))
+                continue
+            with (
+                CollectiveCounter() as sent,
+                pytest.raises(ValueError, match=r"max_rows_factor=2.0 .* its own slots, here"),
+            ):
+                many(x)
+            assert sent.names == ["all_gather_into_tensor"]
+
+
+def bounds_of_other_sequences(device):
+    """Of as many tokens a capacity keeps 24 slots in one process, and 36 in the other."""
+    if device.type == "cuda":
+        return
+    x = draw(device, 12).view((12, 1, D_MODEL) if distributed.get_rank() else (1, 12, D_MODEL))
+    one = make_layer(device, capacity=CapacityFactor(0.5))
+    for max_rows_factor in (1.5, 2.0):
+        many = make_layer(device, capacity=CapacityFactor(0.5))
+        shard_experts(many, expert_mesh(device), "allgather", max_rows_factor=max_rows_factor)
+        if max_rows_factor == 2.0:
+            assert_close(many(x), one(x))
+        else:
+            with pytest.raises(ValueError, match=r"max_rows_factor=1.5 .* its own slots, here (36|54), got"):
+                many(x)
+
+
+CASES = [
+    collectives_start_in_one_order,
+    nothing_reads_what_is_under_way,
+    processes_without_tokens,
+    plain_parameters_afterwards,
+    bounds_of_unequal_numbers_of_slots,
+    bounds_of_other_sequences,
+]
+
+failures = failures_fixture(CASES, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes(case, failures):
+    assert not failures[case.__name__], failures[case.__name__]
+
+
+def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
+    """Experts go there anyway: the rest must not stay behind."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        make_layer(torch.device("cpu"), shared_d_ff=8).save_checkpoint(tmp_path / "layer")
+        with mock.patch.object(DeviceMesh, "device_type", "meta"):
+            layer = MoEFeedForward.from_checkpoint(tmp_path / "layer", mesh=mesh)
+        assert {full(parameter).device.type for parameter in layer.parameters()} == {"meta"}
+        layer = MoEFeedForward.from_checkpoint(tmp_path / "layer", mesh=mesh)
+        assert {full(parameter).device.type for parameter in layer.parameters()} == {"cpu"}
+    finally:
+        distributed.destroy_process_group()
+
+
+def run_until_one_dies(rank, folder, dispatcher, when):
+    torch.set_num_threads(1)
+    store, device = f"file://{folder}/store", torch.device("cpu")
+    timeout = timedelta(seconds=20)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+    layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
+    x = draw(device, 5)
+    layer(x).sum().backward()
+    if when == "forward" and rank == 1:
+        os._exit(7)
+    try:
+        y = layer(x)
+        if rank == 1:
+            os._exit(7)
+        y.sum().backward()
+    except RuntimeError:
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL's watchdog ends the process, and says so in its log")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_process_that_dies_is_an_error_for_the_other(dispatcher, when, tmp_path):
+    """At once, and not when its time is over."""
+    context = get_context("forkserver")
+    arguments = [(rank, tmp_path, dispatcher, when) for rank in range(2)]
+    processes = [context.Process(target=run_until_one_dies, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=18)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [3, 7]

@@ -1,0 +1,412 @@
+"""Experts that processes share, with communication beside what is computed: the same as in one process."""
+
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import RouterSpec
+from moe_kernels.gemm import selection
+from moe_layers import save_communication, save_routing
+from moe_layers.parallel.overlapped import _Plan
+from moe_layers.parallel.symmetric_memory import CollectiveTransport
+
+from ..processes import eight_gpus, failures_fixture
+from .expert_parallel_cases import (
+    D_MODEL,
+    KERNELS,
+    OVERLAPPED,
+    CollectiveCounter,
+    assert_close,
+    draw,
+    expert_mesh,
+    full,
+    lengths_of,
+    make_layer,
+    own,
+    shard_experts,
+    summed,
+)
+from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers, draw_slots, run_dispatcher
+from .test_expert_parallel_training import compare_two_steps
+
+GATHERING = ["overlapped", "allgather"]
+
+
+def make_overlapped(device, style=OVERLAPPED, **options):
+    average_gradients = options.pop("average_gradients", False)
+    return shard_experts(
+        make_layer(device, **KERNELS | options), expert_mesh(device), average_gradients=average_gradients, **style
+    )
+
+
+def own_tokens(device, seed=1):
+    lengths = lengths_of("even")
+    return own(draw(device, sum(lengths), seed).float(), lengths)
+
+
+def gradients_of(run, x, parameters):
+    """Of what needs one; the output first."""
+    y = run(x)
+    leaves = [leaf for leaf in (x, *parameters) if leaf.requires_grad]
+    return [y.detach(), *map(full, torch.autograd.grad(y.sin().sum(), leaves))]
+
+
+def assert_equal(actual, expected):
+    for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(a, b), number
+
+
+def compare(device, lengths, routing, **style):
+    compare_dispatchers(device, OVERLAPPED | style, lengths, routing, bitwise=False, **KERNELS)
+
+
+def any_routing_equals_one_process(device):
+    for routing in ("spread", "some_dropped", "one_process", "one_expert", "some_empty", "all_dropped"):
+        compare(device, "even", routing)
+
+
+def bounded_rows_equal_one_process(device):
+    """Also where some are left over, and where all slots are of one process."""
+    for max_rows_factor, chunks, routing in ((1.5, 1, "spread"), (2.0, 2, "some_dropped"), (2.0, 2, "one_process")):
+        compare(device, "even", routing, max_rows_factor=max_rows_factor, chunks=chunks)
+
+
+def any_chunks_equal_one_process(device):
+    """Of 12 tokens in five chunks the first one has none."""
+    for chunks in (1, 5):
+        compare(device, "even", "some_dropped", chunks=chunks)
+
+
+def no_tokens(device):
+    for style in ({"chunks": 1}, {}, {"max_rows_factor": 2.0}):
+        compare(device, "none", "spread", **style)
+
+
+def layers_equal_one_process(device):
+    for name in LAYERS:
+        if name == "weight_on_input":
+            continue
+        one, many = (make_layer(device, **KERNELS, **LAYERS[name]) for _ in "ab")
+        compare_layers(name, one, many, OVERLAPPED, device)
+
+
+def wide_outputs_leave_in_pieces(device):
+    """The numbers of columns, each of whole tiles; in the interpreter no more than two pieces are computed."""
+    expected = {
+        256: [256],
+        512: [256] * 2,
+        768: [768],
+        1024: [256] * 4,
+        2880: [2880],
+        4096: [1024] * 4,
+        7168: [1792] * 4,
+    }
+    for d_model, widths in expected.items():
+        plan, tokens = SimpleNamespace(lengths=[1, 3]), torch.empty(0, d_model)
+        pieces = _Plan.columns(plan, 1, tokens)
+        assert [piece.stop - piece.start for piece in pieces] == widths
+        assert [piece.start for piece in pieces] == [0, *accumulate(widths[:-1])]
+        assert _Plan.columns(plan, 0, tokens) == [slice(None)]
+    for d_model in (512, 1024) if device.type == "cuda" else (512,):
+        x = draw(device, 6, seed=distributed.get_rank(), width=d_model).float().requires_grad_()
+        compare_dispatchers_that_gather(device, x, OVERLAPPED, bias=True, d_model=d_model, init_std=0.05)
+
+
+def more_chunks_than_tokens(device):
+    x = own_tokens(device)[:2].requires_grad_()
+    compare_dispatchers_that_gather(device, x, OVERLAPPED | {"chunks": 3})
+
+
+def the_first_chunk_is_the_smallest(device):
+    for chunks, lengths in ((1, [12]), (2, [3, 9]), (3, [1, 5, 6]), (5, [0, 3, 3, 3, 3])):
+        dispatcher = make_overlapped(device, OVERLAPPED | {"chunks": chunks}).dispatcher
+        assert dispatcher.lengths(12) == lengths
+        assert dispatcher.lengths(0) == [0] * chunks
+
+
+def compare_dispatchers_that_gather(device, x, style, **options):
+    layer, other = (make_overlapped(device, style | {"dispatcher": kind}, **options) for kind in GATHERING)
+    expected = gradients_of(other, x, other.parameters())
+    for a, b in zip(gradients_of(layer, x, layer.parameters()), expected, strict=True):
+        assert_close(a, b)
+
+
+def layers_in_sequence(device):
+    """Memory of the transport is used again: by the next layer, by backward, by the next step and by recomputation."""
+    one = nn.Sequential(*(make_layer(device, seed, **KERNELS) for seed in range(2)))
+    many = nn.Sequential(*(make_overlapped(device, seed=seed) for seed in range(2)))
+    for step in range(2):
+        lengths = lengths_of("even")
+        x_one = draw(device, sum(lengths), seed=step).float().requires_grad_()
+        x = own(x_one.detach(), lengths).requires_grad_()
+        y, dx, *gradients = gradients_of(one, x_one, one.parameters())
+        actual = gradients_of(many, x, many.parameters())
+        assert_close(actual[0], own(y, lengths))
+        assert_close(actual[1], own(dx, lengths))
+        for (name, _), a, b in zip(many.named_parameters(), actual[2:], gradients, strict=True):
+            assert_close(a if ".experts." in name else summed(a), b)
+    region = partial(checkpoint, many, use_reentrant=False)
+    assert_equal(gradients_of(region, x, many.parameters()), actual)
+    regions = [partial(checkpoint, layer, use_reentrant=False) for layer in many]
+    assert_equal(gradients_of(lambda x: regions[1](regions[0](x)), x, many.parameters()), actual)
+
+
+def regions_see_nothing_of_launches(device):
+    """Which do more on the host the first and the second time than later, whatever the routing."""
+    for kept in (save_routing, save_communication):
+        selection._plans.clear()
+        selection._replays.clear()
+        many = nn.Sequential(*(make_overlapped(device, seed=seed, bias=True) for seed in range(2)))
+        regions = [partial(checkpoint, layer, use_reentrant=False, context_fn=kept) for layer in many]
+        for step in range(3):
+            x = own_tokens(device, seed=step).requires_grad_()
+            actual = gradients_of(lambda x, regions=regions: regions[1](regions[0](x)), x, many.parameters())
+            assert_equal(actual, gradients_of(many, x, many.parameters()))
+
+
+def training_equals_one_process(device):
+    """With FSDP2 over the experts of the same name, clipping and AdamW."""
+    compare_two_steps(device, 2, OVERLAPPED, {"foreach": True}, **KERNELS)
+
+
+def without_gradients(device):
+    """Also before training, which uses what was made then."""
+    layer, x = make_overlapped(device), own_tokens(device)
+    outputs = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs.append(layer(x))
+    expected = layer(x)
+    expected.sum().backward()
+    assert expected.requires_grad and not any(y.requires_grad for y in outputs)
+    assert_equal(outputs, [expected] * 2)
+
+
+def what_is_frozen_has_no_gradient(device):
+    """And everything else has the same as before."""
+    layer = make_overlapped(device, bias=True)
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    leaves = dict(zip(names, [own_tokens(device), *layer.parameters()], strict=True))
+    experts = {name for name in names if name.startswith("experts.")}
+    leaves["x"].requires_grad_()
+    y, *gradients = gradients_of(layer, leaves["x"], layer.parameters())
+    expected = dict(zip(names, gradients, strict=True))
+    for frozen in ({"experts.w_up"}, {"x"}, {"router.weight"}, {"x", "router.weight"}, experts, {"x"} | experts):
+        assert frozen < set(names)
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name not in frozen)
+            leaf.grad = None
+        again = layer(leaves["x"])
+        again.sin().sum().backward()
+        assert torch.equal(again, y), frozen
+        for name, leaf in leaves.items():
+            assert (leaf.grad is None) == (name in frozen), (name, frozen)
+            assert leaf.grad is None or torch.equal(full(leaf.grad), expected[name]), (name, frozen)
+
+
+def backward_runs_twice(device):
+    layer, x = make_overlapped(device), own_tokens(device).requires_grad_()
+    loss, leaves = layer(x).sin().sum(), [x, *layer.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert_equal(map(full, torch.autograd.grad(loss, leaves)), map(full, first))
+
+
+def a_recomputed_choice_has_its_own_gradient(device):
+    """Without `save_routing` the router may choose others in the recomputation, whose gradient it is then."""
+    x, results = own_tokens(device).requires_grad_(), []
+    for dispatcher in GATHERING:
+        layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
+        y = checkpoint(layer, x, use_reentrant=False, determinism_check="none")
+        layer.router.weight.data.neg_()
+        results.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
+    for a, b in zip(*results, strict=True):
+        assert_close(full(a), full(b))
+
+
+def weights_that_a_hook_changes(device):
+    x, results = own_tokens(device).requires_grad_(), []
+    for dispatcher in GATHERING:
+        layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
+        layer.experts.register_forward_pre_hook(lambda _, inputs: (inputs[0], 3 * inputs[1], *inputs[2:]))
+        results.append(gradients_of(layer, x, layer.parameters()))
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b)
+
+
+def half_precision(device):
+    """By autocast, as the other dispatcher that gathers all tokens: but for what is rounded."""
+    x, results = own_tokens(device).requires_grad_(), []
+    for dispatcher in GATHERING:
+        layer = make_overlapped(device, {"dispatcher": dispatcher, "chunks": 2}, bias=True)
+        with torch.autocast(device.type, torch.float16):
+            results.append(gradients_of(layer, x, layer.parameters()))
+    assert results[0][0].dtype == torch.float16
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).float().norm() <= 3e-3 * b.float().norm()
+
+
+def what_kernels_do_not_compute(device):
+    """Autocast's dtype decides, not that of the parameters: the interpreter has no bfloat16."""
+    layers = [
+        shard_experts(make_layer(device, implementation=None, dtype=torch.float32), expert_mesh(device), dispatcher)
+        for dispatcher in GATHERING
+    ]
+    with torch.autocast(device.type, torch.bfloat16):
+        actual, expected = (layer(own_tokens(device)) for layer in layers)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+def the_reference_gathers(device):
+    x = own_tokens(device).double().requires_grad_()
+    compare_dispatchers_that_gather(device, x, OVERLAPPED, implementation="reference", dtype=torch.float64)
+
+
+def options_that_it_lacks(device):
+    """An error before anything is changed: the layer can be shared in another way."""
+    mesh = expert_mesh(device)
+    for options, message in (
+        ({"router": RouterSpec.llama4(), "top_k": 1}, "'weight_on_input': True"),
+        ({"recompute": "up"}, "'recompute': 'up'"),
+        ({"batch_invariant": True}, "'batch_invariant': True"),
+    ):
+        layer = make_layer(device, **KERNELS, **options)
+        with pytest.raises(NotImplementedError, match=f"ExpertParallel: the overlapped dispatcher .*{message}"):
+            shard_experts(layer, mesh, "overlapped")
+        shard_experts(layer, mesh, "allgather")
+
+
+def options_that_come_later(device):
+    for implementation in ("triton", "reference"):
+        for part, name, value in (("layer", "batch_invariant", True), ("experts", "recompute", "up")):
+            layer = make_overlapped(device, implementation=implementation)
+            setattr({"layer": layer, "experts": layer.experts}[part], name, value)
+            message = f"has none of .*'{name}': {value!r}"
+            with CollectiveCounter() as sent, pytest.raises(NotImplementedError, match=message):
+                layer(own_tokens(device))
+            assert not sent.names
+
+
+def chunks_and_sms_unless_said_otherwise(device):
+    chunks = 1 if distributed.get_world_size() < 4 else 2
+    for style, expected in (({}, (chunks, 2)), ({"chunks": 3, "reserved_sms": 0}, (3, 0))):
+        layer = make_overlapped(device, {"dispatcher": "overlapped", **style})
+        assert (layer.dispatcher.chunks, layer.experts.reserved_sms) == expected
+
+
+def backward_needs_no_more_memory(device):
+    """Of the transport, which keeps what it has outgrown."""
+    layer, begun = make_overlapped(device), []
+
+    class Recording(CollectiveTransport):
+        def begin(self, *sizes):
+            begun.append(sizes)
+
+    layer.dispatcher.transport = lambda ranks, device: Recording(ranks)
+    layer(own_tokens(device).requires_grad_()).sum().backward()
+    forward, backward = begun
+    assert forward == backward
+
+
+def collectives_are_those_needed(device):
+    """The counts, the choices with their weights, of each chunk the tokens and its outputs, of the last one in up to
+    four pieces of whole tiles. In backward those of the outputs' gradients, and of the weights' and the tokens', if
+    they need one."""
+    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    cases = (D_MODEL, 1, True), (D_MODEL, 1, False), (512, 2, True)
+    for d_model, num_pieces, needs_tokens in cases:
+        layer = make_overlapped(device, d_model=d_model)
+        x = draw(device, 4, width=d_model).float().requires_grad_(needs_tokens)
+        forward, backward = CollectiveCounter(), CollectiveCounter()
+        with forward:
+            loss = layer(x).sum()
+        with backward:
+            loss.backward()
+        assert forward.names == [gather] * 4 + [scatter] * (1 + num_pieces)
+        assert backward.names == [gather] * 2 + [scatter] * (4 if needs_tokens else 2)
+
+
+def wrong_numbers_of_tokens(device):
+    """An error in every process, before any tokens move."""
+    layer, rank = make_overlapped(device), distributed.get_rank()
+    x = draw(device, 5 + rank).float()
+    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"must have as many tokens .* \[\[5, 3, \d+\], "):
+        layer(x)
+    assert sent.names == ["all_gather_into_tensor"]
+    # The slots of the first process alone are too many, for the other.
+    slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6).float()
+    layer = make_overlapped(device, OVERLAPPED | {"chunks": 1, "max_rows_factor": 1.3})
+    with (
+        CollectiveCounter() as sent,
+        pytest.raises(ValueError, match=r"max_rows_factor=1.3 .* own slots, here 24, got more"),
+    ):
+        run_dispatcher(layer, tokens, slots[0], slots[1].float(), tokens)
+    assert sent.names == ["all_gather_into_tensor"]
+
+
+TWO = [
+    any_routing_equals_one_process,
+    bounded_rows_equal_one_process,
+    any_chunks_equal_one_process,
+    no_tokens,
+    layers_equal_one_process,
+    wide_outputs_leave_in_pieces,
+    the_first_chunk_is_the_smallest,
+    more_chunks_than_tokens,
+    layers_in_sequence,
+    regions_see_nothing_of_launches,
+    without_gradients,
+    what_is_frozen_has_no_gradient,
+    backward_runs_twice,
+    a_recomputed_choice_has_its_own_gradient,
+    weights_that_a_hook_changes,
+    half_precision,
+    what_kernels_do_not_compute,
+    the_reference_gathers,
+    options_that_it_lacks,
+    options_that_come_later,
+    chunks_and_sms_unless_said_otherwise,
+    backward_needs_no_more_memory,
+]
+FOUR = [any_chunks_equal_one_process, training_equals_one_process, chunks_and_sms_unless_said_otherwise]
+EIGHT = [
+    any_routing_equals_one_process,
+    any_chunks_equal_one_process,
+    layers_equal_one_process,
+    wide_outputs_leave_in_pieces,
+    layers_in_sequence,
+    training_equals_one_process,
+]
+CPU_CASES = [collectives_are_those_needed, wrong_numbers_of_tokens]
+
+failures_of_two = failures_fixture([*TWO, *(() if torch.cuda.is_available() else CPU_CASES)], 2)
+failures_of_four = failures_fixture(FOUR, 4)
+failures_of_eight = failures_fixture(EIGHT, 8)
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
+def test_two_processes(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
+def test_four_processes(case, failures_of_four):
+    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.__name__)
+def test_eight_processes(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a wrong call ends the process on a GPU; tokens are copied there")
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.__name__)
+def test_two_processes_without_gpus(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]

@@ -1,0 +1,150 @@
+"""The memory that the overlapped dispatcher copies through from GPU to GPU, which calls use by turns."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_layers.parallel.symmetric_memory import CollectiveTransport, PeerCopies
+
+from ..processes import eight_gpus, failures_fixture
+from .expert_parallel_cases import D_MODEL, assert_close, draw
+from .test_overlapped import assert_equal, gradients_of, make_overlapped, own_tokens
+
+pytestmark = pytest.mark.gpu
+
+
+def copies_equal_collectives(device):
+    """Also of tokens whose rows are no multiples of 16 bytes, of more than before, for which memory grows, and of one,
+    with one weight."""
+    for num_tokens, d_model, top_k in ((4, D_MODEL, 3), (64, D_MODEL, 3), (7, 13, 3), (300, 37, 3), (1, D_MODEL, 1)):
+        layer, other = (make_overlapped(device, bias=True, d_model=d_model, top_k=top_k) for _ in "ab")
+        other.dispatcher.transport = lambda ranks, device: CollectiveTransport(ranks)
+        x = draw(device, num_tokens, seed=distributed.get_rank(), width=d_model).float().requires_grad_()
+        expected = gradients_of(other, x, other.parameters())
+        for _ in range(3):
+            for a, b in zip(gradients_of(layer, x, layer.parameters()), expected, strict=True):
+                assert_close(a, b)
+
+
+def copies_repeat_bit_by_bit(device):
+    layer, other = (make_overlapped(device, bias=True, d_model=128, d_ff=256, seed=seed) for seed in range(2))
+    x = draw(device, 1024, seed=distributed.get_rank(), width=128).float().requires_grad_()
+    expected = gradients_of(layer, x, layer.parameters())
+    for _ in range(10):
+        gradients_of(other, x, other.parameters())  # others use the same memory between
+        assert_equal(gradients_of(layer, x, layer.parameters()), expected)
+
+
+def memory_is_free_after_a_recomputation(device):
+    """Whose outputs nobody waits for: the other process may be late, and read what backward would overwrite."""
+    layer, x = make_overlapped(device), own_tokens(device).requires_grad_()
+    expected = gradients_of(layer, x, layer.parameters())
+    copies = PeerCopies.of(layer.dispatcher.ranks, device)
+    assert not copies.under_way
+    region = partial(checkpoint, layer, use_reentrant=False)
+    assert_equal(gradients_of(region, x, layer.parameters()), expected)  # compiles
+    others = copies.others()
+
+    def others_later():
+        if distributed.get_rank() == 1:
+            torch.cuda._sleep(10**8)  # cycles, on the stream of the copies
+        return others
+
+    with mock.patch.object(copies, "others", others_later):
+        assert_equal(gradients_of(region, x, layer.parameters()), expected)
+
+
+def a_late_process_finds_what_was_sent(device):
+    """The others may be ahead, but not write what it has not read: every sum of one process is late."""
+    layers = nn.Sequential(*(make_overlapped(device, seed=seed) for seed in range(2)))
+    x = own_tokens(device).requires_grad_()
+    expected = gradients_of(layers, x, layers.parameters())
+    copies = PeerCopies.of(layers[0].dispatcher.ranks, device)
+    wait = copies.wait
+
+    def wait_later(event):
+        if distributed.get_rank() == 1:
+            torch.cuda._sleep(2 * 10**7)  # cycles
+        wait(event)
+
+    with mock.patch.object(copies, "wait", wait_later):
+        for _ in range(3):
+            assert_equal(gradients_of(layers, x, layers.parameters()), expected)
+
+
+def a_call_on_another_stream_waits(device):
+    """Before it uses the memory that the last one may still read: here that one is late to add up what it received."""
+    layers = [make_overlapped(device, shared_d_ff=8, seed=seed) for seed in range(2)]
+    x = own_tokens(device)
+    with torch.no_grad():
+        expected = [layer(x) for layer in layers]
+        layers[0].shared_expert.register_forward_hook(lambda *_: torch.cuda._sleep(2 * 10**8))  # cycles
+        outputs, streams = [], [torch.cuda.Stream() for _ in layers]
+        torch.cuda.synchronize()
+        for layer, stream in zip(layers, streams, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(layer(x))
+        torch.cuda.synchronize()
+    assert_equal(outputs, expected)
+
+
+def another_device_may_be_current(device):
+    """And stays so."""
+    results = []
+    for current in (device, torch.device("cuda", (device.index + 1) % torch.cuda.device_count())):
+        layer = make_overlapped(device, d_model=48)
+        x = draw(device, 512, seed=distributed.get_rank(), width=48).float().requires_grad_()
+        with torch.cuda.device(current):
+            results.append(gradients_of(layer, x, layer.parameters()))
+            assert torch.cuda.current_device() == current.index
+    assert_equal(*results)
+
+
+def lost_outputs_are_an_error(device):
+    layers = [make_overlapped(device, shared_d_ff=8, seed=seed) for seed in range(2)]
+    x = own_tokens(device)
+    expected = layers[1](x)
+
+    def call_another(*_):
+        layers[1](x)
+
+    hook = layers[0].shared_expert.register_forward_hook(call_another)
+    with pytest.raises(RuntimeError, match="outputs under way were lost, as another layer"):
+        layers[0](x)
+    hook.remove()
+    assert_equal([layers[1](x)], [expected])
+
+
+CASES = [
+    copies_equal_collectives,
+    copies_repeat_bit_by_bit,
+    memory_is_free_after_a_recomputation,
+    a_late_process_finds_what_was_sent,
+    a_call_on_another_stream_waits,
+    another_device_may_be_current,
+    lost_outputs_are_an_error,
+]
+
+failures_of_two = failures_fixture(CASES, 2)
+failures_of_four = failures_fixture(CASES, 4)
+failures_of_eight = failures_fixture(CASES, 8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_gpus(case, failures_of_two):
+    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_four_gpus(case, failures_of_four):
+    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+
+
+@eight_gpus
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_eight_gpus(case, failures_of_eight):
+    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]

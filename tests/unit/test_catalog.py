@@ -1,0 +1,381 @@
+"""Each kernel of the catalog, chosen by hand, on every case it supports."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import (
+    GemmArguments,
+    GroupedGemmArguments,
+    GroupedGemmListArguments,
+    WgradArguments,
+    get_kernels,
+    reference,
+)
+from moe_kernels.activation.functions import EPILOGUES, PLAIN_EPILOGUES
+from moe_kernels.activation_spec import is_gated
+from moe_kernels.gemm.kernel import PointerDesign, WarpSpecializedDesign
+from moe_kernels.gemm.selection import find
+from moe_kernels.runtime.gluon import KNOWS_GLUON
+from moe_kernels.testing import assert_accurate, to_float64
+
+from ..dtypes import DTYPES
+
+KERNELS = [kernel for kernel in get_kernels() if kernel.metadata.operands.A.dtype in DTYPES]
+FORWARD = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
+WGRAD = [kernel for kernel in KERNELS if kernel.arguments_class is WgradArguments]
+
+# (rows of each group, rows of no group, K, N)
+CASES = {
+    "ordinary": ([20, 30, 14], 0, 64, 128),
+    "tile_edges": ([0, 1, 127, 128, 129], 0, 64, 64),
+    "one_group_owns_all": ([0, 0, 150, 0], 0, 64, 64),
+    "odd_sizes": ([5, 31, 17], 3, 97, 47),
+    "multiples_of_eight": ([5, 131, 17], 3, 136, 200),
+    "partial_column_tiles": ([0, 1, 127, 128, 129], 3, 136, 328),
+    "tail": ([9, 0, 40], 21, 64, 72),
+    "no_rows": ([0, 0], 0, 64, 32),
+}
+# With steps of the reduction for all parts of an epilogue.
+DEEP = {"deep": ([0, 1, 130, 70], 3, 648, 328)}
+if torch.cuda.is_available():
+    # Every program of a persistent kernel walks several tiles, of groups of unlike sizes. With so many steps those with
+    # rows in their upper half alone take as long as others; with one step less they end early.
+    uneven = [0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65]
+    CASES["many_uneven_tiles"] = (uneven, 100, 1024, 1536)
+    CASES["short_reduction"] = (uneven, 100, 960, 1536)
+    # Many tiles a group, and columns and steps that are not full; behind the last row lies NaN.
+    CASES["long_reduction"] = ([959, 1090, 0, 1153], 100, 1032, 2064)
+
+
+def name_of(kernel):
+    return kernel.metadata.kernel_name
+
+
+def draw(kernel, case, device, transposed=False):
+    sizes, tail, size_k, size_n = (CASES | DEEP)[case]
+    if is_gated(kernel.metadata.epilogue):
+        size_n *= 2
+    dtype = kernel.metadata.operands.A.dtype
+    generator = torch.Generator(device).manual_seed(0)
+    num_rows = sum(sizes) + tail
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+    a, b, dout = normal(num_rows, size_k), normal(len(sizes), size_k, size_n), normal(num_rows, size_n)
+    a[sum(sizes) :] = torch.nan
+    dout[sum(sizes) :] = torch.nan
+    if transposed:
+        b = b.mT.contiguous().mT
+    offsets = torch.tensor(sizes).cumsum(0).int().to(device)
+    # A gather from a shuffled copy must give what the rows give in place.
+    row_to_token = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int().to(device)
+    return a, b, dout, offsets, row_to_token
+
+
+def scatter_rows(rows, row_to_token):
+    """Tokens such that tokens[row_to_token] are the rows."""
+    tokens = torch.empty_like(rows)
+    tokens[row_to_token.long()] = rows
+    return tokens
+
+
+def forward_arguments(kernel, case, device, transposed=False):
+    """Arguments, and what the reference needs: (a, b, offsets)."""
+    a, b, _, offsets, row_to_token = draw(kernel, case, device, transposed)
+    gather, epilogue = kernel.metadata.design.gather, kernel.metadata.epilogue
+    product = torch.full((len(a), b.shape[2]), torch.nan, dtype=a.dtype, device=device)
+    args = GroupedGemmArguments(
+        scatter_rows(a, row_to_token) if gather else a,
+        b,
+        product if epilogue is None else product[:, : b.shape[2] // (1 + is_gated(epilogue))].clone(),
+        offsets=offsets,
+        row_to_token=row_to_token if gather else None,
+        epilogue=epilogue,
+        preactivation=None if epilogue is None else product,
+    )
+    return args, (a.nan_to_num(), b, offsets)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
+def test_forward_kernel(kernel, case, transposed, device):
+    args, operands = forward_arguments(kernel, case, device, transposed)
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    check_forward(args, *operands)
+
+
+def check_forward(args, a, b, offsets, bias=None):
+    added = None if args.epilogue is not None else bias
+    exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if added is None else added.double())
+    assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=added), exact, "product")
+    if args.epilogue is not None:
+        # The activation is of the product as stored, and of the bias.
+        activate = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
+        exact = args.product.double()
+        if bias is not None:
+            row = torch.arange(len(exact), device=exact.device)
+            inside = row < offsets[-1]
+            group = torch.searchsorted(offsets, row[inside], right=True)
+            exact[inside] += bias.double()[group]
+        baseline = activate(exact.to(args.out.dtype), args.epilogue)
+        assert_accurate(args.out, baseline, activate(exact, args.epilogue), "activation")
+
+
+FUSED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]
+WITH_EVERY_EPILOGUE = [
+    *(kernel for kernel in FORWARD if kernel.metadata.epilogue is None),
+    *(kernel.with_epilogue(name) for kernel in FUSED for name in kernel.epilogues),
+]
+TAKES_BIAS = [
+    kernel
+    for kernel in WITH_EVERY_EPILOGUE
+    if "bias" in kernel.metadata.optional_operands and not isinstance(kernel.metadata.design, PointerDesign)
+]
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["own", "float32"])
+@pytest.mark.parametrize("case", ["multiples_of_eight", "deep"])
+@pytest.mark.parametrize("kernel", TAKES_BIAS, ids=name_of)
+def test_forward_kernel_with_bias(kernel, case, bias_dtype, device):
+    """Pointer kernels take biases of any strides; they have a test of their own."""
+    transposed = kernel.metadata.operands.B.layout == "column"
+    args, (a, b, offsets) = forward_arguments(kernel, case, device, transposed)
+    generator = torch.Generator(device).manual_seed(1)
+    bias = torch.randn(len(b), b.shape[2], device=device, generator=generator).to(bias_dtype or a.dtype)
+    # Reading past the last column of a group, or of the last one, would show.
+    memory = torch.full((len(b) + 1, b.shape[2] + 8), torch.nan, dtype=bias.dtype, device=device)
+    memory[: len(b), : b.shape[2]] = bias
+    args = dataclasses.replace(args, bias=memory[: len(b), : b.shape[2]])
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    check_forward(args, a, b, offsets, bias)
+    end = int(offsets[-1])
+    assert not args.out[end:].any() and not args.product[end:].any()
+
+
+@pytest.mark.parametrize(
+    ("activation", "with_bias", "least"),
+    [("relu", False, 193), ("silu", False, 577), ("gelu", True, 577), ("swiglu", False, 321), ("gpt_oss", True, 321)],
+)
+def test_no_more_parts_of_an_epilogue_than_steps_of_the_reduction(activation, with_bias, least):
+    name = "grouped_gemm_ws_bfloat16_128x256x64_w12_s4_b_column_" + ("swiglu" if is_gated(activation) else "relu")
+    (kernel,) = (kernel for kernel in get_kernels() if name_of(kernel) == name)
+    kernel = kernel.with_epilogue(activation)
+
+    def takes(depth):
+        a, b = torch.empty(8, depth, dtype=torch.bfloat16), torch.empty(1, 64, depth, dtype=torch.bfloat16).mT
+        out, offsets = a.new_empty(8, 64 // (1 + is_gated(activation))), torch.zeros(1, dtype=torch.int32)
+        bias = a.new_empty(1, 64) if with_bias else None
+        options = {"epilogue": activation, "preactivation": a.new_empty(8, 64), "bias": bias}
+        return kernel.takes(GroupedGemmArguments(a, b, out, offsets=offsets, **options))
+
+    assert takes(least + 7)  # a multiple of 8
+    error = takes(least - 1).error
+    assert error == f"Operand `A`: expected at least {least} columns with {activation}, got {least - 1}"
+
+
+REFUSES_BIASES = [kernel for kernel in TAKES_BIAS if isinstance(kernel.metadata.design, WarpSpecializedDesign)]
+
+
+@pytest.mark.parametrize("kernel", REFUSES_BIASES, ids=name_of)
+def test_biases_that_a_kernel_refuses(kernel):
+    args, (a, b, _) = forward_arguments(kernel, "deep", "cpu", kernel.metadata.operands.B.layout == "column")
+    zeros = torch.zeros(len(b), b.shape[2], dtype=a.dtype)
+    gated = is_gated(kernel.metadata.epilogue)
+    expected = f"{a.dtype}" if gated else f"{a.dtype} or torch.float32"
+    assert bool(kernel.takes(dataclasses.replace(args, bias=zeros.float()))) != gated
+    assert kernel.takes(dataclasses.replace(args, bias=zeros))
+    if args.epilogue is None:
+        narrow = dataclasses.replace(args, B=args.B[:, :, :-2], out=args.out[:, :-2])
+        assert kernel.takes(narrow)
+        error = kernel.takes(dataclasses.replace(narrow, bias=zeros[:, :-2])).error
+        assert error == "Operand `bias`: expected rows of whole 16 bytes, got 326 columns"
+    for bias, error in (
+        (
+            zeros.double(),
+            f"Operand `bias`: expected {expected}, got torch.float64",
+        ),
+        (zeros.T.contiguous().T, "Operand `bias`: expected axis -1 contiguous, got strides (1, "),
+        (zeros[:, 16:], "Operand `bias`: expected shape"),
+    ):
+        assert kernel.takes(dataclasses.replace(args, bias=bias)).error.startswith(error)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy, in the interpreter
+@pytest.mark.parametrize(
+    ("kernel", "activation"),
+    [
+        pytest.param(kernel, activation, id=f"{name_of(kernel)}-{activation}")
+        for kernel in FUSED
+        for activation in kernel.epilogues
+    ],
+)
+def test_every_epilogue(kernel, activation, device):
+    listed, kernel = kernel, kernel.with_epilogue(activation)
+    assert name_of(kernel) == name_of(listed).replace(f"_{listed.metadata.epilogue}", f"_{activation}")
+    args, operands = forward_arguments(kernel, "deep", device, transposed=True)
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    check_forward(args, *operands)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("listed", "activation"), [("swiglu", "reglu"), ("swiglu", "gpt_oss"), ("relu", "silu"), ("relu", "relu_squared")]
+)
+def test_an_epilogue_takes_the_kernel_that_the_listed_one_would(listed, activation, with_bias, device):
+    dtype = DTYPES[-1]
+    a, b = torch.zeros(256, 640, dtype=dtype, device=device), torch.zeros(2, 512, 640, dtype=dtype, device=device).mT
+    out, preactivation = a.new_empty(256, 512 // (1 + is_gated(listed))), a.new_empty(256, 512)
+    offsets, bias = torch.zeros(2, dtype=torch.int32, device=device), a.new_zeros(2, 512) if with_bias else None
+    args = GroupedGemmArguments(a, b, out, offsets=offsets, epilogue=listed, preactivation=preactivation, bias=bias)
+    base, derived = find(args), find(dataclasses.replace(args, epilogue=activation))
+    assert (base is None) == (derived is None)
+    if base is not None:
+        assert derived.metadata.design == base.metadata.design and derived.metadata.epilogue == activation
+    if has_warp_specialized(device):
+        assert isinstance(base.metadata.design, WarpSpecializedDesign)
+        assert base.metadata.design.tile_shape == (128, 256, 64)
+
+
+def has_warp_specialized(device):
+    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
+
+
+def test_every_plain_activation_is_an_epilogue_of_a_warp_specialized_kernel():
+    kernels = get_kernels(
+        metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign) and m.epilogue == "relu"
+    )
+    kernels = [kernel for kernel in kernels if kernel.arguments_class is GroupedGemmArguments]
+    assert any(set(kernel.epilogues) == set(PLAIN_EPILOGUES) for kernel in kernels)
+    assert not {name for kernel in kernels for name in kernel.epilogues} & set(EPILOGUES)
+
+
+@pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
+def test_tail_is_left_alone_on_request(kernel, device):
+    args, _ = forward_arguments(kernel, "tail", device, transposed=kernel.metadata.operands.B.layout == "column")
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(dataclasses.replace(args, zero_tail=False))
+    end = int(args.offsets[-1])
+    assert args.out[end:].isnan().all() and args.out[:end].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
+def test_a_tile_touches_no_row_of_another_group(kernel, device):
+    """With the tiles of one group alone in the table, the rows of its neighbours stay as they were."""
+    args, (a, _, offsets) = forward_arguments(
+        kernel, "tile_edges", device, kernel.metadata.operands.B.layout == "column"
+    )
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    table = reference.tile_table(offsets, len(a), kernel.metadata.design.tile_shape[0])
+    for group in (1, 2, 4):
+        tiles = table.tiles[(table.tiles[:, 0] == group).nonzero().flatten()].contiguous()
+        num_tiles = torch.full_like(table.num_tiles, len(tiles))
+        for tensor in (args.out, args.preactivation):
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+        kernel.run(dataclasses.replace(args, tile_table=table._replace(tiles=tiles, num_tiles=num_tiles)))
+        start, end = table.bounds[group : group + 2].tolist()
+        assert args.out[start:end].isfinite().all()
+        assert args.out[:start].isnan().all() and args.out[end:].isnan().all()
+        if args.preactivation is not None:
+            assert args.preactivation[start:end].isfinite().all()
+            assert args.preactivation[:start].isnan().all() and args.preactivation[end:].isnan().all()
+
+
+@pytest.mark.parametrize("gathered", ["A", "dout"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", WGRAD, ids=name_of)
+def test_wgrad_kernel(kernel, case, gathered, device):
+    a, b, dout, offsets, row_to_token = draw(kernel, case, device)
+    operands, index = {"A": a, "dout": dout}, {}
+    if kernel.metadata.design.gather:
+        operands[gathered] = scatter_rows(operands[gathered], row_to_token)
+        index["a_row_to_token" if gathered == "A" else "dout_row_to_token"] = row_to_token
+    args = WgradArguments(**operands, out=torch.full_like(b, torch.nan), offsets=offsets, **index)
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    kernel.run(args)
+    a, dout = a.nan_to_num(), dout.nan_to_num()
+    baseline = reference.grouped_gemm_wgrad(a, dout, offsets)
+    assert_accurate(args.out, baseline, reference.grouped_gemm_wgrad(*to_float64((a, dout, offsets))))
+
+
+def test_names_are_unique():
+    names = [name_of(kernel) for kernel in get_kernels()]
+    assert len(names) == len(set(names)) > 0
+
+
+def test_listing_needs_no_gpu_and_filters():
+    every = get_kernels()
+    gathers = get_kernels(metadata_filter=lambda metadata: metadata.design.gather)
+    assert 0 < len(gathers) < len(every)
+    assert all(kernel.metadata.design.gather for kernel in gathers)
+    assert get_kernels(cc=75) == []
+    assert {kernel.metadata.min_cc for kernel in every} >= {80}
+
+
+def test_metadata_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KERNELS[0].metadata.design.num_warps = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"B": torch.zeros(2, 8, 8).half()}, "Operand `B`: expected torch.float32, got torch.float16"),
+        ({"accumulator_type": torch.float16}, "accumulates in torch.float32"),
+        ({"row_to_token": torch.zeros(4).int()}, "Operand `row_to_token`"),
+    ],
+)
+def test_supports_names_the_operand(change, error):
+    kernel = next(k for k in get_kernels() if k.metadata.operands.A.dtype == torch.float32)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    args = GroupedGemmArguments(torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.zeros(4, 8), offsets=offsets)
+    status = kernel.supports(dataclasses.replace(args, **change))
+    assert not status and error in status.error
+
+
+half = partial(torch.zeros, dtype=torch.float16)
+MALFORMED = {
+    "four axes of A": (GemmArguments(half(2, 2, 8, 8), half(8, 8), half(2, 2, 8, 8)), "Operand `A`: expected 2 or 3"),
+    "one axis of out": (GemmArguments(half(8, 8), half(8, 8), half(8)), "Operand `out`"),
+    "a matrix for B": (GroupedGemmArguments(half(8, 8), half(8, 8), half(8, 8)), "Operand `B`: expected 3 axes"),
+    "a batch for A": (WgradArguments(half(1, 8, 8), half(8, 8), half(2, 8, 8)), "Operand `A`: expected 2 axes"),
+    "no problems": (GroupedGemmListArguments([], [], []), "at least one problem"),
+    "no B": (GroupedGemmListArguments([half(8, 8)], [], [half(8, 8)]), "as many A as B and out, got 1, 0 and 1"),
+    "a vector": (GroupedGemmListArguments([half(8)], [half(8, 8)], [half(8)]), "expected a matrix"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_arguments_are_an_error_and_no_crash(case):
+    args, message = MALFORMED[case]
+    assert get_kernels(args) == []
+    errors = [kernel.takes(args).error for kernel in get_kernels()]
+    assert all(errors) and any(message in error for error in errors)
+
+
+def test_supports_names_the_arguments_class():
+    kernel = next(k for k in get_kernels() if k.arguments_class is GroupedGemmArguments)
+    args = WgradArguments(torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2, 8, 8))
+    assert "expected GroupedGemmArguments, got WgradArguments" in kernel.supports(args).error
+
+
+def test_unsupported_arguments_name_every_reason():
+    from moe_kernels.gemm.selection import select
+
+    args = GroupedGemmArguments(torch.zeros(4, 8).double(), torch.zeros(2, 8, 8).double(), torch.zeros(4, 8).double())
+    with pytest.raises(NotImplementedError, match=r"Operand `A`: expected torch\.float32, got torch\.float64"):
+        select(args)

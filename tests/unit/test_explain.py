@@ -1,0 +1,170 @@
+"""What the explain says: the kernels of a layer, why none is faster, whether they are right and as fast as recorded."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_kernels import WarpSpecializedDesign, get_kernels, reference
+from moe_kernels.__main__ import main
+from moe_kernels.gemm import selection
+from moe_kernels.gemm.kernel import device_cc
+from moe_kernels.gemm.kernels.warp_specialized import WarpSpecializedGroupedGemm, WarpSpecializedWgrad
+from moe_kernels.gemm.tables import Table
+from moe_kernels.runtime.triton import HAS_TRITON
+from moe_kernels.testing import Case
+from moe_kernels.tools import explain
+from moe_kernels.tools.explain import (
+    Choice,
+    Target,
+    choices_of,
+    find_target,
+    print_speed,
+    select_for,
+    why_not_faster,
+)
+from moe_kernels.tools.layer_gemms import LayerForms
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
+
+LAYER = Case(512, 512, 1024, 4, 2)
+HOPPER = Target(90, None, Table({}, {}), is_here=False)
+
+
+@pytest.fixture
+def with_gluon(monkeypatch):
+    """As if the installed software ran the warp-specialised kernels."""
+    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad):
+        monkeypatch.setattr(kernel_class, "obstacle", None)
+
+
+def forms(case=LAYER, dtype=torch.bfloat16):
+    return LayerForms.without_memory(case, dtype, "swiglu").all()
+
+
+def test_forms_without_memory_ask_for_the_same(device):
+    small = Case(64, 32, 16, 4, 2)
+    drawn = LayerForms.drawn(small, torch.float32, device, "swiglu").all()
+    meta = forms(small, torch.float32)
+    assert {name: args.table_key() for name, args in drawn.items()} == {
+        name: args.table_key() for name, args in meta.items()
+    }
+    assert all(args.error() is None for args in (*drawn.values(), *meta.values()))
+
+
+def test_names_a_kernel_for_every_op(capsys):
+    assert main(["explain", "512,512,1024,4,2", "--cc", "80"]) == 0
+    printed = capsys.readouterr().out
+    names = {kernel.metadata.kernel_name for kernel in get_kernels(cc=80)}
+    chosen = [line.split(": ")[1].split(" (by")[0] for line in printed.splitlines() if line.endswith("(by rule)")]
+    assert len(chosen) == 6 and set(chosen) <= names
+    for op in ("up with activation", "down", "down, gradient of its input", "up, gradient of its weight"):
+        assert f"\n{op}: " in printed
+    assert "within the error budget" in printed and f"PyTorch {torch.__version__}" in printed
+
+
+def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
+    layer = LayerForms.without_memory(LAYER, torch.bfloat16, "swiglu")
+    copies, choices = choices_of(layer, HOPPER)
+    assert copies == (True, True, True)
+    for _, args, kernel in choices:
+        assert isinstance(kernel.metadata.design, WarpSpecializedDesign)
+        assert why_not_faster(args, kernel, HOPPER) is None
+    copies, choices = choices_of(layer, HOPPER._replace(cc=80))
+    assert copies == (False, False, False)
+    (fused, *_), kernels = choices, [choice.kernel for choice in choices if choice.kernel]
+    assert fused.kernel is None  # so that the activation is a launch of its own
+    assert len(kernels) == 6 and not any(isinstance(k.metadata.design, WarpSpecializedDesign) for k in kernels)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "cc", "reason"),
+    [
+        (LAYER, torch.bfloat16, 80, "needs compute capability 90 to 90, the device has 80"),
+        (LAYER, torch.float32, 90, "Operand `A`: expected torch.bfloat16, got torch.float32"),
+        (Case(512, 97, 1024, 4, 2), torch.bfloat16, 90, "expected pointer and strides aligned to 16 bytes"),
+    ],
+    ids=["capability", "dtype", "alignment"],
+)
+def test_says_why_nothing_faster_runs(case, dtype, cc, reason, with_gluon):
+    target = HOPPER._replace(cc=cc)
+    for args in forms(case, dtype).values():
+        said = why_not_faster(args, select_for(args, target), target)
+        assert reason in said, said
+
+
+def test_says_that_software_is_missing(monkeypatch):
+    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad):
+        monkeypatch.setattr(kernel_class, "obstacle", "no such Gluon")
+    for args in forms().values():
+        assert why_not_faster(args, select_for(args, HOPPER), HOPPER).endswith(": no such Gluon")
+
+
+def test_follows_the_table(with_gluon, capsys):
+    args = forms()["up"]
+    slow = next(k for k in reversed(get_kernels(cc=90)) if k.takes(args))
+    target = HOPPER._replace(gpu="GPU X", table=Table({args.table_key(): slow.metadata.kernel_name}, {}))
+    assert select_for(args, target) is slow is not select_for(args, HOPPER)
+    assert "is available, the table prefers this one" in why_not_faster(args, slow, target)
+    # Another epilogue takes the kernel of the listed one.
+    other = dataclasses.replace(args, epilogue="reglu")
+    assert select_for(other, target) is slow.with_epilogue("reglu")
+    explain.print_choices(LayerForms.without_memory(LAYER, torch.bfloat16, "reglu"), target)
+    first, *others = (line for line in capsys.readouterr().out.splitlines() if "(by " in line)
+    assert first == f"up with activation: {slow.with_epilogue('reglu').metadata.kernel_name} (by table)"
+    assert others and all(line.endswith("(by rule)") for line in others)
+
+
+def test_wrong_numbers_exit_with_1(monkeypatch, capsys):
+    def wrong(*args, **kwargs):
+        return 1.5 * reference.fused_experts(*args, **kwargs)
+
+    monkeypatch.setattr(explain, "fused_experts", wrong)
+    assert main(["explain", "512,512,1024,4,2", "--cc", "90"]) == 1
+    assert "WRONG: output: " in capsys.readouterr().out
+
+
+def test_compares_speed_with_the_table(monkeypatch, capsys):
+    args = forms()
+    chosen = {name: select_for(args[name], HOPPER) for name in ("down", "up_dgrad", "down_dgrad")}
+    kernels = {args[name].table_key(): kernel.metadata.kernel_name for name, kernel in chosen.items()}
+    milliseconds = {args["down"].table_key(): 1.0, args["up_dgrad"].table_key(): 1.0}
+    target = HOPPER._replace(table=Table(kernels, {}, milliseconds))
+    monkeypatch.setattr(explain, "measure", lambda runs: {"down": 1.1, "up_dgrad": 1.3, "down_dgrad": 9.0})
+    print_speed([Choice(name, args[name], kernel) for name, kernel in chosen.items()], target)
+    down, up_dgrad, down_dgrad = capsys.readouterr().out.splitlines()
+    assert down.endswith("1.100 ms, the table 1.000 ms: as expected")
+    assert up_dgrad.endswith("1.300 ms, the table 1.000 ms: SLOW")
+    assert down_dgrad.endswith("9.000 ms, the table records none")
+
+
+@pytest.mark.parametrize("layer", ["1,2,3,4", "1,2,3,4,x"])
+def test_a_layer_has_five_sizes(layer, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", layer])
+    assert f"a layer must be T,D,F,E,K, got '{layer}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", ["0,2,3,4,1", "1,2,3,0,1", "1,2,3,4,0", "1,-2,3,4,1", "1,2,3,4,5"])
+def test_sizes_that_no_layer_has(layer, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", layer, "--cc", "80"])
+    assert f"T, D, F, E and K must be at least 1, and K at most E, got '{layer}'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(capsys):
+    assert main(["explain", "512,512,1024,4,2", "--dtype", "float16"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.cuda.get_device_name() in printed and printed.count("within the error budget") == 7
+    assert printed.count("speed: ") == 6
+
+
+@pytest.mark.gpu
+def test_asking_about_this_gpu_says_what_is_selected_here():
+    here = find_target(None, None)
+    asked = find_target(device_cc(torch.device("cuda", 0)), torch.cuda.get_device_name())
+    assert here.is_here and not asked.is_here
+    drawn = LayerForms.drawn(LAYER, torch.bfloat16, "cuda", "swiglu").all()
+    for name, args in forms().items():
+        assert select_for(args, asked) is selection.find(drawn[name])

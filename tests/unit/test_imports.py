@@ -1,0 +1,186 @@
+"""Imports point one way: between the packages, between their folders and between files."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The rooms of each package from the ground up. A room imports from those above it in this list alone, deferred and
+# type-only imports included.
+FLOORS = {
+    "moe_kernels": [
+        ["runtime.triton", "router_spec", "activation_spec", "types"],
+        ["reference"],
+        ["testing", "runtime"],
+        ["activation"],
+        ["gemm"],
+        ["permutation"],
+        ["routing", "experts"],
+        ["tools"],
+        ["__main__", "__init__"],
+    ],
+    "moe_layers": [
+        ["checks", "precision", "memory"],
+        ["routing"],
+        ["experts", "balance"],
+        ["parallel", "checkpoint", "integrations"],
+        ["feed_forward"],
+        ["whole_models"],
+        ["__init__"],
+    ],
+}
+
+# What `moe_layers` may import from `moe_kernels` beyond its public names.
+INTERNAL = {
+    "moe_kernels.runtime.dispatch",
+    "moe_kernels.types",
+}
+
+
+def modules(package):
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts)] = path
+    assert found
+    return found
+
+
+MODULES = {**modules("moe_kernels"), **modules("moe_layers")}
+
+
+def imports_of(name):
+    """Dotted names of the modules that a module imports, with the imported name where that is a module itself."""
+    package, names = name.split(".")[:-1], set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                names.add(full if full in MODULES or f"{full}.__init__" in MODULES else source)
+    return names
+
+
+def floor_of(name):
+    """The floor of a module: the longest of the listed names that it is or lies in."""
+    package, *rest = name.removesuffix(".__init__").split(".")
+    rest = rest or ["__init__"]
+    for length in range(len(rest), 0, -1):
+        room = ".".join(rest[:length])
+        for floor, rooms in enumerate(FLOORS[package]):
+            if room in rooms:
+                return floor, room
+    raise AssertionError(f"{name} lies in no listed room")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    package = name.split(".")[0]
+    floor, room = floor_of(name)
+    for imported in imports_of(name):
+        top = imported.split(".")[0]
+        assert top not in {"tests", "benchmarks", "examples"}
+        if top == package and imported != package:
+            other_floor, other_room = floor_of(imported)
+            assert other_floor < floor or other_room == room, f"{name} imports {imported}"
+        elif package == "moe_kernels":
+            assert top != "moe_layers"
+        elif top == "triton":
+            raise AssertionError(f"{name} imports {imported}")
+        elif top == "moe_kernels":
+            assert imported == "moe_kernels" or imported in INTERNAL, f"{name} imports {imported}"
+
+
+def test_no_import_circles():
+    graph = {name: {n if n in MODULES else f"{n}.__init__" for n in imports_of(name)} for name in MODULES}
+    # A package's own __init__ runs before its modules, whoever imports them; it holds no code but the re-exports.
+    graph = {name: others & graph.keys() for name, others in graph.items() if not name.endswith("__init__")}
+    done = set()
+
+    def visit(name, path):
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+
+
+def test_layers_import_public_names_alone():
+    import moe_kernels
+
+    for name, path in MODULES.items():
+        if name.startswith("moe_layers"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module == "moe_kernels":
+                    assert {alias.name for alias in node.names} <= set(moe_kernels.__all__), name
+
+
+def test_only_the_runtime_knows_triton_versions_and_private_apis():
+    for name, path in MODULES.items():
+        if not name.startswith("moe_kernels.runtime"):
+            assert "TRITON_VERSION" not in path.read_text(), name
+
+
+def test_reference_imports_only_torch_and_einops():
+    facts = {"router_spec", "activation_spec", "types"}
+    names = imports_of("moe_kernels.reference") - {f"moe_kernels.{name}" for name in facts}
+    assert {name.split(".")[0] for name in names} <= {"__future__", "collections", "typing", "torch", "einops"}
+    for name in facts:
+        found = imports_of(f"moe_kernels.{name}")
+        assert {n.split(".")[0] for n in found} <= {"__future__", "dataclasses", "math", "typing", "torch"}
+
+
+def test_no_module_is_shadowed_by_a_function_of_its_name():
+    import moe_kernels
+    import moe_layers
+
+    for package in (moe_kernels, moe_layers):
+        children = {name.split(".")[1] for name in MODULES if name.startswith(package.__name__)}
+        assert not children & set(package.__all__)
+
+
+def test_public_names_are_listed():
+    import moe_kernels
+    import moe_layers
+
+    for package in (moe_kernels, moe_layers):
+        assert len(set(package.__all__)) == len(package.__all__)
+        assert all(hasattr(package, name) for name in package.__all__)
+
+
+WITHOUT_TRITON = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "triton" else find_spec(name, *a)
+sys.modules["triton"] = None
+import torch
+from moe_kernels import get_kernels, grouped_gemm
+from moe_layers import MoEFeedForward
+layer = MoEFeedForward(8, 4, 3, 2)
+layer(torch.randn(5, 8)).sum().backward()
+assert all(parameter.grad is not None for parameter in layer.parameters())
+assert get_kernels()
+try:
+    grouped_gemm(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.ones(1).int(), implementation="triton")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_runs_without_triton():
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True, env=os.environ
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Triton is not installed" in result.stdout
