@@ -76,4 +76,5 @@ __all__ = [
     "sort",
     "tl",
     "triton",
+    "version_numbers",
 ]

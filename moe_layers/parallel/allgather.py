@@ -24,8 +24,8 @@ class AllGatherDispatcher(RankDispatcher):
     all-to-all moves while P is at most top_k. All processes must have equally many tokens.
 
     `max_rows_factor` bounds the rows computed here: that many times the slots of this rank, which are T * K or,
-    with a capacity or a list of pairs, fewer. Without it the rows are counted, and the host waits for the count while the
-    tokens are in flight.
+    with a capacity or a list of pairs, fewer. Without it the rows are counted, and the host waits for the count while
+    the tokens are in flight.
     """
 
     def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
