@@ -1,10 +1,10 @@
-"""Every activation and option of the experts beside SwiGLU: each one's share of its own dense bound.
+"""Every activation and option of the experts besides SwiGLU, as a share of its own dense bound.
 
     python -m benchmarks.activations --commit $(git rev-parse --short HEAD) --output benchmarks/results/activations.json
 
-The dense bound of a pass is the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix: a plain
-activation has an up-projection of half the width. `points` is how far a share is below SwiGLU's of the same shape, in
-percentage points. The tests hold the results to the reference; here each is only checked to be finite.
+The dense bound of a pass is the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. A plain
+activation has an up-projection of half the width. `points` is the difference to SwiGLU's share of the same shape, in
+percentage points. The tests check the results; this benchmark only checks that they are finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from moe_kernels import ACTIVATIONS, RouterSpec
+from moe_kernels import RouterSpec
+from moe_kernels.activation_spec import ACTIVATION_KINDS
 from moe_layers import MoEFeedForward
 
 from .baselines import FORWARD_GEMMS, dense_gemms
@@ -24,7 +25,7 @@ from .shapes import SHAPES, TINY, Shape
 from .timing import time_interleaved
 
 VARIANTS = {
-    **{name: {"activation": name} for name in ACTIVATIONS},
+    **{name: {"activation": name} for name in ACTIVATION_KINDS},
     "swiglu with biases": {"bias": True},
     "gpt_oss with biases": {"activation": "gpt_oss", "bias": True},
     "swiglu, weight on input": {"router": RouterSpec.llama4()},
@@ -40,7 +41,7 @@ def make_variant(shape: Shape, variant: str, device: str, dtype: torch.dtype) ->
 
 
 def bench_shape(shape: Shape, variants: list[str], device: str, rounds: int, round_ms: float) -> list[dict]:
-    """Rows of results for one shape, even routing, bfloat16. The variants must have "swiglu" among them."""
+    """Return result rows for one shape, with even routing in bfloat16. The variants must include "swiglu"."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     functions, gated = {}, {}
     for variant in variants:
@@ -54,7 +55,7 @@ def bench_shape(shape: Shape, variants: list[str], device: str, rounds: int, rou
     timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
     rows = []
     for name, gemms in (("forward", FORWARD_GEMMS), ("forward+backward", tuple(dense))):
-        # Half the width takes half the time: these GEMMs are bound by multiplications.
+        # Half the width takes half the time, because these GEMMs are compute-bound.
         ms = {gemm: timings[f"dense/{gemm}"].ms for gemm in gemms}
         bounds = {True: sum(ms.values()), False: sum(t / 2 if "up" in gemm else t for gemm, t in ms.items())}
         base = bounds[True] / timings[f"swiglu/{name}"].ms
@@ -92,7 +93,7 @@ def main() -> None:
         measured = bench_shape(shape, variants, options.device, options.rounds, options.round_ms)
         print_rows(measured, COLUMNS)
         rows += [{**row, **said} for row in measured]
-        if options.output:  # after every shape, so that a stopped run keeps what it measured
+        if options.output:  # after every shape, so that a stopped run keeps its results
             options.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 

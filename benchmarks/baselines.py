@@ -1,4 +1,4 @@
-"""What the layer is compared with: the same computation from PyTorch's own parts, and the dense GEMMs inside it."""
+"""Baselines of the layer: the same computation from PyTorch's own parts, and the dense GEMMs inside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shapes import Shape
 class TorchGroupedMM(nn.Module):
     """The layer from `torch.nn.functional.grouped_mm` and PyTorch's sorting and gathering, for `torch.compile`.
 
-    Shares its parameters with an `MoEFeedForward`, so both compute the same function.
+    It shares its parameters with an `MoEFeedForward`, so both compute the same function.
     """
 
     def __init__(self, layer: MoEFeedForward):
@@ -48,7 +48,7 @@ class TorchGroupedMM(nn.Module):
 
 
 def dense_gemms(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """The layer's GEMMs with all rows in one matrix and one expert's weights: a bound to approach, not a layer."""
+    """Return the layer's GEMMs with all rows in one matrix and one expert's weights: a bound, not a layer."""
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype)

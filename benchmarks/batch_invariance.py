@@ -1,9 +1,9 @@
-"""What batch invariance costs: the layer with `batch_invariant=True` against the same layer without.
+"""Cost of batch invariance: the layer with `batch_invariant=True` against the same layer without.
 
     python -m benchmarks.batch_invariance --commit $(git rev-parse --short HEAD) --output benchmarks/results/inv.json
 
-Before it is timed, the first token's output in every batch is compared with its output alone, bit by bit. Timings take
-turns in rounds; on a GPU the forward of few tokens is timed in a CUDA graph too, without the host.
+Before timing, the first token's output in every batch is compared bitwise with its output alone. Timings take turns in
+rounds. On a GPU, the forward of few tokens is also timed in a CUDA graph, without host time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .shapes import SHAPES, TINY, Shape
 from .timing import in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 16, 128, 1024, 16384)
-_IN_A_GRAPH = 1024  # up to so many tokens
+_IN_A_GRAPH = 1024  # up to this many tokens
 
 
 def check_invariance(layer: MoEFeedForward, tokens: Tensor) -> None:
@@ -35,7 +35,7 @@ def check_invariance(layer: MoEFeedForward, tokens: Tensor) -> None:
 
 
 def bench_tokens(shape: Shape, device: str, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
-    """Rows of results for one shape, with the number of tokens that it has."""
+    """Return result rows for one shape, with its number of tokens."""
     layer = make_layer(shape, device, dtype)
     invariant = copy.deepcopy(layer)
     invariant.batch_invariant = True
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
             measured = bench_tokens(sized, options.device, dtype, options.rounds, options.round_ms)
             rows += [{**row, **environment(options.device, options.commit)} for row in measured]
             print_rows(measured, COLUMNS)
-            if options.output:  # after every size, so that a stopped run keeps what it measured
+            if options.output:  # after every size, so that a stopped run keeps its results
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

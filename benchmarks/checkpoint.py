@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoint --commit $(git rev-parse --short HEAD) --output benchmarks/results/checkpoint.json
 
 The files are written first, so that the page cache holds them. The loaded layer is compared with the written one before
-anything is timed. Loads and reads by `dd of=/dev/null bs=16M` take turns. "share" is the layer's bytes per second over
+any timing. Loads and reads by `dd of=/dev/null bs=16M` take turns. "share" is the layer's bytes per second divided by
 dd's.
 """
 

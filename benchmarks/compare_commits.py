@@ -1,9 +1,9 @@
-"""The layer of this tree beside that of another checkout of it, taking turns in one run.
+"""Compare this tree's layer with another checkout's, taking turns in one run.
 
     git worktree add ../before COMMIT
     python -m benchmarks.compare_commits --before ../before --commits $(git rev-parse --short HEAD) COMMIT --output FILE
 
-Two runs differ by several per cent in their clocks alone, so a loss of one or two shows only here.
+The clocks of two separate runs differ by several per cent, so losses of 1 or 2 % show only in one run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PACKAGES = ("moe_kernels", "moe_layers")
 
 
 def load_before(tree: Path, directory: Path) -> type[torch.nn.Module]:
-    """`MoEFeedForward` of another tree, whose packages and ops get names of their own in a copy."""
+    """Return `MoEFeedForward` of another tree, in a copy whose packages and ops are renamed."""
     for package in _PACKAGES:
         shutil.copytree(tree / package, directory / f"before_{package}", ignore=shutil.ignore_patterns("__pycache__"))
     for file in directory.rglob("*.py"):
@@ -39,7 +39,7 @@ def load_before(tree: Path, directory: Path) -> type[torch.nn.Module]:
 def bench_versions(
     before: type[torch.nn.Module], shape: Shape, routing: str, device: str, rounds: int, round_ms: float
 ) -> list[dict]:
-    """A row per pass: ms now and before, and how many times as long it takes now."""
+    """Return a row per pass: ms now and before, and their ratio."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     now = make_layer(shape, device, dtype)
     tokens = make_tokens(now, shape, routing, dtype)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def compare(before: type[torch.nn.Module], options: argparse.Namespace) -> None:
-    """Measure all that was asked for, print it and write it."""
+    """Measure all requested shapes, print the results and write them."""
     rows = []
     for name in options.shapes:
         shape = TINY if name == TINY.name else SHAPES[name]
@@ -87,7 +87,7 @@ def compare(before: type[torch.nn.Module], options: argparse.Namespace) -> None:
             print_rows(measured, list(measured[0]))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-            if options.output:  # after every shape, so that a stopped run keeps what it measured
+            if options.output:  # after every shape, so that a stopped run keeps its results
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

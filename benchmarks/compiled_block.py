@@ -1,8 +1,8 @@
-"""A transformer block with the layer in it, compiled by torch.compile(fullgraph=True), against the same block as it is.
+"""A transformer block with the layer, compiled by torch.compile(fullgraph=True), against the same block uncompiled.
 
     python -m benchmarks.compiled_block --commit $(git rev-parse --short HEAD) --output benchmarks/results/block.json
 
-The block is checked before it is timed. Timings take turns in rounds.
+The block is checked before timing. Timings take turns in rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_kernels.testing import assert_accurate
-from moe_layers import LayerRouting, MoEFeedForward
+from moe_layers import LayerRouting, MoEConfig, MoEFeedForward
 
 from .layer import PASSES, environment, passes, print_rows
 from .shapes import SHAPES, TINY, Shape
@@ -30,15 +30,12 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + experts(norm(x)).
 
     Args:
-        moe: options of the `MoEFeedForward`.
+        moe: further arguments of `MoEFeedForward.from_config`.
     """
 
     def __init__(
         self,
-        d_model: int,
-        d_ff: int,
-        num_experts: int,
-        top_k: int,
+        config: MoEConfig,
         *,
         head_dim: int = 64,
         device: torch.device | str | None = None,
@@ -48,10 +45,10 @@ class TransformerBlock(nn.Module):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         self.head_dim = head_dim
-        self.attention_norm, self.experts_norm = (nn.RMSNorm(d_model, eps=1e-6, **factory) for _ in range(2))
-        self.w_qkv = nn.Linear(d_model, 3 * d_model, bias=False, **factory)
-        self.w_out = nn.Linear(d_model, d_model, bias=False, **factory)
-        self.experts = MoEFeedForward(d_model, d_ff, num_experts, top_k, **moe, **factory)
+        self.attention_norm, self.experts_norm = (nn.RMSNorm(config.d_model, eps=1e-6, **factory) for _ in range(2))
+        self.w_qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False, **factory)
+        self.w_out = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+        self.experts = MoEFeedForward.from_config(config, **moe, **factory)
 
     def forward(
         self,
@@ -77,16 +74,16 @@ class TransformerBlock(nn.Module):
 
 
 def compiled(function, device: str):
-    """Without graph breaks: by Inductor on a GPU, as traced on a CPU."""
+    """Compile without graph breaks: by Inductor on a GPU, traced only on a CPU."""
     return torch.compile(function, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
 
 
 @torch.no_grad()
 def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
-    """The tests' error budget: how good the chosen experts are, and the output where both choose the same ones."""
+    """Apply the tests' error budget to the chosen experts, and to the output where both choose the same ones."""
     actual, compiled_routing = compiled(block.with_routing, device)(x)
     baseline, routing = block.with_routing(x)
-    # float32 without TF32 is exact beside 16-bit results.
+    # float32 without TF32 is exact in comparison with 16-bit results.
     exact_block = copy.deepcopy(block).float()
     _, best = exact_block.with_routing(x.float())
     chosen = [best.logits.gather(1, r.topk_experts.long()).sum(1) for r in (compiled_routing, routing, best)]
@@ -99,11 +96,11 @@ def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
 def bench_block(
     shape: Shape, device: str, dtype: torch.dtype, rounds: int, round_ms: float, implementation: str | None = None
 ) -> list[dict]:
-    """Rows of results for one shape."""
+    """Return result rows for one shape."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-    block = TransformerBlock(*sizes, device=device, dtype=dtype, implementation=implementation)
+    config = MoEConfig(shape.d_model, shape.d_ff, shape.num_experts, shape.top_k)
+    block = TransformerBlock(config, device=device, dtype=dtype, implementation=implementation)
     length = min(SEQUENCE_LENGTH, shape.num_tokens // 2)
     x = torch.randn(shape.num_tokens // length, length, shape.d_model, device=device, dtype=dtype)
     check_block(block, x, device)
@@ -157,7 +154,7 @@ def main() -> None:
         measured = bench_block(shape, options.device, dtype, options.rounds, options.round_ms)
         rows += [{**row, **environment(options.device, options.commit)} for row in measured]
         print_rows(measured, COLUMNS)
-        if options.output:  # after every shape, so that a stopped run keeps what it measured
+        if options.output:  # after every shape, so that a stopped run keeps its results
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

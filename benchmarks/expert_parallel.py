@@ -1,23 +1,28 @@
-"""Expert parallelism: bandwidth of the collectives, and the layer at several numbers of processes.
+"""Expert parallelism: bandwidth of the collectives, and the layer with several numbers of ranks.
 
     torchrun --nproc-per-node 8 -m benchmarks.expert_parallel --commit $(git rev-parse --short HEAD) \\
         --output benchmarks/results/expert_parallel.json
     python -m benchmarks.expert_parallel --best benchmarks/results/expert_parallel.json
     python -m benchmarks.expert_parallel --plan
 
-Every process has as many tokens, whatever the number of processes. For each shape, number of processes that share the
-experts (EP) and routing, in the same run and taking turns: all-gather and all-to-all, whole, in two chunks, and so with
-SMs reserved for communication; the overlapped all-gather, in one chunk and in two; `grouped_mm` with a plain
-all-to-all; the layer on one GPU with as many rows and E / EP experts (`local_ms`); and the collectives of the tokens
-alone, of the same sizes (`comm_ms`; with backward twice). The model without overlap is the sum of the last two, and
-`share_of_model` its part of the measured time: above 1 is what overlap gains. As that model knows no skew,
-`share_of_busiest` is the same with `local_ms` times `busiest`: the rows of the process that has the most, in even
-shares. Of each call the slowest process counts. Outputs and gradients of all implementations are compared before
-anything is timed; what differs is not, and the command fails at its end.
+Every rank has equally many tokens, whatever the number of ranks. Implementations take turns in one run for each shape,
+number of ranks that share the experts (EP) and routing:
 
-All of a configuration share its parameters, and none keeps gradients. A configuration whose memory, by `--plan`, is
-more than there is, or for which no time is left, has one row that says why it is `skipped`. `best` names the simplest
-form within 2 % of the fastest; `--best` prints it for each shape and EP, over the routings.
+* all-gather and all-to-all: whole, in two chunks, and in two chunks with SMs reserved for communication;
+* the overlapped all-gather, in one chunk and in two;
+* `grouped_mm` with a plain all-to-all;
+* the layer on one GPU with as many rows and E / EP experts (`local_ms`);
+* the tokens' collectives alone, with the same sizes (`comm_ms`; with backward twice).
+
+The model without overlap is `local_ms + comm_ms`, and `share_of_model` is the model's time divided by the measured
+time: values above 1 are gained by overlap. The model ignores skew, so `share_of_busiest` uses `local_ms` times
+`busiest`, the rows of the busiest rank in even shares. The slowest rank of each call counts. Outputs and gradients of
+all implementations are compared before timing. An implementation that differs is not timed, and the command fails at
+its end.
+
+All implementations of a configuration share its parameters, and none keeps gradients. A configuration that needs too
+much memory, by `--plan`, or for which no time is left, has one row with the reason in `skipped`. `best` names the
+simplest form within 2 % of the fastest; `--best` prints it for each shape and EP, over the routings.
 """
 
 from __future__ import annotations
@@ -46,14 +51,14 @@ from .parallel_memory import peak_bytes
 from .parallel_timing import bench_bandwidth, largest
 from .shapes import TINY, Shape
 
-# Tokens of each process.
+# Tokens per rank.
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
         Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
         Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
-        # For two processes: each has the rows and experts that one of eight has, and 4/7 of what that communicates.
+        # For two ranks: each has the rows and experts of one rank of eight, and 4/7 of its communication.
         Shape("qwen3-235b-of-eight", 32768, 4096, 1536, 32, 2),
         Shape("deepseek-v3-of-eight", 32768, 7168, 2048, 64, 2),
         TINY,
@@ -67,7 +72,7 @@ COLUMNS += ("share_of_model", "busiest", "share_of_busiest", "times_baseline", "
 
 class Configuration(NamedTuple):
     shape: Shape
-    ep: int  # processes that share the experts
+    ep: int  # ranks that share the experts
     routing: str
 
     @property
@@ -89,7 +94,7 @@ def configurations(options: argparse.Namespace, sizes: list[int]) -> list[Config
 
 
 def start_processes() -> torch.device:
-    # NVLink multicast is not available on every machine whose GPUs say it is.
+    # Some machines report NVLink multicast although it does not work.
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -134,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace, device: torch.device, rows: list[dict], started: float) -> None:
-    """Add what is measured to `rows`. `started` is when the seconds began."""
+    """Add the measurements to `rows`. `started` is the start of the time budget."""
     num_processes, is_first = distributed.get_world_size(), distributed.get_rank() == 0
     about = environment(device.type, options.commit) | {"processes": num_processes}
 
@@ -147,7 +152,7 @@ def run(options: argparse.Namespace, device: torch.device, rows: list[dict], sta
             for row in skipped:
                 print(row)
             sys.stdout.flush()
-            if options.output:  # after every step, so that a stopped run keeps what it measured
+            if options.output:  # after every step, so that a stopped run keeps its results
                 write_whole(options.output, json.dumps(rows, indent=1) + "\n")
 
     everyone = Ranks.of(distributed.group.WORLD)
@@ -204,12 +209,12 @@ def expert_mesh(device: torch.device, ep: int) -> DeviceMesh:
 
 
 def seconds_since(started: float, device: torch.device) -> float:
-    """The same in every process."""
+    """Return the same elapsed time on every rank."""
     return largest([time.monotonic() - started], device).item()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """So that whoever reads it, whenever this is stopped, finds all of what was written last."""
+    """Replace the file in one step, so that readers always find a complete file, even if this is interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.part")
     written.write_text(text)

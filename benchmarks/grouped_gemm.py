@@ -4,21 +4,21 @@
     python -m benchmarks.grouped_gemm --plot results.json
     python -m benchmarks.grouped_gemm --rows-per-expert 96 160 320 --gemms up up_dgrad
 
-Results of this package are checked before they are timed, and timings take turns in rounds. What is compared:
+Results of this package are checked before timing, and timings take turns in rounds. Implementations:
 
     op                 grouped_gemm or grouped_gemm_wgrad, which makes the tile table and the output on each call
-    kernel             the kernel that the op selects, with table and output made before, as the layer runs it
+    kernel             the kernel that the op selects, with table and output made before, as in the layer
     torch_grouped_mm   torch.nn.functional.grouped_mm
     mm_loop            one torch.mm (cuBLAS) per group, whose sizes the host knows
-    dense              one torch.mm of all rows with one matrix: the bound, computing as much but not the same
+    dense              one torch.mm of all rows with one matrix: the bound, with equal work but another result
 
-The plain problem is so small that a call may take the CPU longer than the GPU: `host` "graph" replays a CUDA graph of
-one call, all its launches in it, where "eager" is the call itself. With `--rows-per-expert` it is left out, and the
-layers have as many tokens as give each expert so many rows on average.
+The plain problem is so small that a call may take the CPU longer than the GPU. `host` "graph" replays a CUDA graph of
+one call with all its launches; "eager" is the call itself. `--rows-per-expert` omits the plain problem, and gives the
+layers as many tokens as each expert needs for this average number of rows.
 
-`cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never holds it up, for
-the ops and for the best kernel of each design: `run` asks whether it supports its arguments, "assumed" does not, and
-"compiled" also has a compiled artifact, so that nothing is inspected.
+`cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never delays it. It is
+measured for the ops and for the best kernel of each design: `run` checks whether the kernel supports its arguments,
+"assumed" does not, and "compiled" also passes a compiled artifact, so that nothing is inspected.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Problem:
 
 
 def layer_problems(shape: Shape, routing: str, device: str) -> Iterator[Problem]:
-    """The six GEMMs of a layer, with weights stored as w_up [E, 2F, D] and w_down [E, D, F]."""
+    """Yield the six GEMMs of a layer, with weights stored as w_up [E, 2F, D] and w_down [E, D, F]."""
     generator = torch.Generator(device).manual_seed(0)
     logits = make_logits(shape.num_tokens, shape.num_experts, routing, device, generator)
     experts = reference.topk_routing(logits, shape.top_k).topk_experts
@@ -99,14 +99,14 @@ def layer_problems(shape: Shape, routing: str, device: str) -> Iterator[Problem]
 
 
 def plain_problem(num_rows: int, num_groups: int, size_k: int, size_n: int, device: str) -> Problem:
-    """Equal groups and matrices stored as [G, K, N]."""
+    """Return a problem with equal groups and matrices stored as [G, K, N]."""
     offsets = (torch.arange(1, num_groups + 1, device=device) * num_rows // num_groups).int()
     name = f"{num_rows}x{size_n}x{size_k}-g{num_groups}"
     return Problem(name, "plain", "even", offsets, num_rows, size_k, size_n)
 
 
 def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """What is timed; each returns its result."""
+    """Return the functions to time; each returns its result."""
     ends = offsets.tolist()
     pieces = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if problem.wgrad:
@@ -141,7 +141,7 @@ def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> 
 
 
 def kernel_arguments(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> GroupedGemmArguments | WgradArguments:
-    """Arguments that hold the output and, for the selected kernel's tile height, the table."""
+    """Return arguments that hold the output and, for the selected kernel's tile height, the table."""
     if problem.wgrad:
         out = a.new_empty(len(offsets), problem.size_k, problem.size_n)
         return WgradArguments(a, b, out, tile_table=reference.tile_table(offsets, len(a), 128))
@@ -162,7 +162,7 @@ def selected_kernel(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> 
 
 
 def check(problem: Problem, functions: dict[str, Callable[[], Tensor]], operands: tuple[Tensor, ...]) -> None:
-    """The tests' error budget for what is ours; float32 without TF32 is exact beside 16-bit results."""
+    """Apply the tests' error budget to our results; float32 without TF32 is exact in comparison with 16-bit ones."""
     op = reference.grouped_gemm_wgrad if problem.wgrad else reference.grouped_gemm
     a, b, offsets = operands
     wider = torch.float64 if a.dtype == torch.float32 else torch.float32
@@ -172,8 +172,8 @@ def check(problem: Problem, functions: dict[str, Callable[[], Tensor]], operands
 
 
 def measure_cpu(functions: dict[str, Callable[[], object]], device: str) -> dict[str, float]:
-    """Microseconds until each call returns: the median of the means of 20 calls."""
-    num_calls, num_samples = (20, 25) if device == "cuda" else (1, 3)  # the CPU waits for what it computes itself
+    """Return microseconds until each call returns: the median of the means of 20 calls."""
+    num_calls, num_samples = (20, 25) if device == "cuda" else (1, 3)  # without a GPU the CPU computes
     result = {}
     for name, function in functions.items():
         samples = []
@@ -189,7 +189,7 @@ def measure_cpu(functions: dict[str, Callable[[], object]], device: str) -> dict
 
 
 def bench_problem(problem: Problem, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
-    """Rows of results for one problem."""
+    """Return result rows for one problem."""
     device = problem.offsets.device.type
     operands = problem.operands(dtype)
     functions = implementations(problem, *operands)
@@ -209,7 +209,7 @@ def bench_problem(problem: Problem, dtype: torch.dtype, rounds: int, round_ms: f
 
 
 def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
-    """Rows with the CPU time of a call, on a problem that takes the GPU less long than a call takes the CPU."""
+    """Return rows with the CPU time of a call, on a problem that takes the GPU less time than the CPU."""
     problem = plain_problem(512, 4, 128, 256, device)
     operands = problem.operands(dtype)
     functions = implementations(problem, *operands)
@@ -218,7 +218,7 @@ def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
     del functions["kernel"]
     for kernel in _one_of_each_design(get_kernels(args)):
         artifact, name = kernel.compile(args), kernel.metadata.kernel_name
-        made = kernel.with_metadata(args, None)  # the tile table of its own height, if it reads one
+        made = kernel.with_metadata(args, None)  # a tile table of its own height, if it reads one
         functions[f"run {name}"] = partial(kernel.run, made)
         functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
@@ -229,7 +229,7 @@ def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
 
 
 def _one_of_each_design(kernels: list[Kernel]) -> list[Kernel]:
-    """The best of each."""
+    """Return the best kernel of each design."""
     return list({type(kernel): kernel for kernel in reversed(kernels)}.values())
 
 
@@ -257,7 +257,7 @@ def _row(problem: Problem, implementation: str, kernel: str | None, timing: Timi
 
 
 def plot(path: Path) -> Path:
-    """A line per implementation: the share of dense cuBLAS over the shapes under even routing, one panel per GEMM."""
+    """Plot each implementation's share of dense cuBLAS over the shapes with even routing, one panel per GEMM."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -284,7 +284,7 @@ def plot(path: Path) -> Path:
 
 
 def runs(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[list[dict]]:
-    """Rows of one problem after the other."""
+    """Yield the rows of one problem after another."""
     bench = partial(bench_problem, dtype=dtype, rounds=options.rounds, round_ms=options.round_ms)
     if not options.rows_per_expert:
         yield bench_cpu(options.device, dtype)
@@ -299,7 +299,7 @@ def runs(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[list[dict]
 
 
 def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
-    """The shapes, or each with tokens for so many rows an expert, on average."""
+    """Return the shapes, or each shape with tokens for these average numbers of rows per expert."""
     if not rows_per_expert:
         return shapes
     return [
@@ -330,7 +330,7 @@ def main() -> None:
     for measured in runs(options, dtype):
         rows += [{**row, **environment(options.device, options.commit)} for row in measured]
         print_rows([{column: row.get(column) for column in COLUMNS} for row in measured], COLUMNS)
-        if options.output:  # after every problem, so that a stopped run keeps what it measured
+        if options.output:  # after every problem, so that a stopped run keeps its results
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

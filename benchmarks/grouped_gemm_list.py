@@ -3,16 +3,16 @@
     python -m benchmarks.grouped_gemm_list --commit $(git rev-parse --short HEAD) --output results.json
     python -m benchmarks.grouped_gemm_list --plot results.json
 
-Every result is checked before it is timed, and timings take turns in rounds. What is compared:
+Every result is checked before timing, and timings take turns in rounds. Implementations:
 
     mm_loop     one torch.mm (cuBLAS) per problem, which allocates its output
     op          grouped_gemm_list, which makes the outputs and the table on each call
-    prepared    GroupedProblem.run with the kernel that the selector takes
+    prepared    GroupedProblem.run with the selected kernel
     pointer     GroupedProblem.run with the pointer kernel that is fastest here, by kernel time
-    tma         the same of the TMA kernels
+    tma         the same for the TMA kernels
 
-`host` "eager" includes what the host needs for a call, where the GPU waits for it; "graph" replays a CUDA graph of one
-call, so that it shows the GPU's time alone.
+`host` "eager" includes the host time of a call where the GPU waits for it; "graph" replays a CUDA graph of one call,
+and shows GPU time alone.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def make_lists(num_problems: int, size: int, device: str, dtype: torch.dtype) ->
 
 
 def check(outs: list[Tensor], a_list: list[Tensor], b_list: list[Tensor]) -> None:
-    """The tests' error budget."""
+    """Apply the tests' error budget."""
     baseline = reference.grouped_gemm_list(a_list, b_list)
     exact = reference.grouped_gemm_list([a.double() for a in a_list], [b.double() for b in b_list])
     assert_accurate(*(torch.stack(matrices) for matrices in (outs, baseline, exact)))
 
 
 def prepared_problems(a_list: list[Tensor], b_list: list[Tensor]) -> dict[str, list[GroupedProblem]]:
-    """The selected problem, then one for each kernel of a design that supports it."""
+    """Return the selected problem, then one for each supported kernel of a design."""
     selected = GroupedProblem.from_lists(a_list, b_list)
     found: dict[str, list[GroupedProblem]] = {"prepared": [selected], "pointer": [], "tma": []}
     for kernel in get_kernels(selected.args) if selected.kernel is not None else ():
@@ -70,7 +70,7 @@ def fastest(problems: list[GroupedProblem], device: str) -> GroupedProblem:
 
 
 def bench(num_problems: int, size: int, device: str, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
-    """Rows of results for one kind of problem."""
+    """Return result rows for one kind of problem."""
     a_list, b_list = make_lists(num_problems, size, device, dtype)
     problems = {}
     for name, candidates in prepared_problems(a_list, b_list).items():
@@ -117,7 +117,7 @@ def _row(
 
 
 def plot(path: Path) -> Path:
-    """Lines over N for four problems, eager and in a graph, beside the results file."""
+    """Plot lines over N for four problems, eager and in a graph, next to the results file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,7 +161,7 @@ def main() -> None:
         measured = bench(*map(int, problem.split("x")), options.device, dtype, options.rounds, options.round_ms)
         rows += [{**row, **environment(options.device, options.commit)} for row in measured]
         print_rows(measured, COLUMNS)
-        if options.output:  # after every problem, so that a stopped run keeps what it measured
+        if options.output:  # after every problem, so that a stopped run keeps its results
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
-"""What expert parallelism is compared with: grouped_mm and a plain all-to-all, as training frameworks have it.
+"""Baseline of expert parallelism: grouped_mm and a plain all-to-all, as in training frameworks.
 
-It runs eager, like the layers that it is timed beside: nothing is compiled.
+It runs eager, like the layers it is compared with: nothing is compiled.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from moe_layers.parallel.collectives import Ranks
 class TorchAllToAll(nn.Module):
     """The layer from `torch.nn.functional.grouped_mm`, PyTorch's sorting and gathering, and differentiable collectives.
 
-    Tokens are put in expert order, exchanged, put in the order of the experts here, computed, and all of it back. The
-    counts are exchanged first and read by the host. Shares its parameters with an `MoEFeedForward`.
+    Tokens are sorted by expert, exchanged, sorted by local expert, computed, and moved back in the same steps. Counts
+    are exchanged first and read by the host. The layer shares its parameters with an `MoEFeedForward`.
     """
 
     def __init__(self, layer: MoEFeedForward, ranks: Ranks):
@@ -43,7 +43,7 @@ class TorchAllToAll(nn.Module):
             sums = torch.stack([counts.view(num_ranks, -1).sum(1), arriving.sum(1)])
         sent, received = sums.tolist()
         row_to_slot = choices.flatten().argsort(stable=True)
-        rows = self._exchange(tokens[row_to_slot // top_k], received, sent)  # [R, D] by process, then expert
+        rows = self._exchange(tokens[row_to_slot // top_k], received, sent)  # [R, D] by rank, then expert
         experts = torch.arange(arriving.shape[1], device=tokens.device).repeat(num_ranks)
         experts = experts.repeat_interleave(arriving.flatten(), output_size=len(rows))
         order = experts.argsort(stable=True)
@@ -65,7 +65,7 @@ class TorchAllToAll(nn.Module):
 
 
 def _put(rows: Tensor, places: Tensor) -> Tensor:
-    """Each row in its place, of which each is named once: nothing else is written, nor copied."""
+    """Write each row to its place. Each place occurs once, so nothing else is written or copied."""
     return torch.empty_like(rows).index_copy_(0, places, rows)
 
 

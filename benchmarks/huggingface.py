@@ -1,16 +1,17 @@
-"""A Qwen3-MoE of transformers with its default experts against the same model with ours.
+"""A Qwen3-MoE of transformers with its default experts, against the same model with ours.
 
     python -m benchmarks.huggingface --commit $(git rev-parse --short HEAD) --output benchmarks/results/huggingface.json
 
-The model has the width of Qwen3-30B-A3B, four layers and random weights. Timed are one MoE block, router included,
-forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Timings take turns in
-rounds. Peak memory is the highest during a call less what was allocated before it, that is without parameters and
-optimizer states.
+The model has the width of Qwen3-30B-A3B, four layers and random weights. The benchmark times one MoE block, router
+included, forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Timings
+take turns in rounds. Peak memory is the highest during a call minus the memory allocated before it, so it excludes
+parameters and optimizer states.
 
-Both passes are checked first, against float32. The experts of a block: element by element, by the tests' error budget,
-with one choice of experts for all. The step, where near ties may choose otherwise: the norm of each parameter's
-gradient, by relative errors of at most twice the default's largest plus one unit in the last place of the dtype; and
-the loss, an average over tokens, by at most twice the default's error plus an eighth of that unit.
+Both are first checked against float32. The experts of a block are checked element by element, by the tests' error
+budget, with one choice of experts for all. In the step, near ties may choose other experts. It is checked by the norm
+of each parameter's gradient: its relative error may be at most twice the default's largest, plus one unit in the last
+place of the dtype. The error of the loss, an average over tokens, may be at most twice the default's plus an eighth of
+that unit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from moe_kernels import IMPLEMENTATIONS
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import enable
 
@@ -36,7 +37,7 @@ from .timing import time_interleaved
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model and of its batch."""
+    """Sizes of a model and its batch."""
 
     name: str
     d_model: int
@@ -97,7 +98,7 @@ def block_of(model: nn.Module) -> nn.Module:
 
 
 def check_experts(default: nn.Module, ours: nn.Module, exact: nn.Module, tokens: Tensor) -> None:
-    """The error budget on the experts of a block: output and gradients."""
+    """Apply the error budget to a block's experts: output and gradients."""
     with torch.no_grad():
         _, weights, chosen = block_of(default).gate(tokens)
 
@@ -117,10 +118,10 @@ def check_experts(default: nn.Module, ours: nn.Module, exact: nn.Module, tokens:
 
 
 def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Tensor) -> None:
-    """The loss and the norm of each gradient.
+    """Check the loss and the norm of each gradient.
 
     Raises:
-        AssertionError: names the value that is off.
+        AssertionError: names the wrong value.
     """
 
     def run(model: nn.Module) -> dict[str, float]:
@@ -177,7 +178,7 @@ def training_step(model: nn.Module, batch: Tensor) -> Callable[[], None]:
 
 
 def peak_mib(run: Callable[[], None], model: nn.Module) -> float:
-    run()  # optimizer states exist after a first call
+    run()  # the first call makes the optimizer states
     model.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

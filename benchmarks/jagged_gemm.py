@@ -3,11 +3,11 @@
     python -m benchmarks.jagged_gemm --commit $(git rev-parse --short HEAD) --output results.json
     python -m benchmarks.jagged_gemm --plot results.json
 
-Every result is checked before it is timed, and timings take turns in rounds. The bound is cuBLAS on `a_packed @ b`, or
-its two gradients, from the same run. What is compared:
+Every result is checked before timing, and timings take turns in rounds. The bound is cuBLAS on `a_packed @ b`, or its
+two gradients, in the same run. Implementations:
 
-    op          jagged_gemm, with the kernel that the selector takes; its tiles may cross groups
-    by_group    the fastest kernel whose tiles do not, behind the catalog, forward only
+    op          jagged_gemm, with the selected kernel; its tiles may cross groups
+    by_group    the catalog's fastest kernel whose tiles do not cross groups, forward only
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = ("problem", "skew", "pass", "implementation", "kernel", "ms", "ms_p20"
 
 
 def make_offsets(num_rows: int, num_groups: int, skew: str) -> Tensor:  # [G + 1]
-    """ "even"; "uneven": the g-th group's share is 1 / (g + 1); "one": all rows in the middle group."""
+    """Return offsets. "even"; "uneven": the g-th group's share is 1 / (g + 1); "one": all rows in the middle group."""
     weights = torch.ones(num_groups, dtype=torch.float64)
     if skew == "uneven":
         weights = 1 / torch.arange(1, num_groups + 1, dtype=torch.float64)
@@ -46,14 +46,14 @@ def make_offsets(num_rows: int, num_groups: int, skew: str) -> Tensor:  # [G + 1
 
 
 def gradients(op: Callable[..., Tensor], a: Tensor, b: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """The output and both gradients."""
+    """Return the output and both gradients."""
     leaves = [a.detach().requires_grad_(), b.detach().requires_grad_()]
     out = op(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
-    """The tests' error budget on the output and both gradients. float32 is exact beside 16-bit results."""
+    """Apply the tests' error budget to the output and both gradients. float32 counts as exact for 16-bit results."""
     wide = torch.float64 if a.dtype == torch.float32 else torch.float32
     actual = gradients(lambda a, b: jagged_gemm(a, b, offsets), a, b, dout)
     baseline = gradients(lambda a, b: reference.jagged_gemm(a, b, offsets), a, b, dout)
@@ -63,7 +63,7 @@ def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
 
 
 def by_group(args: JaggedGemmArguments, device: str) -> tuple[str, Callable[[], object]] | None:
-    """Name and call of the fastest kernel with tiles by group."""
+    """Return name and call of the fastest kernel with tiles by group."""
     kernels = [kernel for kernel in get_kernels(args) if kernel.by_group]
     functions = {kernel.metadata.kernel_name: partial(kernel.run, args) for kernel in kernels}
     if not functions:
@@ -81,7 +81,7 @@ def by_group(args: JaggedGemmArguments, device: str) -> tuple[str, Callable[[], 
 def bench(
     sizes: tuple[int, int, int, int], skew: str, device: str, dtype: torch.dtype, rounds: int, round_ms: float
 ) -> list[dict]:
-    """Rows of results for one problem."""
+    """Return result rows for one problem."""
     num_rows, size_k, size_n, num_groups = sizes
     generator = torch.Generator(device).manual_seed(0)
     a, b, dout = (
@@ -135,7 +135,7 @@ def _row(
 
 
 def plot(path: Path) -> Path:
-    """Lines over the skews, one for each problem and implementation, beside the results file."""
+    """Plot lines over the skews, one per problem and implementation, next to the results file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -186,7 +186,7 @@ def main() -> None:
             measured = bench(sizes, skew, options.device, dtype, options.rounds, options.round_ms)
             rows += [{**row, **environment(options.device, options.commit)} for row in measured]
             print_rows(measured, COLUMNS)
-            if options.output:  # after every problem, so that a stopped run keeps what it measured
+            if options.output:  # after every problem, so that a stopped run keeps its results
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

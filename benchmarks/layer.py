@@ -4,10 +4,10 @@
     python -m benchmarks.layer --compare benchmarks/results/layer.json
     python -m benchmarks.layer --plot benchmarks/results/layer.json
 
-Every shape is checked before it is timed. Timings take turns in rounds. The dense bound of a pass is the sum of the
-cuBLAS medians of its GEMMs with all T * K rows in one matrix, from the same run. Saved memory is what is allocated
-after a forward less before it, output included, input excluded; peak memory is the highest during forward and backward
-less before them, gradients included.
+Every shape is checked before timing. Timings take turns in rounds. The dense bound of a pass is measured in the same
+run: the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. Saved memory is the memory allocated
+after a forward minus that before it, including the output but not the input. Peak memory is the highest during forward
+and backward minus that before them, including gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_layer(shape: Shape, device: str, dtype: torch.dtype) -> MoEFeedForward:
 
 
 def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.dtype) -> Tensor:  # [T, D]
-    """Random tokens, moved along the router's rows so that its logits make the choice follow `routing`."""
+    """Return random tokens, shifted along the router's rows so that its choice follows `routing`."""
     w_router = layer.router.weight.detach().float()
     generator = torch.Generator(w_router.device).manual_seed(0)
     tokens = torch.randn(shape.num_tokens, shape.d_model, device=w_router.device, generator=generator)
@@ -51,7 +51,8 @@ def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.
 
 
 def check_layer(layer: MoEFeedForward, tokens: Tensor) -> None:
-    """The tests' error budget on the expert op, output and gradients, with one choice of experts for all precisions."""
+    """Apply the tests' error budget to the expert op, output and gradients, with one choice of experts for all
+    dtypes."""
     with torch.no_grad():
         routed = layer.router(tokens)
     operands = (tokens, routed.topk_weights, layer.experts.w_up, layer.experts.w_down)
@@ -64,7 +65,7 @@ def check_layer(layer: MoEFeedForward, tokens: Tensor) -> None:
         dout = torch.randn(out.shape, device=out.device, generator=generator).to(tokens.dtype).to(dtype)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
-    # float32 without TF32 is exact beside 16-bit results.
+    # float32 without TF32 is exact in comparison with 16-bit results.
     exact = run(reference.fused_experts, torch.float32)
     baseline = run(reference.fused_experts, tokens.dtype)
     actual = run(fused_experts, tokens.dtype)
@@ -73,7 +74,7 @@ def check_layer(layer: MoEFeedForward, tokens: Tensor) -> None:
 
 
 def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:
-    """One call of each pass."""
+    """Return one call of each pass."""
     leaf = tokens.detach().requires_grad_()
     dout = torch.randn_like(tokens)
     parameters = list(layer.parameters())
@@ -89,9 +90,10 @@ def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], obj
     return {"forward": forward, "forward+backward": forward_backward}
 
 
-def measure_memory(run: dict[str, Callable[[], object]], layer: torch.nn.Module) -> tuple[float, float]:
-    """(saved, peak) MiB."""
+def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float]:
+    """Return (saved, peak) MiB. The peak is measured from before the forward, gradients included; the layer has run."""
     layer.zero_grad()
+    run = passes(layer, tokens)  # with a leaf of its own, which has no gradient yet that the run would free
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = run["forward"]()
@@ -105,7 +107,7 @@ def measure_memory(run: dict[str, Callable[[], object]], layer: torch.nn.Module)
 def bench_layer(
     shape: Shape, routing: str, device: str, dtype: torch.dtype, rounds: int, round_ms: float
 ) -> list[dict]:
-    """Rows of results for one shape and routing."""
+    """Return result rows for one shape and routing."""
     layer = make_layer(shape, device, dtype)
     tokens = make_tokens(layer, shape, routing, dtype)
     check_layer(layer, tokens)
@@ -115,8 +117,7 @@ def bench_layer(
     modules = {"triton": layer, "torch_grouped_mm": torch.compile(TorchGroupedMM(layer), disable=device == "cpu")}
     runs = {name: passes(module, tokens) for name, module in modules.items()}
     memory = {
-        name: measure_memory(run, modules[name]) if device == "cuda" else (None, None)
-        for name, run in _warmed_up(runs).items()
+        name: measure_memory(modules[name], tokens) if device == "cuda" else (None, None) for name in _warmed_up(runs)
     }
     functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
     functions |= {f"dense/{name}": gemm for name, gemm in dense_gemms(shape, device, dtype).items()}
@@ -187,7 +188,7 @@ def _cell(value: object) -> str:
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """One row per shape and routing: shares of the dense bound, and how many times as fast as the baseline."""
+    """Return one row per shape and routing: shares of the dense bound, and the speedup over the baseline."""
     table = {}
     for row in rows:
         line = table.setdefault((row["shape"], row["routing"]), {"shape": row["shape"], "routing": row["routing"]})
@@ -203,7 +204,7 @@ def compare(rows: list[dict]) -> list[dict]:
 
 
 def plot(path: Path) -> Path:
-    """A bar chart of the shares of the dense bound under even routing, beside the results file."""
+    """Plot a bar chart of the shares of the dense bound with even routing, next to the results file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -270,7 +271,7 @@ def main() -> None:
             measured = bench_layer(shape, routing, options.device, dtype, options.rounds, options.round_ms)
             rows += [{**row, **environment(options.device, options.commit)} for row in measured]
             print_rows(measured)
-            if options.output:  # after every shape, so that a stopped run keeps what it measured
+            if options.output:  # after every shape, so that a stopped run keeps its results
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Which form of expert parallelism is the best, from the results of `benchmarks.expert_parallel`."""
+"""The best form of expert parallelism, from the results of `benchmarks.expert_parallel`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ AS_FAST = 1.02  # times the fastest
 
 
 def best_form(times: dict[str, float]) -> str | None:
-    """The simplest of our implementations whose time is within 2 % of the fastest of them."""
+    """Return the simplest of our implementations whose time is within 2 % of the fastest of them."""
     ours = [name for name in STYLES if name in times]
     fastest = min((times[name] for name in ours), default=0.0)
     return next((name for name in ours if times[name] <= AS_FAST * fastest), None)
 
 
 def best_forms(rows: list[dict]) -> list[dict]:
-    """One row per shape, EP and pass: the best by the sum of the routings, beside the best whole one. What was not
-    timed for every routing counts for nothing: its sum would be too small."""
+    """Return one row per shape, EP and pass: the best form by the sum over routings, and the best whole one. Forms not
+    timed for every routing are ignored, because their sum would be too small."""
 
     def key(row: dict) -> tuple:
         return row["shape"], row["ep"], row["pass"]

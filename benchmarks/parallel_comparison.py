@@ -20,10 +20,12 @@ from .timing import Timing
 
 
 def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> dict[str, str]:
-    """The implementations whose outputs or gradients, of a few experts, are not those of the first, and by how much.
+    """Return the implementations whose outputs or gradients, of a few experts, differ from the first's, and by how
+    much.
 
-    By the norm of the differences, in whichever process it is the largest. Where each token's weights are zeros and a
-    one, all that the router's gradient holds is rounding: it is told from a millionth of what its terms may be.
+    Differences are measured by their norm, on the rank where it is largest. If each token's weights are zeros and a
+    one, the router's gradient holds only rounding errors, which are ignored below a millionth of its terms' possible
+    size.
     """
     expected: list[Tensor] = []
     least = [0.0] * 5
@@ -36,7 +38,7 @@ def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> di
         del out, dtokens, gradients
         tolerance = 1e-4
         if tokens.dtype == torch.bfloat16:
-            tolerance = 0.15 if name == BASELINE else 0.02  # the baseline's logits are rounded, too
+            tolerance = 0.15 if name == BASELINE else 0.02  # the baseline also rounds its logits
         errors = [_relative_error(*each) for each in zip(actual, expected, least, strict=True)]
         errors = largest(errors, tokens.device).tolist()
         if max(errors) > tolerance:
@@ -45,19 +47,19 @@ def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> di
 
 
 def _product_of_norms(*tensors: Tensor) -> float:  # [T, D] each
-    """The norm over the tokens of the product of each one's norms."""
+    """Return the norm over the tokens of the product of the tensors' norms."""
     norms = torch.stack([tensor.detach().float().norm(dim=1) for tensor in tensors])  # [tensors, T]
     return norms.prod(0).norm().item()
 
 
 def _relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Of what has such a size at least. Infinite where either is not finite."""
+    """Return the relative error of a value of at least this size. Infinite if either value is not finite."""
     size = expected.float().norm().clamp(min=max(least, torch.finfo(torch.float32).tiny))
     return ((actual.float() - expected.float()).norm() / size).nan_to_num(nan=torch.inf).item()
 
 
 def rows_between(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> tuple[list[int], list[int]]:
-    """The rows that this process has for each, and each for this one."""
+    """Return the rows that this rank sends to each rank, and those that each rank sends to this one."""
     with torch.no_grad():
         choices = layer.router(tokens).topk_experts
     sent = torch.bincount(choices.flatten().long(), minlength=layer.num_experts).view(ranks.size, -1).sum(1)
@@ -69,7 +71,7 @@ def rows_between(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> tuple[l
 def token_collectives(
     tokens: Tensor, sent: list[int], received: list[int], ranks: Ranks
 ) -> dict[str, Callable[[], object]]:
-    """By dispatcher, the collectives that move tokens in a forward, of the sizes that this routing makes."""
+    """Return, by dispatcher, the collectives that move tokens in a forward, with this routing's sizes."""
     leaving, arriving = (tokens.new_zeros(sum(rows), tokens.shape[1]) for rows in (sent, received))
     everyones = tokens.new_zeros(ranks.size * len(tokens), tokens.shape[1])
 
@@ -94,7 +96,7 @@ def bench_layer(
     rounds: int,
     round_ms: float,
 ) -> list[dict]:
-    """Rows of results for one shape, number of processes and routing. What computes something else is not timed."""
+    """Return result rows for one shape, number of ranks and routing. Wrong implementations are not timed."""
     dtype, ranks = dtype_for(device), Ranks.of(mesh.get_group())
     layer = make_layer(shape, mesh, dtype)
     tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
@@ -118,7 +120,7 @@ def bench_layer(
 
 
 def _rows_of(which: str, names: list[str], timings: dict[str, Timing], busiest: float) -> list[dict]:
-    """`busiest`: the rows of the process that has the most, in even shares."""
+    """Return result rows. `busiest`: the rows of the busiest rank, in even shares."""
     rows, baseline = [], timings.get(f"{BASELINE}/{which}")
     for name in names:
         timing = timings[f"{name}/{which}"]

@@ -1,6 +1,6 @@
-"""Compiling the kernels of several configurations at the same time, each in one of the processes of a host.
+"""Parallel compilation of several configurations' kernels, each on one of a host's ranks.
 
-A kernel that is compiled lies in Triton's cache on disk, where the other processes find it.
+A compiled kernel is stored in Triton's cache on disk, where the other ranks find it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .shapes import Shape
 
 
 class StandIn(Ranks):
-    """Processes of which only this one is there. The others would have sent the same: all shapes are right."""
+    """Ranks of which only this one exists. The others count as having sent the same, so that all shapes are right."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * self.size)
@@ -33,7 +33,7 @@ class StandIn(Ranks):
 
 
 def stand_in(module: MoEFeedForward) -> MoEFeedForward:
-    """The layer, which no longer communicates."""
+    """Return the layer without communication."""
     ranks = module.dispatcher.ranks
     module.dispatcher.ranks = StandIn(ranks.name, ranks.size, ranks.rank)
     if isinstance(module.dispatcher, OverlappedDispatcher):
@@ -44,7 +44,7 @@ def stand_in(module: MoEFeedForward) -> MoEFeedForward:
 def compile_kernels(
     configurations: list[tuple[Shape, DeviceMesh]], routings: list[str], names: list[str], dtype: torch.dtype
 ) -> None:
-    """Run every implementation of every configuration once, in some process; then wait for the others."""
+    """Run every implementation of every configuration once, on some rank; then wait for the other ranks."""
     for shape, mesh in configurations[distributed.get_rank() :: distributed.get_world_size()]:
         layer = make_layer(shape, mesh, dtype)
         for routing in routings:

@@ -1,4 +1,4 @@
-"""The layers that `benchmarks.expert_parallel` compares: of one configuration, all on the same parameters."""
+"""The layers that `benchmarks.expert_parallel` compares: all layers of a configuration share the same parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_layers.parallel.collectives import Ranks
 from .grouped_mm_parallel import TorchAllToAll
 from .shapes import Shape
 
-# The simplest first: of forms that are about as fast, the first is called the best.
+# Simplest first: among forms of about equal speed, the first is called the best.
 FORMS = {
     "": {},
     "/2 chunks": {"chunks": 2},
@@ -51,8 +51,8 @@ def implementation_for(device_type: str) -> str:
 
 
 def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedForward:
-    """With the same router everywhere, and experts that were never whole: others in each process, so that results show
-    where rows went."""
+    """Return a layer with the same router on all ranks, but other experts on each, which were never whole. A row sent
+    to a wrong rank then changes the results."""
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
     layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation_for(mesh.device_type))
     parallelize_module(layer, mesh, ExpertParallel(), src_data_rank=None)
@@ -65,7 +65,7 @@ def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedFor
 
 
 def with_style(layer: MoEFeedForward, style: ExpertParallel, mesh: DeviceMesh) -> MoEFeedForward:
-    """Another layer of the same parameters."""
+    """Return another layer with the same parameters."""
     other = MoEFeedForward(layer.d_model, 1, layer.num_experts, layer.router.top_k, device="meta")
     parallelize_module(other, mesh, style, src_data_rank=None)
     experts = copy.copy(layer.experts)
@@ -81,7 +81,7 @@ def make_implementation(name: str, layer: MoEFeedForward, mesh: DeviceMesh) -> n
 
 
 def local_layer(layer: MoEFeedForward) -> MoEFeedForward:
-    """A layer of one process, of just the experts that are here: also of the same parameters."""
+    """Return a layer on one rank with only the local experts, sharing their parameters."""
     experts = {name: held(parameter.detach()) for name, parameter in layer.experts.named_parameters()}
     num_local, d_model, d_ff = experts["w_down"].shape
     top_k, implementation = min(layer.router.top_k, num_local), layer.experts.implementation
@@ -93,18 +93,18 @@ def local_layer(layer: MoEFeedForward) -> MoEFeedForward:
 
 
 def results(module: nn.Module, tokens: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """The output, and the gradients of tokens and parameters: new tensors, of which no parameter keeps any."""
+    """Return the output and the gradients of tokens and parameters as new tensors; no parameter keeps a gradient."""
     leaf = tokens.detach().requires_grad_()
     out = module(leaf)
     return out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)
 
 
 def passes(module: nn.Module, tokens: Tensor, dout: Tensor) -> dict[str, Callable[[], object]]:
-    """One call of each pass. A forward keeps for backward what it would in training."""
+    """Return one call of each pass. A forward saves for backward as in training."""
     leaf = tokens.detach().requires_grad_()
     return {"forward": lambda: module(leaf), "forward+backward": lambda: results(module, tokens, dout)}
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this process has of it."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

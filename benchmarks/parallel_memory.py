@@ -1,4 +1,4 @@
-"""The GPU memory that a configuration of `benchmarks.expert_parallel` takes, from its sizes alone."""
+"""GPU memory of a configuration of `benchmarks.expert_parallel`, from its sizes alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from .shapes import Shape
 
 
 def peak_bytes(shape: Shape, num_ranks: int, routing: str, itemsize: int = 2) -> int:
-    """Bytes of one process at most, of whichever implementation takes the most, which is `grouped_mm`.
+    """Return an upper bound on one rank's bytes, for `grouped_mm`, which needs the most of all implementations.
 
-    The weights are there once. Beside them are the gradients of one implementation and a copy of these, the inputs of
-    the collectives alone, and what one forward with backward makes: of a row received 10 tensors as wide as a token and
-    8 as wide as an expert, of a row sent one that is float32, its gradient, and two that are not. With skewed routing
-    one process may get all rows there are. What GPUs copy to each other lies in memory that is never given back.
+    The weights exist once. The bound adds one implementation's gradients and a copy of them, the inputs of the
+    collectives alone, and the tensors of one forward with backward. The latter are, per received row, 10 tensors as
+    wide as a token and 8 as wide as an expert; per sent row, one float32 tensor, its gradient and two others. With
+    skewed routing, one rank may get all rows. Memory of copies between GPUs is never freed.
     """
     rows_sent = shape.num_rows
     rows = rows_sent * (1 if routing == "even" else num_ranks)

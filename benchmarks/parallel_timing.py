@@ -1,4 +1,4 @@
-"""Timing of what several processes do together, and the bandwidth of their collectives."""
+"""Timing of operations of several ranks, and the bandwidth of their collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .timing import Timing, _percentiles, _time_calls, turns
 def time_together(
     functions: dict[str, Callable[[], object]], device: torch.device, *, rounds: int, round_ms: float
 ) -> dict[str, Timing]:
-    """As `time_interleaved`, with equally many calls in all processes; of each call the slowest process counts."""
+    """Time like `time_interleaved`, with equally many calls on all ranks; the slowest rank of each call counts."""
     calls = {}
     for name, function in functions.items():
         function()  # compile and warm up
@@ -29,21 +29,21 @@ def time_together(
 
 
 def largest(values: list[float], device: torch.device) -> Tensor:
-    """The largest of all processes, one by one."""
+    """Return the elementwise largest values of all ranks."""
     found = torch.tensor(values, device=device)
     distributed.all_reduce(found, distributed.ReduceOp.MAX)
     return found
 
 
 def zipf_splits(num_rows: int, num_ranks: int) -> list[int]:
-    """How many of the rows go to each process, as 1 / (p + 1)."""
+    """Return the number of rows for each rank, in proportion to 1 / (p + 1)."""
     weights = [1 / (rank + 1) for rank in range(num_ranks)]
     ends = [round(num_rows * sum(weights[: rank + 1]) / sum(weights)) for rank in range(num_ranks)]
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, rounds: int, round_ms: float) -> list[dict]:
-    """GB/s per direction of the busiest process, whose tensor of so many MB goes to or comes from others."""
+    """Return GB/s per direction of the busiest rank, which exchanges a tensor of this many MB with the others."""
     num_bytes, peers = megabytes * 10**6, ranks.size - 1
     width = 4096  # of a row, bfloat16
     num_rows = num_bytes // (2 * width)
@@ -53,7 +53,7 @@ def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, rounds: 
 
     per_rank = num_rows // max(peers, 1)
     skewed = zipf_splits(num_rows, ranks.size)
-    # Everyone sends most to the first process, which is the busiest.
+    # All ranks send most rows to the first rank, which is therefore the busiest.
     skewed_in = [skewed[ranks.rank]] * ranks.size
     even = [per_rank] * ranks.size
     mine, everyones, sent = rows(per_rank), rows(per_rank * ranks.size), rows(num_rows)

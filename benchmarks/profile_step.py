@@ -1,14 +1,14 @@
-"""Where the time of one forward and backward goes: every kernel on the timeline, and the gaps between them.
+"""Profile of one forward and backward: every kernel on the timeline, and the gaps between kernels.
 
     python -m benchmarks.profile_step --commit $(git rev-parse --short HEAD) --output benchmarks/results/account.json
     python -m benchmarks.profile_step --activations swiglu relu "gpt_oss with biases" --output FILE
     python -m benchmarks.profile_step --explain benchmarks/results/account.json
 
-A GEMM's bound is the cuBLAS time of one dense product of equal size, any other kernel's the time to move its bytes once
-at the speed of a large copy; both are measured in the same run. `idle` is the step less the sum of its kernels, which
-are timed by the profiler and so not in the same calls: it is negative where they took longer there. The activations are
-the variants of `benchmarks.activations`. `--explain` measures nothing: it says of results where the time goes that a
-step takes beyond its dense bound.
+The bound of a GEMM is the cuBLAS time of one dense product of equal size. The bound of any other kernel is the time to
+move its bytes once at the speed of a large copy. Both are measured in the same run. `idle` is the step's time minus the
+sum of its kernels. The profiler times the kernels in other calls, so `idle` is negative if they took longer there. The
+activations are the variants of `benchmarks.activations`. `--explain` measures nothing: from results, it explains the
+step's time beyond its dense bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -36,11 +35,11 @@ from .layer import environment, make_tokens, passes, print_rows
 from .shapes import SHAPES, Shape
 from .timing import time_interleaved
 
-STEADY_MS = 400.0  # a GPU that has just begun to work runs at clocks that training never sees
+STEADY_MS = 400.0  # a GPU that has just started to work runs at clocks that training never reaches
 SUM = "CUDAFunctor_add<c10::BFloat16>"  # in the name of PyTorch's kernel that adds two gradients of the tokens
 STAGES = {
     SUM: "sum of gradients",
-    "spread": "tokens to rows",
+    "permute": "tokens to rows",
     "combine_dweights": "gradient of the weights",
     "combine": "rows to tokens",
     "activation_backward": "activation gradient",
@@ -51,11 +50,11 @@ STAGES = {
     "scored_routing": "router choice",
     **dict.fromkeys(("_count_kernel", "_scan_kernel", "_place_kernel", "_rank_kernel", "_tile_table_kernel"), "sort"),
     "elementwise": "PyTorch elementwise",
-}  # of the kernels with this in their name, by the first that is
+}  # stages of kernels with these names; the first match counts
 IN_PLACE = {
     "_bias_and_scale_kernel": "rows_ptr",
     "_scan_kernel": "counts_ptr",
-}  # what a kernel reads and writes again, but gets as one operand
+}  # operands that a kernel reads and overwrites
 
 
 class Gemm(NamedTuple):
@@ -82,39 +81,38 @@ def gemm_of(kernel: Kernel, args: Arguments) -> Gemm:
 
 
 def record_gemms(step: Callable[[], object]) -> list[Gemm]:
-    """The GEMMs of a step, in the order of their launches."""
+    """Return the GEMMs of a step, in the order of their launches."""
     gemms = []
 
-    def recording(run: Callable[..., bool | None], *call: Kernel | Arguments) -> bool | None:
-        num_before = len(gemms)
-        ran = run(*call)
-        if ran is not False and len(gemms) == num_before:  # with MOE_VERIFY one of these calls another
-            args = call[-1]
-            gemms.append(gemm_of(call[0] if len(call) == 2 else selection.select(args), args))
-        return ran
+    launch_as_before = selection._launch
 
-    names = ("run", "run_if_supported", "launch")
-    with mock.patch.multiple(selection, **{name: partial(recording, getattr(selection, name)) for name in names}):
+    def recording(args: Arguments) -> Kernel | None:
+        kernel = launch_as_before(args)
+        if kernel is not None:
+            gemms.append(gemm_of(kernel, args))
+        return kernel
+
+    with mock.patch.object(selection, "_launch", recording):
         step()
     return gemms
 
 
 def record_bytes(step: Callable[[], object]) -> dict[str, list[int]]:
-    """What each launch of a kernel of ours has to move at least, by the kernel's name: every operand once.
+    """Return the minimum bytes that each launch of our kernels moves, by kernel name: every operand once.
 
-    Not of GEMMs, whose operands are descriptors.
+    GEMMs are excluded, because their operands are descriptors.
     """
     moved = defaultdict(list)
     launch_as_before = launch._launch
 
-    def recording(launch: launch.Launch, ready: launch.Ready | None) -> None:
+    def recording(launch: launch.Launch, ready: launch.Ready | None) -> launch.Ready | None:
         name = launch.function.fn.__name__
         num_bytes = 0
         for parameter, value in zip(launch.function.arg_names, launch.arguments, strict=False):
             if isinstance(value, torch.Tensor):
                 num_bytes += value.nbytes * (2 if parameter == IN_PLACE.get(name) else 1)
         moved[name].append(num_bytes)
-        launch_as_before(launch, ready)
+        return launch_as_before(launch, ready)
 
     with mock.patch.object(launch, "_launch", recording):
         step()
@@ -122,7 +120,7 @@ def record_bytes(step: Callable[[], object]) -> dict[str, list[int]]:
 
 
 def profile_steps(step: Callable[[], object]) -> list[tuple[str, float]]:
-    """(kernel, median milliseconds) for every kernel of a step, in order, from the later half of many steps."""
+    """Return (kernel, median milliseconds) per kernel of a step, in order, from the later half of many steps."""
     (step_ms,) = (timing.ms for timing in time_interleaved({"step": step}, "cuda", rounds=1).values())
     num_steps = max(10, int(STEADY_MS / step_ms))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -142,7 +140,7 @@ def profile_steps(step: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def account(shape: Shape, activation: str, rounds: int) -> list[dict]:
-    """One row per kernel of the step, one for the gaps and one for the whole."""
+    """Return one row per kernel of the step, one for the gaps and one for the whole."""
     dtype = torch.bfloat16
     layer = make_variant(shape, activation, "cuda", dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
@@ -194,7 +192,7 @@ def dense_product(gemm: Gemm, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
 def label(
     launches: list[tuple[str, float]], gemms: list[Gemm], moved: dict[str, list[int]], sum_bytes: int
 ) -> list[tuple[str, Gemm | None, int | None]]:
-    """(stage, GEMM or None, bytes or None) of each launch; those of ours come in the order of `gemms` and `moved`."""
+    """Return (stage, GEMM or None, bytes or None) per launch; our kernels match `gemms` and `moved` in order."""
     functions = {gemm.function for gemm in gemms}
     remaining = iter(gemms)
     remaining_bytes = {name: iter(sizes) for name, sizes in moved.items() if name not in functions}
@@ -231,11 +229,12 @@ EXPLAINED = ("shape", "kernel", "stage", "ms", "tflops_per_s", "bound_ms")
 
 
 def explain(rows: list[dict]) -> list[dict]:
-    """Where the time of each step goes that it takes beyond its dense bound; one entry per shape and activation.
+    """Explain each step's time beyond its dense bound; one entry per shape and activation.
 
-    A stage's `points` are percentages of the step: of a GEMM what it takes beyond its dense product, of all else the
-    whole time. With the share they add up to 100. `bytes_points` are those that moving the bytes at the speed of a copy
-    would take, at most what they took, and `lost_points` the rest; None for GEMMs, and where the bytes are not known.
+    A stage's `points` are percentages of the step's time: for a GEMM, the time beyond its dense product; for other
+    kernels, all of their time. With the share they add up to 100. `bytes_points` is the part that moving the bytes at
+    the speed of a copy would take, at most the measured time; `lost_points` is the rest. Both are None for GEMMs, and
+    where the bytes are unknown.
 
     Raises:
         ValueError: a field or a row is missing.
@@ -244,7 +243,8 @@ def explain(rows: list[dict]) -> list[dict]:
     for row in rows:
         if missing := [name for name in EXPLAINED if name not in row]:
             raise ValueError(f"explain: rows must have {', '.join(EXPLAINED)}, got one without {', '.join(missing)}")
-        steps[row["shape"], row.get("activation", "swiglu")].append(row)  # results had only that one before the field
+        # Older results have no such field, and only SwiGLU.
+        steps[row["shape"], row.get("activation", "swiglu")].append(row)
     return [{"shape": shape, "activation": name, **explain_step(step)} for (shape, name), step in steps.items()]
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.routing --commit $(git rev-parse --short HEAD) --output benchmarks/results/routing.json
 
-`bound_us` is the time to read the logits and write the outputs of routing and sort at the speed of a large copy, and
-`limit_us` is 1.25 times that plus 40 us. Every choice is checked against the reference before it is timed.
+`bound_us` is the time to read the logits and write the outputs of routing and sort at the speed of a large copy.
+`limit_us` is 1.25 times that plus 40 us. Every choice is checked against the reference before timing.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from moe_kernels import RouterSpec, Routing, reference, scored_routing, sort_by_expert, topk_routing
+from moe_kernels import RouterSpec, Routing, reference, sort_by_expert, topk_routing
 
 from .layer import environment, print_rows
 from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
-# E, K, and the router's facts: None is a softmax over the chosen logits
+# E, K and the router
 ROUTERS = {
-    "softmax E=64": (64, 8, None),
-    "softmax E=128": (128, 8, None),
-    "softmax E=256": (256, 8, None),
-    "softmax E=512": (512, 10, None),
+    "softmax E=64": (64, 8, RouterSpec()),
+    "softmax E=128": (128, 8, RouterSpec()),
+    "softmax E=256": (256, 8, RouterSpec()),
+    "softmax E=512": (512, 10, RouterSpec()),
     "deepseek-v3": (256, 8, RouterSpec.deepseek_v3(8, 4, scale=2.5)),
 }
 COLUMNS = ("router", "T", "E", "K", "routing_us", "sort_us", "both_us", "bound_us", "limit_us")
@@ -34,14 +34,11 @@ COLUMNS = ("router", "T", "E", "K", "routing_us", "sort_us", "both_us", "bound_u
 def bench(name: str, num_tokens: int, device: str, bytes_per_ms: float, rounds: int, round_ms: float) -> dict:
     num_experts, top_k, spec = ROUTERS[name]
     logits = torch.randn(num_tokens, num_experts, device=device, generator=torch.Generator(device).manual_seed(0))
-    if spec is None:
-        route, check = partial(topk_routing, logits, top_k), partial(reference.topk_routing, logits, top_k)
-    else:
-        bias = torch.zeros(num_experts, device=device)
-        route = partial(scored_routing, logits, top_k, spec, selection_bias=bias)
-        check = partial(route, implementation="reference")
+    bias = None if spec.selection_bias is None else torch.zeros(num_experts, device=device)
+    route = partial(topk_routing, logits, top_k, spec, selection_bias=bias)
     routed: Routing = route()
-    assert torch.equal(routed.topk_experts, check().topk_experts), f"{name}: other experts than the reference"
+    expected_experts = route(implementation="reference").topk_experts
+    assert torch.equal(routed.topk_experts, expected_experts), f"{name}: other experts than the reference"
     sort = partial(sort_by_expert, routed.topk_experts, num_experts)
     permutation = sort()
     expected = reference.sort_by_expert(routed.topk_experts, num_experts)

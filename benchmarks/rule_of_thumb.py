@@ -1,9 +1,9 @@
-"""The rule that selects kernels on GPUs without a table, beside this GPU's table, entry by entry.
+"""The rule that selects kernels on GPUs without a table, compared with this GPU's table, entry by entry.
 
     python -m benchmarks.rule_of_thumb --commit $(git rev-parse --short HEAD) --output benchmarks/results/rule.json
 
-The bound is the table's choice, measured in the same run: the ratio is the time of the rule's kernel over that of the
-table's. Both are checked first, and timed as replays of a CUDA graph, without the time of the host.
+The bound is the table's choice, measured in the same run: the ratio is the time of the rule's kernel divided by that of
+the table's. Both are checked first, and timed as replays of a CUDA graph, without host time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from moe_kernels.tools.tune import check
 from .layer import environment, print_rows
 from .timing import in_a_graph, time_interleaved
 
-WITHIN = 1.15  # what the rule is held to
+WITHIN = 1.15  # largest accepted ratio
 
 
 def bench_entry(key: str, table_kernel: str, device: str, round_ms: float) -> dict:
-    """Both kernels for the arguments of one entry.
+    """Measure both kernels for the arguments of one entry.
 
     Raises:
-        ValueError: the table names a kernel that does not support them.
+        ValueError: the table names a kernel that does not support the arguments.
         AssertionError: a kernel is wrong.
     """
     args = arguments_of(key, device)
@@ -50,7 +50,7 @@ def bench_entry(key: str, table_kernel: str, device: str, round_ms: float) -> di
     chosen = {"table": named[table_kernel], "rule": by_rule}
     for kernel in set(chosen.values()):
         check(kernel, args)
-    # One kernel chosen twice is timed once.
+    # If both choose one kernel, it is timed once.
     runs = {kernel.metadata.kernel_name: run_of(kernel, args) for kernel in chosen.values()}
     if device == "cuda":
         runs = {name: in_a_graph(run) for name, run in runs.items()}
@@ -71,7 +71,7 @@ def run_of(kernel: Kernel, args: Arguments) -> Callable[[], object]:
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Of each op, and of all together."""
+    """Summarise each op, and all ops together."""
     by_op = [(op, list(of_op)) for op, of_op in groupby(sorted(rows, key=lambda row: row["op"]), lambda row: row["op"])]
     return [
         {

@@ -1,4 +1,4 @@
-"""Real models by name."""
+"""Layer sizes of real models, by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shape:
         return self.num_tokens * self.top_k
 
     def of_one_process(self, num_ranks: int) -> Shape:
-        """The layer with the share of the experts that one of so many processes has, and as many rows."""
+        """Return the layer with the experts of one of `num_ranks` ranks, and as many rows."""
         num_experts = self.num_experts // num_ranks
         top_k = min(self.top_k, num_experts)
         return replace(self, num_tokens=self.num_rows // top_k, num_experts=num_experts, top_k=top_k)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.small_batches --commit $(git rev-parse --short HEAD) --output benchmarks/results/small.json
 
-The bound of a replayed forward is to read the weights of every chosen expert once at the speed of a large copy.
+The bound of a replayed forward is the time to read the weights of every chosen expert once at the speed of a large
+copy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NUM_TOKENS = (64, 256, 1024, 4096)
 
 
 def count_launches(function: Callable[[], object]) -> int:
-    """GPU kernels, copies and fills of one call."""
+    """Return the number of GPU kernels, copies and fills of one call."""
     function()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -37,7 +38,7 @@ def count_launches(function: Callable[[], object]) -> int:
 
 
 def cpu_us(function: Callable[[], object], *, batch: int = 20, rounds: int = 15) -> float:
-    """Median microseconds until a call returns, with the GPU's queue never full."""
+    """Return median microseconds until a call returns, while the GPU's queue never fills up."""
     samples = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -49,7 +50,7 @@ def cpu_us(function: Callable[[], object], *, batch: int = 20, rounds: int = 15)
 
 
 def touched_bytes(layer: MoEFeedForward, tokens: torch.Tensor) -> int:
-    """Of the experts that at least one token chose, and of the router."""
+    """Return the bytes of the experts that at least one token chose, and of the router."""
     num_experts = layer.router(tokens).topk_experts.unique().numel()
     experts = layer.experts
     per_expert = experts.w_up[0].numel() + experts.w_down[0].numel()

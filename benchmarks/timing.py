@@ -1,4 +1,4 @@
-"""Timing of several functions side by side."""
+"""Timing of several functions in turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timing(NamedTuple):
 def time_interleaved(
     functions: dict[str, Callable[[], object]], device: str, *, rounds: int = 3, round_ms: float = 200.0
 ) -> dict[str, Timing]:
-    """Time every function for at least `round_ms` per round, taking turns, so that drifting clocks meet all alike."""
+    """Time every function for at least `round_ms` per round, in turns, so that drifting clocks affect all equally."""
     calls = {name: _calls_for(function, device, round_ms) for name, function in functions.items()}
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for name in turns(list(functions), rounds):
@@ -32,9 +32,9 @@ def time_interleaved(
 
 
 def turns(names: list[str], rounds: int) -> Iterator[str]:
-    """Every name once per round, in an order that differs from round to round and is the same in every run.
+    """Yield every name once per round, in an order that differs between rounds but is the same in every run.
 
-    What ran before decides how warm the GPU is, and so its clock: in one order the same name would gain every time.
+    The previous function determines the GPU's temperature and clock, so in a fixed order one name would always profit.
     """
     for seed in range(rounds):
         yield from random.Random(seed).sample(names, len(names))
@@ -47,7 +47,7 @@ def _calls_for(function: Callable[[], object], device: str, round_ms: float) -> 
 
 
 def _time_calls(function: Callable[[], object], device: str, num_calls: int) -> list[float]:
-    """Milliseconds of each call."""
+    """Return the milliseconds of each call."""
     if device == "cpu":
         times = [time.perf_counter()]
         for _ in range(num_calls):
@@ -71,17 +71,17 @@ def _percentiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
-    """A replay of what the function launches."""
+    """Return a function that replays the launches of `function`."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.keeps = function, function()  # what it reads and writes
+        graph.keeps = function, function()  # keeps the tensors that the graph reads and writes
     return graph.replay
 
 
 def copy_bytes_per_ms(device: str) -> float:
-    """Bytes that a large copy reads and writes."""
+    """Return the bytes per millisecond that a large copy reads and writes."""
     source = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"].ms

@@ -1,4 +1,4 @@
-"""What `train_language_model.py` trains and on what: a decoder-only transformer, and the standard library as its text.
+"""Model and text of `train_language_model.py`: a decoder-only transformer, and the standard library's source.
 
 Letters: B windows in a batch, S bytes in a window, D width, H heads, L layers, E experts.
 """
@@ -17,21 +17,21 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_layers import MoEFeedForward
+from moe_layers import BalanceLosses, MoEFeedForward
 
 VOCABULARY = 256
-END_OF_FILE = b"\0"  # never in Python source
+END_OF_FILE = b"\0"  # does not occur in Python source
 EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the losses of a run, together with the text and the machine."""
+    """Everything that determines the losses of a run, besides the text and the machine."""
 
     width: int
     num_layers: int
     num_heads: int
-    d_ff: int  # of one expert
+    d_ff: int  # per expert
     num_experts: int
     top_k: int
     context: int  # bytes
@@ -39,8 +39,8 @@ class Settings:
     steps: int
     peak_learning_rate: float
     warmup_steps: int
-    log_every: int  # steps; between these the loop never waits for the GPU
-    evaluate_every: int  # steps; a checkpoint is written then as well
+    log_every: int  # steps; in between, the loop never synchronises with the GPU
+    evaluate_every: int  # steps; also writes a checkpoint
     held_out_windows: int
     seed: int = 0
 
@@ -53,7 +53,7 @@ class Text(NamedTuple):
 
 
 def load_text(root: Path, device: torch.device | str = "cpu") -> Text:
-    """Read the *.py files under `root` but for installed packages. A hash of its path holds out one file in 20."""
+    """Read the *.py files under `root`, except installed packages. A hash of the path holds out one file in 20."""
     training, held_out = [], []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -65,7 +65,7 @@ def load_text(root: Path, device: torch.device | str = "cpu") -> Text:
 
 
 def draw_batch(text: Text, settings: Settings, step: int) -> Tensor:  # [B, S + 1] int64
-    """Random windows of the training text. The seed and the step alone choose them: resuming needs no other state."""
+    """Draw random windows of the training text. Seed and step alone decide, so resuming needs no other state."""
     device = text.training.device
     generator = torch.Generator(device).manual_seed(random.Random(f"{settings.seed} {step}").getrandbits(48))
     num_starts = len(text.training) - settings.context
@@ -74,7 +74,7 @@ def draw_batch(text: Text, settings: Settings, step: int) -> Tensor:  # [B, S + 
 
 
 def held_out_windows(text: Text, settings: Settings) -> Tensor:  # [held_out_windows, S + 1] int64
-    """The same windows in every evaluation, evenly spread over the held-out text."""
+    """Return the windows of every evaluation, evenly spread over the held-out text."""
     device = text.held_out.device
     num_starts = len(text.held_out) - settings.context
     starts = torch.arange(settings.held_out_windows, device=device)[:, None] * num_starts // settings.held_out_windows
@@ -114,8 +114,7 @@ class Block(nn.Module):
             settings.d_ff,
             settings.num_experts,
             settings.top_k,
-            load_balancing_coefficient=0.01,
-            z_loss_coefficient=1e-3,
+            balance_losses=BalanceLosses(switch=0.01, z=1e-3),
             implementation=implementation,
         )
 
@@ -155,7 +154,7 @@ class LanguageModel(nn.Module):
 
 
 def rotary_table(settings: Settings) -> Tensor:  # [2, S, D / H]
-    """Cosines, then sines. Source: section 3.4 of https://arxiv.org/abs/2104.09864."""
+    """Return cosines, then sines. Source: section 3.4 of https://arxiv.org/abs/2104.09864."""
     half = settings.width // settings.num_heads // 2
     frequencies = 10_000.0 ** (-torch.arange(half) / half)
     angles = torch.arange(settings.context)[:, None] * frequencies  # [S, D / H / 2]

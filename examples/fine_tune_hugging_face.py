@@ -1,11 +1,11 @@
-"""Train a Hugging Face Qwen3-MoE or Mixtral with our experts, beside the same model with its own, from the same start.
+"""Train a Hugging Face Qwen3-MoE or Mixtral twice from the same start: with this package's experts and with its own.
 
     python examples/fine_tune_hugging_face.py                       # under a minute on two CPU cores; larger with a GPU
     python examples/fine_tune_hugging_face.py --model-type mixtral
 
-All it takes is `enable(model)`. The model has random weights and reads bytes, so that nothing is downloaded; a
-published one is trained in the same way. The text is the source of the running Python's standard library. Both models
-see the same batches in turns. Losses are in nats per byte, in training with the load-balancing loss.
+The only change is `enable(model)`. The model has random weights and reads bytes, so that nothing is downloaded; a
+published model is trained in the same way. The text is the source of the running Python's standard library. Both models
+see the same batches, in turns. Losses are in nats per byte; in training they include the load-balancing loss.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PRESETS = {
 
 @dataclasses.dataclass
 class Run:
-    """One of the models in training, what it lost in each step, and how long its logged steps took."""
+    """One of the models in training, its loss in each step, and the time of its logged steps."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +73,7 @@ class Run:
 
 
 def make_model(model_type: str, settings: Settings) -> nn.Module:
-    """Either configuration takes these names; Mixtral has no other size of its experts than `intermediate_size`."""
+    """Make the model. Both configurations accept these names; Mixtral's experts use `intermediate_size`."""
     torch.manual_seed(settings.seed)
     config = transformers.AutoConfig.for_model(
         model_type,
@@ -98,7 +98,7 @@ def make_model(model_type: str, settings: Settings) -> nn.Module:
 
 
 def start_runs(model: nn.Module, settings: Settings, implementation: str | None) -> dict[str, Run]:
-    """The model with its own experts, and a copy with ours."""
+    """Return the model with its own experts, and a copy with ours."""
     models = {"eager": model, "moe_layers": copy.deepcopy(model)}
     print(enable(models["moe_layers"], implementation=implementation))
     return {
@@ -111,7 +111,7 @@ def loss_of(
     model: nn.Module,
     windows: Tensor,  # [B, S + 1]
 ) -> Tensor:  # scalar, nats per byte
-    """On a GPU matrix products are bfloat16; parameters and the optimizer are always float32."""
+    """Compute the loss. On a GPU matrix products are bfloat16; parameters and the optimizer are always float32."""
     tokens = windows[:, :-1]
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=windows.is_cuda):
         return model(input_ids=tokens, labels=tokens, output_router_logits=model.training).loss
@@ -130,7 +130,7 @@ def train_step(run: Run, windows: Tensor, settings: Settings) -> None:
 
 
 def train(runs: dict[str, Run], text: Text, settings: Settings) -> None:
-    """Turns of `log_every` steps each."""
+    """Train both models in turns of `log_every` steps."""
     tokens_per_turn = settings.log_every * settings.batch * settings.context
     for first in range(0, settings.steps, settings.log_every):
         batches = [draw_batch(text, settings, first + i) for i in range(settings.log_every)]
@@ -139,7 +139,7 @@ def train(runs: dict[str, Run], text: Text, settings: Settings) -> None:
             start = time.perf_counter()
             for windows in batches:
                 train_step(run, windows, settings)
-            loss = torch.stack(run.losses[-settings.log_every :]).mean().item()  # waits for the GPU
+            loss = torch.stack(run.losses[-settings.log_every :]).mean().item()  # synchronises with the GPU
             run.seconds.append(time.perf_counter() - start)
             columns.append(f"{name} loss {loss:.4f}, {tokens_per_turn / run.seconds[-1]:,.0f} tokens/s")
         print(f"step {first + settings.log_every}: {'; '.join(columns)}")
@@ -147,14 +147,14 @@ def train(runs: dict[str, Run], text: Text, settings: Settings) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, text: Text, settings: Settings) -> float:
-    """The mean loss over the held-out windows, in nats per byte."""
+    """Return the mean loss over the held-out windows, in nats per byte."""
     run.model.eval()
     batches = held_out_windows(text, settings).split(settings.batch)
     return sum(loss_of(run.model, batch).item() * len(batch) for batch in batches) / settings.held_out_windows
 
 
 def report(runs: dict[str, Run], text: Text, settings: Settings) -> None:
-    """Of the turns the median counts: the first one compiles kernels."""
+    """Print the comparison. The median turn counts, because the first turn compiles kernels."""
     tokens_per_turn = settings.log_every * settings.batch * settings.context
     for name, run in runs.items():
         rate = tokens_per_turn / statistics.median(run.seconds)

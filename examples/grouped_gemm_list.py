@@ -1,4 +1,4 @@
-"""Multiply pairs of matrices of unlike sizes in one launch, check the products, and time them against a loop.
+"""Multiply pairs of matrices of different sizes in one launch, check the products, and time them against a loop.
 
 python examples/grouped_gemm_list.py                 # on a GPU; without one, small sizes in Triton's interpreter
 python examples/grouped_gemm_list.py --sizes 64 48
@@ -13,7 +13,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 if not torch.cuda.is_available():
-    # Before Triton is imported.
+    # Set before Triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 from moe_kernels import GroupedProblem, grouped_gemm_list
@@ -29,18 +29,18 @@ def main() -> None:
     sizes = parser.parse_args().sizes
     torch.manual_seed(0)
     device, dtype = ("cuda", torch.bfloat16) if HAS_GPU else ("cpu", torch.float16)
-    # Problem g is [M, K] @ [K, N] with sizes of its own; B is stored by columns, as the weight of an nn.Linear.
+    # Problem g is [M, K] @ [K, N] with its own sizes; B is stored by columns, like the weight of an nn.Linear.
     a_list = [torch.randn(m, k, device=device, dtype=dtype) for m, k in zip(sizes, reversed(sizes), strict=True)]
     b_list = [torch.randn(m, a.shape[1], device=device, dtype=dtype).t() for m, a in zip(sizes, a_list, strict=True)]
 
     check(a_list, b_list, grouped_gemm_list(a_list, b_list))
 
-    # The same tensors again and again: prepared, a call is one launch.
+    # For repeated products of the same tensors: once prepared, a call is one launch.
     problem = GroupedProblem.from_lists(a_list, b_list)
     check(a_list, b_list, problem.run())
     print(f"{len(sizes)} products are right; kernel {problem.kernel.metadata.kernel_name}")
 
-    # Differentiable in every matrix.
+    # The products are differentiable in every matrix.
     weights = [b.clone().requires_grad_() for b in b_list]
     sum(out.float().sum() for out in grouped_gemm_list(a_list, weights)).backward()
     ones = [torch.ones(a.shape[0], b.shape[1], device=device, dtype=dtype) for a, b in zip(a_list, b_list, strict=True)]

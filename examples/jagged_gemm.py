@@ -13,7 +13,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 if not torch.cuda.is_available():
-    # Before Triton is imported.
+    # Set before Triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 from moe_kernels import jagged_gemm, pack_groups
@@ -39,14 +39,14 @@ def main() -> None:
     exact = packed.double() @ b.detach().double()
     assert_accurate(out.detach(), baseline=packed @ b.detach(), exact=exact, name="all groups")
 
-    # Rows before the first offset and behind the last belong to no group: they become zeros, whatever they hold.
+    # Rows before the first offset and after the last belong to no group; their results are zeros, whatever they hold.
     inner = offsets[1:-1]
     if len(inner) > 1:
         start, end = int(inner[0]), int(inner[-1])
         holed = packed.clone()
         holed[:start] = holed[end:] = torch.nan
         part = jagged_gemm(holed, b, inner).detach()
-        # The interpreter's NumPy may sum a row in another order at another place of its tile; a GPU does not.
+        # The interpreter's NumPy may sum a row in another order at another position in its tile; a GPU does not.
         exact = {"rtol": 0.0, "atol": 0.0} if HAS_GPU else {}
         torch.testing.assert_close(part[start:end], out[start:end].detach(), **exact)
         assert not part[:start].any() and not part[end:].any()

@@ -1,8 +1,8 @@
-"""The catalog of GEMM kernels: discover, filter, ask, compile, and run on a stream and in memory of one's own.
+"""The catalog of GEMM kernels: discover, filter, query and compile kernels, and run one on your own stream and memory.
 
     python examples/kernel_catalog.py
 
-Listing and asking need no GPU. Without one the kernels run in Triton's interpreter, on smaller matrices.
+Listing and querying need no GPU. Without a GPU the kernels run in Triton's interpreter, on smaller matrices.
 """
 
 import os
@@ -10,10 +10,11 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    # Read when the kernels are defined: set before they are imported.
+    # Triton reads this when kernels are defined, so it is set before they are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from moe_kernels import GroupedGemmArguments, TmaDesign, get_kernels, is_device_cc_supported
+from moe_kernels import GroupedGemmArguments, TmaDesign, get_kernels
+from moe_kernels.gemm.kernel import is_device_cc_supported
 
 ON_GPU = torch.cuda.is_available()
 
@@ -52,13 +53,13 @@ def main() -> None:
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=args.A.device)
     print(f"compiled; it needs a workspace of {num_bytes} bytes")
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())  # which makes the operands
+        stream.wait_stream(torch.cuda.current_stream())  # the current stream makes the operands
     kernel.run(args, artifact, stream=stream, workspace=workspace, assume_supported_args=True)
     if stream is not None:
         stream.synchronize()
 
     expected = torch.nn.functional.grouped_mm(args.A, args.B, offs=args.offsets)
-    # Sums in another order differ by a little of the largest.
+    # The tolerance is relative to the largest value, because the order of sums differs.
     largest = expected.abs().max().item()
     torch.testing.assert_close(args.out, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=1e-3 * largest)
     print("the result agrees with torch.nn.functional.grouped_mm")

@@ -2,7 +2,7 @@
 
 python examples/load_checkpoint_layer.py                       # writes a small sharded checkpoint and loads from it
 python examples/load_checkpoint_layer.py PATH/TO/Qwen3-30B-A3B --layer 12
-python examples/load_checkpoint_layer.py PATH --layer 12 --experts 0 16    # what the first of eight ranks holds
+python examples/load_checkpoint_layer.py PATH --layer 12 --experts 0 16    # the share of the first of eight ranks
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write_small_checkpoint(directory: Path) -> None:
-    """A layer of random weights, one tensor per projection and expert, in files of at most 2 MB."""
+    """Write a layer of random weights, one tensor per projection and expert, in files of at most 2 MB."""
     torch.manual_seed(0)
     layer = MoEFeedForward(d_model=256, d_ff=128, num_experts=16, top_k=4, shared_d_ff=128)
     layer.save_checkpoint(directory, layout="per_expert", max_shard_bytes=2_000_000)

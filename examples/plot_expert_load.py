@@ -1,4 +1,4 @@
-"""Plot how evenly a small language model loads its experts, without balancing, with a loss, and with bias updates.
+"""Plot how evenly a small language model loads its experts: without balancing, with a loss, and with bias updates.
 
 Trains the model of `train_language_model.py` three times, from the same weights and on the same batches, and writes
 expert_load.png and expert_load.json.
@@ -60,16 +60,16 @@ BALANCINGS = (
 
 
 class Load(NamedTuple):
-    """What one training run is judged by, every `log_every` steps."""
+    """Results of one training run, every `log_every` steps."""
 
     steps: list[int]
     training_loss: list[float]  # nats per byte
-    shares: Tensor  # [N, L, E]: of the layer's slots
+    shares: Tensor  # [N, L, E]: shares of the layer's slots
     max_violation: Tensor  # [N, L]
 
 
 def make_model(settings: Settings, balancing: Balancing, implementation: str | None) -> LanguageModel:
-    """The language model of these settings, with another way of balancing."""
+    """Make the language model of these settings, with another balancing method."""
     torch.manual_seed(settings.seed)
     model = LanguageModel(settings, implementation)
     for block in model.blocks:
@@ -77,8 +77,8 @@ def make_model(settings: Settings, balancing: Balancing, implementation: str | N
         layer.balance_losses = balancing.losses
         if balancing.bias_rate:
             sizes = settings.width, settings.num_experts, settings.top_k
-            router = TopKRouter(*sizes, spec=RouterSpec.ernie(), implementation=implementation)
-            router.load_state_dict(layer.router.state_dict(), strict=False)  # all but the bias, which starts from zero
+            router = TopKRouter(*sizes, router=RouterSpec.ernie(), implementation=implementation)
+            router.load_state_dict(layer.router.state_dict(), strict=False)  # all but the bias, which starts at zero
             layer.router = router
     return model
 
@@ -112,7 +112,7 @@ def train(settings: Settings, text: Text, balancing: Balancing, implementation: 
 
 
 def plot(settings: Settings, loads: dict[str, Load], path: Path) -> None:
-    """Above, how far the busiest expert is above the mean; below, for each run, the share of every expert."""
+    """Plot the busiest expert's excess over the mean (above), and for each run the share of every expert (below)."""
     figure = Figure(figsize=(9, 3 + 2 * len(loads)), layout="constrained")
     violation, *maps = figure.subplots(1 + len(loads), 1, sharex=True)
     for name, load in loads.items():

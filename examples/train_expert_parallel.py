@@ -1,15 +1,16 @@
-"""Train the language model of `train_language_model.py` in several processes, which share the experts of every layer.
+"""Train the language model of `train_language_model.py` on several ranks, which share the experts of every layer.
 
-Every process takes its part of each batch, so the losses are those of one process, up to rounding. Experts are spread
-over `--expert-processes` of them; everything else, and the copies of the experts, is sharded by FSDP2 over the others.
+Every rank takes its part of each batch, so the losses equal those of a single rank, up to rounding. The experts are
+sharded over `--expert-processes` ranks; everything else, and the copies of the experts, is sharded by FSDP2 over the
+rest.
 
     torchrun --nproc-per-node 2 examples/train_expert_parallel.py --steps 100     # two CPU processes, or two GPUs
     torchrun --nproc-per-node 8 examples/train_expert_parallel.py                 # eight GPUs
     python examples/train_expert_parallel.py --steps 100                          # one process, the same losses
 
-With `--resume` it goes on from the checkpoint in --output, whatever the number of processes that wrote it.
+With `--resume` it continues from the checkpoint in --output, whatever the number of ranks that wrote it.
 
-Letters: B windows in a batch, S bytes in a window, P processes.
+Letters: B windows in a batch, S bytes in a window, P ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Run:
     text: Text
     model: LanguageModel
     optimizer: torch.optim.Optimizer
-    losses: list[float] = dataclasses.field(default_factory=list)  # of the finished steps, over the whole batch
+    losses: list[float] = dataclasses.field(default_factory=list)  # of finished steps, over the whole batch
 
 
 def start_processes() -> torch.device:
-    """Join the processes that torchrun started, or be the only one."""
+    """Join the processes that torchrun started, or run as a single process."""
     if "LOCAL_RANK" not in os.environ:
         os.environ |= {
             "RANK": "0",
@@ -54,7 +55,7 @@ def start_processes() -> torch.device:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "0",
         }
-    # NVLink multicast is not available on every machine whose GPUs say it is.
+    # Some machines report NVLink multicast although it does not work.
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -80,13 +81,13 @@ def start_run(
             f"held_out_windows={settings.held_out_windows}, got {num_processes}"
         )
     torch.manual_seed(settings.seed)
-    # Drawn on the CPU by every process, so that any number of them starts from the same weights.
+    # Drawn on the CPU by every rank, so that any number of ranks starts from the same weights.
     model = LanguageModel(settings, implementation).to(device)
     experts_mesh = init_device_mesh(
         device.type, (num_processes // expert_processes, expert_processes), mesh_dim_names=("efsdp", "ep")
     )
     everyone = init_device_mesh(device.type, (num_processes,), mesh_dim_names=("all",))
-    # The shares of the balance loss are those of the whole batch.
+    # The balance loss uses the shares of the whole batch.
     losses = BalanceLosses(global_batch=0.01, z=1e-3, group=everyone.get_group())
     for block in model.blocks:
         block.feed_forward.balance_losses = losses
@@ -107,12 +108,12 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def own_part(windows: Tensor) -> Tensor:  # [B, ...] -> [B / P, ...]
-    """The windows of this process."""
+    """Return the windows of this rank."""
     return windows.chunk(distributed.get_world_size())[distributed.get_rank()]
 
 
 def train_step(run: Run) -> Tensor:  # scalar
-    """The loss of the whole batch. Waits for no process and no GPU but where the model does."""
+    """Return the loss of the whole batch. Waits for other ranks and the GPU only where the model does."""
     windows = own_part(draw_batch(run.text, run.settings, len(run.losses)))  # [B / P, S + 1]
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.settings, len(run.losses))
@@ -132,7 +133,7 @@ def mean_over_processes(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """The mean loss over the held-out windows, in nats per byte."""
+    """Return the mean loss over the held-out windows, in nats per byte."""
     own = own_part(held_out_windows(run.text, run.settings))
     batches = own.split(run.settings.batch // distributed.get_world_size())
     losses = [loss_of(predict(run.model, batch[:, :-1])[0], batch[:, 1:]) * len(batch) for batch in batches]
@@ -140,7 +141,7 @@ def evaluate(run: Run) -> float:
 
 
 def train(run: Run, *, stop_after: int | None = None) -> None:
-    """Train up to the last step or to step `stop_after`; the first process prints."""
+    """Train up to the last step or to step `stop_after`; the first rank prints."""
     for step in range(len(run.losses), run.settings.steps if stop_after is None else stop_after):
         run.losses.append(train_step(run).item())
         if distributed.get_rank() == 0 and (step + 1) % run.settings.log_every == 0:
@@ -148,7 +149,7 @@ def train(run: Run, *, stop_after: int | None = None) -> None:
 
 
 def save_checkpoint(run: Run, folder: Path) -> None:
-    """Every process writes what it holds."""
+    """Write the checkpoint; every rank writes what it holds."""
     model, optimizer = get_state_dict(run.model, run.optimizer)
     distributed_checkpoint.save(
         {"model": model, "optimizer": optimizer, "losses": torch.tensor(run.losses)}, checkpoint_id=folder
@@ -156,7 +157,7 @@ def save_checkpoint(run: Run, folder: Path) -> None:
 
 
 def load_checkpoint(run: Run, folder: Path) -> None:
-    """Continue a run, of other processes perhaps: each reads what it will hold."""
+    """Continue a run, possibly of another number of ranks: each rank reads what it will hold."""
     model, optimizer = get_state_dict(run.model, run.optimizer)
     metadata = distributed_checkpoint.FileSystemReader(folder).read_metadata()
     losses = torch.empty(metadata.state_dict_metadata["losses"].size)

@@ -1,10 +1,10 @@
-"""Train a small decoder-only transformer, whose feed-forwards are Mixtures of Experts, on bytes.
+"""Train a small decoder-only transformer with Mixture-of-Experts feed-forwards on bytes.
 
 The text is the source of the running Python's standard library, so nothing is downloaded. Losses are in nats per byte;
 guessing uniformly costs ln 256 = 5.55.
 
     python examples/train_language_model.py             # about a minute on two CPU cores; a larger model with a GPU
-    python examples/train_language_model.py --resume    # goes on after Ctrl-C, with the losses of an unbroken run
+    python examples/train_language_model.py --resume    # continues after Ctrl-C, with the losses of an unbroken run
 
 Letters: B windows in a batch, S bytes in a window, L layers, E experts.
 """
@@ -54,7 +54,7 @@ PRESETS = {
         evaluate_every=50,
         held_out_windows=256,
     ),
-    # 255 million parameters, of which a byte uses 85 million: those of a dense model with d_ff 2048.
+    # 255 million parameters, of which a byte uses 85 million, as many as a dense model with d_ff 2048 has.
     "gpu": Settings(
         width=768,
         num_layers=12,
@@ -75,9 +75,9 @@ PRESETS = {
 
 
 class History(NamedTuple):
-    """What the plot shows. It stays on the device, so that recording a step does not wait for the GPU."""
+    """Data of the plot. It stays on the device, so that recording a step does not synchronise with the GPU."""
 
-    training_loss: Tensor  # [steps] float32 nats per byte; NaN where there is none yet
+    training_loss: Tensor  # [steps] float32 nats per byte; NaN for future steps
     held_out_loss: Tensor  # [steps + 1] float32 nats per byte, by finished steps; NaN where not evaluated
     tokens_per_expert: Tensor  # [steps, L, E] int32
 
@@ -111,7 +111,7 @@ def start_run(settings: Settings, text: Text, implementation: str | None = None)
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """A linear warmup, then half a cosine down to a twentieth of the peak."""
+    """Return a linear warmup, then half a cosine down to a twentieth of the peak."""
     warmup = min(1.0, (step + 1) / settings.warmup_steps)
     decayed = max(0.0, (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps))
     return settings.peak_learning_rate * warmup * (0.05 + 0.475 * (1 + math.cos(math.pi * decayed)))
@@ -121,7 +121,7 @@ def predict(
     model: LanguageModel,
     tokens: Tensor,  # [B, S]
 ) -> tuple[Tensor, Tensor]:  # logits [B, S, 256], tokens per expert [L, E] int32
-    """On a GPU matrix products are bfloat16. Parameters, the residual stream and the optimizer are always float32."""
+    """Run the model. On a GPU matrix products are bfloat16; parameters, residual stream and optimizer are float32."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         return model(tokens)
 
@@ -150,7 +150,7 @@ def train_step(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """The mean loss over the held-out windows, in nats per byte."""
+    """Return the mean loss over the held-out windows, in nats per byte."""
     batches = held_out_windows(run.text, run.settings).split(run.settings.batch)
     losses = [loss_of(predict(run.model, batch[:, :-1])[0], batch[:, 1:]) * len(batch) for batch in batches]
     return torch.stack(losses).sum().item() / run.settings.held_out_windows
@@ -171,7 +171,7 @@ def train(run: Run, checkpoint: Path, *, stop_after: int | None = None) -> bool:
             bar.update()
             if run.step % settings.log_every == 0:
                 since = slice(logged_step, run.step)
-                loss = history.training_loss[since].mean().item()  # waits for the GPU
+                loss = history.training_loss[since].mean().item()  # synchronises with the GPU
                 num_bytes = (run.step - logged_step) * settings.batch * settings.context
                 rate = num_bytes / (time.perf_counter() - logged_time)
                 busiest = expert_shares(history.tokens_per_expert[since]).mean(0).max().item()
@@ -193,7 +193,7 @@ def train(run: Run, checkpoint: Path, *, stop_after: int | None = None) -> bool:
 
 @contextmanager
 def first_interrupt_as_event() -> Iterator[threading.Event]:
-    """The first Ctrl-C only sets the event, so that no step is cut in half. The next one interrupts as usual."""
+    """Let the first Ctrl-C only set the event, so that no step is interrupted. The next one interrupts as usual."""
     event = threading.Event()
 
     def handle(signal_number, frame):
@@ -210,7 +210,7 @@ def first_interrupt_as_event() -> Iterator[threading.Event]:
 def expert_shares(
     tokens_per_expert: Tensor,  # [N, L, E] int32
 ) -> Tensor:  # [N, L, E] float32
-    """The share of a layer's slots that each expert got."""
+    """Return the share of a layer's slots that each expert got."""
     return tokens_per_expert / tokens_per_expert.sum(-1, keepdim=True)
 
 
@@ -223,7 +223,7 @@ def checkpoint_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def run_identity(run: Run) -> dict[str, str]:
-    """What must agree for a checkpoint to continue this run."""
+    """Return what must agree for a checkpoint to continue this run."""
     checksums = {f"{name}_crc32": zlib.crc32(part.cpu().numpy()) for name, part in run.text._asdict().items()}
     return {name: str(value) for name, value in (dataclasses.asdict(run.settings) | checksums).items()}
 
@@ -236,7 +236,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
     """Continue the run of the checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another run: its settings or its text differ.
+        ValueError: the checkpoint belongs to another run: its settings or its text differ.
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -244,7 +244,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
             if metadata[name] != value:
                 raise ValueError(f"load_checkpoint: {name} must be {metadata[name]}, as in {path}, got {value}")
         for parameter in run.model.parameters():
-            # AdamW makes its state in the first step; here it is made as there, and filled below.
+            # AdamW creates its state in the first step; this creates it in the same way, and it is filled below.
             moments = {key: torch.empty_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
             run.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         for name, tensor in checkpoint_tensors(run).items():
@@ -253,7 +253,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Replace the file in one move: whatever interrupts this, `path` is the whole old file or the whole new one."""
+    """Replace the file in one step: after any interruption, `path` is the complete old or the complete new file."""
     temporary = path.with_name(path.name + ".tmp")
     save_file(tensors, temporary, metadata)
     os.replace(temporary, path)
@@ -261,7 +261,7 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str
 
 @torch.no_grad()
 def sample(run: Run, prompt: bytes, num_bytes: int, temperature: float = 0.8) -> bytes:
-    """`prompt` and `num_bytes` further bytes, which the seed decides."""
+    """Return `prompt` and `num_bytes` further bytes, drawn from the seed."""
     device = run.text.training.device
     generator = torch.Generator(device).manual_seed(run.settings.seed)
     tokens = torch.tensor([list(prompt)], device=device)  # [1, bytes so far]
@@ -273,7 +273,7 @@ def sample(run: Run, prompt: bytes, num_bytes: int, temperature: float = 0.8) ->
 
 
 def plot(run: Run, path: Path) -> None:
-    """Losses above; below, for every layer, how the load of its experts moved."""
+    """Plot the losses (above) and, for every layer, the load of its experts over time (below)."""
     history = History(*(tensor[: run.step + 1].cpu() for tensor in run.history))
     figure = Figure(figsize=(9, 8), layout="constrained")
     losses, load = figure.subplots(2, 1, sharex=True)
@@ -339,10 +339,10 @@ def main(arguments: list[str] | None = None) -> int:
     preset = PRESETS[options.preset]
     settings = dataclasses.replace(preset, steps=options.steps or preset.steps, seed=options.seed)
 
-    # Without these the sums inside some GPU kernels are in no fixed order, and resuming is no longer exact.
+    # Without these settings some GPU kernels sum in no fixed order, and resuming is no longer exact.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a tool for debugging, and slow
+    torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging, and slow
     text = load_text(Path(sysconfig.get_paths()["stdlib"]), "cuda" if torch.cuda.is_available() else "cpu")
     run = start_run(settings, text, options.implementation)
     options.output.mkdir(parents=True, exist_ok=True)

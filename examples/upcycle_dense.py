@@ -1,10 +1,10 @@
-"""Turn the feed-forwards of a trained dense transformer into Mixtures of Experts, and train on.
+"""Turn the feed-forwards of a trained dense transformer into Mixtures of Experts, and continue training.
 
     python examples/upcycle_dense.py        # under a minute on two CPU cores; a larger model with a GPU
 
 Every expert starts as a copy of the dense feed-forward. The routing weights of a token sum to one, so the new model is
-the same function as the old one, whatever its new routers choose; the example checks this in float64. Then both go on
-with the same batches. Losses are in nats per byte of the source of the running Python's standard library.
+the same function as the old one, whatever its new routers choose; the example checks this in float64. Then both models
+continue with the same batches. Losses are in nats per byte of the running Python's standard library source.
 
 Source: sparse upcycling, https://arxiv.org/abs/2212.05055; normalised weights make its start exact.
 """
@@ -31,9 +31,9 @@ from _language_model import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_layers import MoEFeedForward
+from moe_layers import BalanceLosses, MoEFeedForward
 
-PRESETS = {  # `d_ff` is the dense feed-forward's and every expert's, `steps` those before and again those after
+PRESETS = {  # `d_ff`: dense feed-forward and every expert; `steps`: before upcycling, and again after it
     "cpu": Settings(
         width=96,
         num_layers=2,
@@ -70,7 +70,7 @@ PRESETS = {  # `d_ff` is the dense feed-forward's and every expert's, `steps` th
 
 
 class SwiGLU(nn.Module):
-    """A dense feed-forward as in Llama."""
+    """A dense feed-forward, as in Llama."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
@@ -86,7 +86,7 @@ class SwiGLU(nn.Module):
 
 
 def upcycle(dense: SwiGLU, num_experts: int, top_k: int, **options: object) -> MoEFeedForward:
-    """A Mixture of Experts that computes what `dense` computes, until it is trained.
+    """Return a Mixture of Experts that computes the same as `dense` until it is trained.
 
     Args:
         options: further arguments of `MoEFeedForward`.
@@ -95,7 +95,7 @@ def upcycle(dense: SwiGLU, num_experts: int, top_k: int, **options: object) -> M
     d_model, d_ff = weight.shape
     moe = MoEFeedForward(d_model, d_ff, num_experts, top_k, device=weight.device, dtype=weight.dtype, **options)
     with torch.no_grad():
-        # One matrix goes to all experts.
+        # All experts get the same matrix.
         moe.experts.w_up.copy_(torch.cat([dense.gate_proj.weight, dense.up_proj.weight]))
         moe.experts.w_down.copy_(weight)
     return moe
@@ -140,9 +140,9 @@ class LanguageModel(nn.Module):
 
 
 def upcycled(model: LanguageModel, settings: Settings, implementation: str | None = None) -> LanguageModel:
-    """A copy of the model with each dense feed-forward upcycled."""
+    """Return a copy of the model with each dense feed-forward upcycled."""
     model = copy.deepcopy(model)
-    options = {"load_balancing_coefficient": 0.01, "implementation": implementation}
+    options = {"balance_losses": BalanceLosses(switch=0.01), "implementation": implementation}
     for block in model.blocks:
         block.feed_forward = upcycle(block.feed_forward, settings.num_experts, settings.top_k, **options)
     return model
@@ -150,10 +150,10 @@ def upcycled(model: LanguageModel, settings: Settings, implementation: str | Non
 
 @torch.no_grad()
 def check_same_function(dense: LanguageModel, settings: Settings, windows: Tensor) -> float:
-    """The largest difference of the upcycled model's logits in float64.
+    """Return the largest difference of the upcycled model's logits in float64.
 
     Raises:
-        AssertionError: it is more than rounding.
+        AssertionError: the difference exceeds rounding.
     """
     exact = copy.deepcopy(dense).double()
     wanted = exact(windows)
@@ -173,13 +173,13 @@ def loss_of(
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, text: Text, settings: Settings) -> float:
-    """The mean loss over the held-out windows."""
+    """Return the mean loss over the held-out windows."""
     batches = held_out_windows(text, settings).split(settings.batch)
     return sum(loss_of(model, batch).item() * len(batch) for batch in batches) / settings.held_out_windows
 
 
 def train(name: str, model: LanguageModel, text: Text, settings: Settings, first_step: int) -> None:
-    """`settings.steps` steps with a linear warmup, from `first_step` of the text on."""
+    """Train `settings.steps` steps with a linear warmup, from `first_step` of the text on."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, fused=True)
     recent = []
     for step in range(settings.steps):

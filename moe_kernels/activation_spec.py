@@ -1,4 +1,4 @@
-"""The activations of expert feed-forwards by name, as plain facts."""
+"""Activation functions of expert feed-forwards, by name, with their settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class ActivationKind(NamedTuple):
-    """What a name stands for. The numbers are the published ones, None where the activation has no such number."""
+    """Settings of a named activation. Numbers are the published ones; None means the activation has no such number."""
 
     gated: bool
     limit: float | None = None
@@ -32,9 +32,9 @@ ACTIVATION_KINDS = {
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its numbers. Wherever one is asked for, a name alone stands for the published numbers.
+    """An activation and its numbers. Every `activation` argument also accepts a name, meaning the published numbers.
 
-    Gated, of a gate g and an up value u:
+    Gated, with a gate g and an up value u:
 
         swiglu                silu(g) * u
         geglu, geglu_tanh     gelu(g) * u, exact (by erf) or by tanh
@@ -43,10 +43,10 @@ class Activation:
         swiglu_clamped_after  min(silu(g), limit) * clamp(u, -limit, limit)             (Step 3.7)
         gpt_oss               with g and u clamped as in clamped_swiglu: (u + 1) * g * sigmoid(alpha * g)
 
-    Plain, of one value: relu_squared, relu, gelu, gelu_tanh, silu. An expert with one has no gate: w_up is [E, F, D].
+    Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
     Raises:
-        ValueError: the name is unknown, or a number is given that the activation lacks or that is not positive.
+        ValueError: the name is unknown, the activation has no such number, or the number is not positive.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Activation:
 
 
 def is_gated(name: str | None) -> bool:
-    """Whether it is the name of a gated activation."""
+    """Return whether `name` is the name of a gated activation."""
     return name is not None and ACTIVATION_KINDS[name].gated
 
 
 def as_activation(op: str, activation: str | Activation) -> Activation:
-    """The activation of a name; one that is given comes back as it is.
+    """Return the activation of a name. An `Activation` is returned unchanged.
 
     Raises:
         ValueError: the name is unknown.

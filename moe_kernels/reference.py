@@ -1,10 +1,10 @@
-"""Every op in plain PyTorch, in the order of the pipeline. This is the specification, and it is right in float64.
+"""Every op in plain PyTorch, in pipeline order: the specification of the package, correct in float64.
 
     tokens -> logits -> topk_routing -> sort_by_expert -> permute -> grouped_gemm -> activation -> grouped_gemm
            -> combine
 
 Letters: T tokens, D d_model, F d_ff of one expert, E experts, K top_k, R = T * K rows. A *slot* is one (token, k)
-choice with the flat index t * K + k; a *row* is a slot moved to expert order. Gradients come from autograd alone.
+choice with the flat index t * K + k; a *row* is a slot moved to expert order. Autograd alone computes gradients.
 """
 
 from __future__ import annotations
@@ -20,34 +20,6 @@ from .activation_spec import Activation, as_activation
 from .router_spec import RouterSpec
 from .types import Permutation, Routing, TileTable
 
-
-def topk_routing(
-    logits: Tensor,  # [T, E]
-    top_k: int,
-    *,
-    normalize: bool = True,
-) -> Routing:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    keys = logits.detach().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # [T, K]
-    if normalize:
-        weights = logits.gather(1, experts).softmax(-1)
-    else:
-        weights = logits.softmax(-1).gather(1, experts)
-    return Routing(experts.int(), weights, logits)
-
-
-def linear_routing(
-    tokens: Tensor,  # [T, D]
-    w_router: Tensor,  # [E, D]
-    top_k: int,
-    *,
-    normalize: bool = True,
-) -> Routing:
-    dtype = torch.promote_types(tokens.dtype, torch.float32)
-    return topk_routing(functional.linear(tokens.to(dtype), w_router.to(dtype)), top_k, normalize=normalize)
-
-
 _SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
@@ -56,12 +28,12 @@ _SCORES = {
 
 
 def _rankable(keys: Tensor) -> Tensor:
-    """NaN ranks with the highest."""
+    """Make keys sortable: NaN ranks with the highest key."""
     return keys.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _top(keys: Tensor, k: int) -> Tensor:
-    """Indices of the k largest by falling value; the lower index first on ties."""
+    """Return the indices of the k largest keys in descending order; ties put the lower index first."""
     return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -81,7 +53,7 @@ def selection_keys(
         groups = rearrange(keys, "t (g e) -> t g e", g=spec.num_groups)
         best = groups.topk(min(2 if spec.group_score == "top2_sum" else 1, groups.shape[-1])).values.sum(-1)
         kept = torch.zeros_like(best).scatter(1, _top(_rankable(best), spec.topk_groups), 1.0).bool()
-        keys = torch.where(kept[..., None], groups, spec.excluded_score).flatten(1)
+        keys = torch.where(kept[..., None], groups, -torch.inf).flatten(1)
     return keys
 
 
@@ -90,27 +62,26 @@ def shape_logits(
     spec: RouterSpec,
 ) -> Tensor:  # [T, E]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if spec.logit_multiplier != 1.0:
-        logits = logits * spec.logit_multiplier
     if spec.logit_softcap is not None:
         logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
     return logits
 
 
-def scored_routing(
+def topk_routing(
     logits: Tensor,  # [T, E]
     top_k: int,
-    spec: RouterSpec,
+    spec: RouterSpec | None = None,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Routing:
+    spec = RouterSpec() if spec is None else spec
     logits = shape_logits(logits, spec)
     experts = _top(selection_keys(logits, spec, selection_bias), top_k)
-    return Routing(experts.int(), _weights_of_choice(logits, experts, spec), logits)
+    return Routing(experts.int(), routing_weights(logits, experts, spec), logits)
 
 
 def _weights_of_choice(
     logits: Tensor,  # [T, E] as scored
-    experts: Tensor,  # [T, K]; -1 for none
+    experts: Tensor,  # [T, K]; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
     is_chosen = experts >= 0
@@ -120,28 +91,28 @@ def _weights_of_choice(
         weights = torch.where(is_chosen, _SCORES[spec.score](logits).gather(1, experts.clamp(min=0)), 0.0)
         if spec.normalize:
             total = weights.pow(spec.norm_power).sum(-1, keepdim=True)
-            # A token of no expert has no norm, and must not divide by it.
+            # A token without an expert has no norm; the placeholder 1.0 avoids a division by zero.
             norm = torch.where(is_chosen.any(1, keepdim=True), total, 1.0).pow(1 / spec.norm_power)
             weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
     return torch.where(is_chosen, weights * spec.scale, 0.0)
 
 
 def routing_weights(
-    logits: Tensor,  # [T, E] as scored
+    logits: Tensor,  # [T, K] int32; -1 means no expert
     topk_experts: Tensor,  # [T, K] int32; -1 for none
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
     experts = topk_experts.long()
     if not spec.is_softmax_of_chosen:
         return _weights_of_choice(logits, experts, spec)
-    # The same, but for a choice whose probabilities among all experts vanish.
+    # Equal to _weights_of_choice, except that it stays defined where the chosen experts' probabilities underflow.
     chosen = torch.where(experts >= 0, logits.gather(1, experts.clamp(min=0)), torch.finfo(logits.dtype).min)
     return torch.where(experts >= 0, chosen.softmax(-1) * spec.scale, 0.0)
 
 
 def _sparsemixer_weights(
     logits: Tensor,  # [T, E]
-    experts: Tensor,  # [T, 2]; -1 for none, whose weight means nothing
+    experts: Tensor,  # [T, 2]; -1 means no expert, and its weight has no meaning
     jitter: float,
 ) -> Tensor:  # [T, 2]
     weights, left = [], logits
@@ -155,20 +126,18 @@ def _sparsemixer_weights(
     return torch.cat(weights, 1)
 
 
-def scored_linear_routing(
+def linear_routing(
     tokens: Tensor,  # [T, D]
     w_router: Tensor,  # [E, D]
     top_k: int,
-    spec: RouterSpec,
+    spec: RouterSpec | None = None,
     logit_bias: Tensor | None = None,  # [E]
     selection_bias: Tensor | None = None,  # [E]
 ) -> Routing:
-    dtype = torch.promote_types(tokens.dtype, w_router.dtype)
-    if not spec.logits_in_token_dtype:
-        dtype = torch.promote_types(dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(tokens.dtype, w_router.dtype), torch.float32)
     bias = None if logit_bias is None else logit_bias.to(dtype)
     logits = functional.linear(tokens.to(dtype), w_router.to(dtype), bias)
-    return scored_routing(logits, top_k, spec, selection_bias)
+    return topk_routing(logits, top_k, spec, selection_bias)
 
 
 def tile_table(
@@ -213,7 +182,10 @@ def permute(
     tokens: Tensor,  # [T, D]
     permutation: Permutation,
 ) -> Tensor:  # [R, D]
-    return tokens.index_select(0, permutation.row_to_token)
+    token = permutation.row_to_token
+    row = torch.arange(len(token), device=token.device)
+    is_owned = (permutation.slot_to_row.index_select(0, token) == row[:, None]).any(1, keepdim=True)  # [R, 1]
+    return torch.where(is_owned, tokens.index_select(0, token), 0.0)
 
 
 def _split_groups(
@@ -227,7 +199,7 @@ def _split_groups(
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a product of operands of a dtype, unless another is asked for. A float8 result would need a scale."""
+    """Return the default dtype of a product of operands of `dtype`. A float8 result would need a scale."""
     return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
 
 
@@ -250,7 +222,7 @@ def grouped_gemm(
     *groups, tail = _split_groups(a.to(dtype), offsets)
     rows = torch.cat([group @ matrix for group, matrix in zip(groups, b.to(dtype).unbind(), strict=True)])
     sizes = torch.tensor([len(group) for group in groups], device=a.device)
-    group = torch.arange(len(b), device=a.device).repeat_interleave(sizes)  # of each row before the tail
+    group = torch.arange(len(b), device=a.device).repeat_interleave(sizes)  # group index of each row before the tail
     if scale_a is not None:
         rows = rows * scale_a[: len(rows), None]
     if scale_b is not None:
@@ -260,7 +232,7 @@ def grouped_gemm(
     if row_scale is not None:
         rows = rows * row_scale[: len(rows), None]
     rows = functional.pad(rows.to(out_dtype), (0, 0, 0, len(tail)))
-    rows = rows if activation is None else gated_activation(rows, activation)
+    rows = rows if activation is None else apply_activation(rows, activation)
     return rows if out is None else out.copy_(rows)
 
 
@@ -331,7 +303,7 @@ def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-# Of gate and up where gated, else of one value; then of the activation's own numbers.
+# Each function takes (gate, up) if gated, else one value, followed by the activation's own numbers.
 _ACTIVATIONS = {
     "swiglu": lambda gate, up: functional.silu(gate) * up,
     "geglu": lambda gate, up: functional.gelu(gate) * up,
@@ -348,26 +320,15 @@ _ACTIVATIONS = {
 }
 
 
-def _activate(activation: Activation, *values: Tensor) -> Tensor:
-    dtype = torch.promote_types(values[0].dtype, torch.float32)
-    numbers = [number for number in (activation.limit, activation.alpha) if number is not None]
-    out = _ACTIVATIONS[activation.name](*(value.to(dtype) for value in values), *numbers)
-    return out.to(values[0].dtype)
-
-
-def gated_activation(
-    preactivation: Tensor,  # [R, 2F] gate columns, then up columns
+def apply_activation(
+    preactivation: Tensor,  # [R, 2F] gate columns, then up columns; [R, F] for a plain activation
     activation: str | Activation = "swiglu",
 ) -> Tensor:  # [R, F]
-    gate, up = rearrange(preactivation, "r (two f) -> two r f", two=2)
-    return _activate(as_activation("gated_activation", activation), gate, up)
-
-
-def plain_activation(
-    preactivation: Tensor,  # [R, F]
-    activation: str | Activation,
-) -> Tensor:  # [R, F]
-    return _activate(as_activation("plain_activation", activation), preactivation)
+    activation = as_activation("apply_activation", activation)
+    values = preactivation.to(torch.promote_types(preactivation.dtype, torch.float32))
+    parts = rearrange(values, "... (parts f) -> parts ... f", parts=1 + activation.gated)
+    numbers = [number for number in (activation.limit, activation.alpha) if number is not None]
+    return _ACTIVATIONS[activation.name](*parts, *numbers).to(preactivation.dtype)
 
 
 def combine(
@@ -376,7 +337,7 @@ def combine(
     slot_to_row: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, D] token order
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    padded = functional.pad(rows, (0, 0, 0, 1))  # with a row of zeros, for the dropped slots
+    padded = functional.pad(rows, (0, 0, 0, 1))  # one row of zeros for the dropped slots
     row = torch.where(slot_to_row < 0, len(rows), slot_to_row).flatten()
     chosen = padded.index_select(0, row).to(dtype).unflatten(0, slot_to_row.shape)  # [T, K, D]
     if topk_weights is not None:
@@ -414,13 +375,13 @@ def fused_experts(
         topk_weights = _with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
     rows = permute(tokens, permutation)  # [R, D]
     if weight_on_input:
-        dropped = topk_weights.new_zeros(1)  # what rows of dropped slots, past the last offset, are multiplied by
+        dropped = topk_weights.new_zeros(1)  # factor of the rows of dropped slots, which follow the last offset
         row_to_slot = _invert(slot_to_row)[: len(rows)]
         weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
         topk_weights = None
     preactivation = _add_bias(grouped_gemm(rows, w_up.transpose(1, 2), offsets), b_up, offsets)  # [R, 2F] or [R, F]
-    activated = (gated_activation if activation.gated else plain_activation)(preactivation, activation)  # [R, F]
+    activated = apply_activation(preactivation, activation)  # [R, F]
     rows = _add_bias(grouped_gemm(activated, w_down.transpose(1, 2), offsets), b_down, offsets)  # [R, D]
     return combine(rows, topk_weights, slot_to_row)
 
@@ -428,7 +389,7 @@ def fused_experts(
 def _with_gradient_to(
     tokens: Tensor, w_router: Tensor, topk_weights: Tensor, permutation: Permutation
 ) -> Tensor:  # [T, K]
-    """The weights, whose gradient goes on to the tokens through a softmax over the logits of the chosen experts."""
+    """Return the weights with a gradient to the tokens, through a softmax over the chosen experts' logits."""
     experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True)  # [T, K]
     dtype = topk_weights.dtype
     logits = torch.einsum("td, tkd -> tk", tokens.to(dtype), w_router.to(dtype)[experts])
@@ -437,7 +398,7 @@ def _with_gradient_to(
 
 
 def _invert(slot_to_row: Tensor) -> Tensor:  # [R]
-    """The slot of each row; T * K for the rows of dropped slots."""
+    """Return the slot of each row; T * K for rows of dropped slots."""
     num_slots = slot_to_row.numel()
     row = torch.where(slot_to_row >= 0, slot_to_row, num_slots).flatten().long()
     slot = torch.arange(num_slots, device=row.device)

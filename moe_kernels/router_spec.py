@@ -1,56 +1,50 @@
-"""What distinguishes one router function from another, as plain facts. Evaluated by `reference.scored_routing`."""
+"""Settings that distinguish one router function from another. `reference.topk_routing` evaluates them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2_sum")
-SELECTION_BIASES = (None, "score", "logit")
+SELECTION_BIASES = (None, "score")
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """The facts of one router function, in the order in which they act; the defaults are Mixtral's and Qwen3's router.
+    """Settings of one router function, in the order in which they apply. The defaults are Mixtral's and Qwen3's router.
 
-        logits = softcap(multiplier * (w_router @ token [+ logit_bias]))
+        logits = softcap(w_router @ token [+ logit_bias])
         scores = softmax(logits) over all experts, or sigmoid or sqrt(softplus) of each
         chosen = top-k of scores [+ selection bias] among the experts of the best groups
         weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
 
-    Scores keep the order of logits, so without a selection bias experts are chosen by logit, which is exact.
+    Scores keep the order of logits. Without a selection bias, experts are chosen by logit, which is exact.
 
     Args:
         input_norm_epsilon: the token is divided by its root mean square (with this epsilon) and by sqrt(D), and
-            multiplied by a learned vector, before the linear map. None: the token goes in as it is.
-        logits_in_token_dtype: the linear map rounds its result to the dtype of the tokens, unless its weight is float32
-            beside shorter ones. Otherwise logits are float32, as everything behind them always is.
+            multiplied by a learned vector, before the linear map. None, the default: the token is not normalised.
         logit_bias: the linear map has a bias.
-        logit_multiplier, logit_softcap: logits * multiplier, then softcap * tanh(logits / softcap).
-        sparsemixer_jitter: not None makes the router a SparseMixer (evaluation form, top-2): twice, the highest expert
-            is taken, weighed by a softmax over the experts within `2 * jitter`, relatively, of it. Of the facts below,
-            none applies but `per_expert_scale`, `scale` and `weight_on_input`.
-        selection_bias: a bias [E] without gradient is added for choosing: to the "score" or to the "logit".
-        num_groups, topk_groups: experts form `num_groups` groups of neighbours; only those of the `topk_groups` best
-            can be chosen.
-        group_score: of a group: the "max" of its experts, or the "top2_sum" of its two largest.
-        excluded_score: what counts for choosing an expert of another group: -inf (never chosen), or 0.0 (chosen
-            before biased scores below zero, as DeepSeek's first code did).
+        logit_softcap: the logits become softcap * tanh(logits / softcap).
+        sparsemixer_jitter: a value makes the router a SparseMixer (evaluation form, top-2). Twice it takes the highest
+            expert, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The settings
+            below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
+        selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only.
+        num_groups, topk_groups: experts form `num_groups` groups of neighbours. Only experts of the `topk_groups` best
+            groups can be chosen.
+        group_score: score of a group: the "max" of its experts, or the "top2_sum" of its two largest.
         normalize: weights are divided by a norm of the chosen scores, at least `norm_minimum`:
             (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
         scale: multiplies the weights.
         per_expert_scale: a learned factor [E] multiplies the weights.
-        weight_on_input: the weight multiplies what goes into the expert, not what comes out.
+        weight_on_input: the weight multiplies the expert's input instead of its output.
 
     Raises:
         ValueError: an unknown name, or a number out of range.
     """
 
     input_norm_epsilon: float | None = None
-    logits_in_token_dtype: bool = False
     logit_bias: bool = False
-    logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     sparsemixer_jitter: float | None = None
     score: str = "softmax"
@@ -58,7 +52,6 @@ class RouterSpec:
     num_groups: int = 1
     topk_groups: int = 1
     group_score: str = "max"
-    excluded_score: float = -math.inf
     normalize: bool = True
     norm_power: float = 1.0
     norm_epsilon: float = 0.0
@@ -72,17 +65,19 @@ class RouterSpec:
             ("score", SCORES),
             ("selection_bias", SELECTION_BIASES),
             ("group_score", GROUP_SCORES),
-            ("excluded_score", (-math.inf, 0.0)),
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"RouterSpec: {name} must be one of {choices}, got {value!r}")
         for name in ("num_groups", "topk_groups"):
             if not isinstance(value := getattr(self, name), int):
                 raise ValueError(f"RouterSpec: {name} must be an integer, got {value!r}")
-        for name in ("logit_multiplier", "norm_power", "norm_epsilon", "norm_minimum", "scale"):
+        for name in ("norm_power", "norm_epsilon", "norm_minimum", "scale"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(
                 f"RouterSpec: topk_groups must be in [1, num_groups={self.num_groups}], got {self.topk_groups}"
@@ -97,28 +92,32 @@ class RouterSpec:
             )
 
     @property
+    def is_softmax_of_logits(self) -> bool:
+        """Whether choice and weights are those of a softmax over the logits, normalised over the chosen or not."""
+        settings = (self.sparsemixer_jitter, self.score, self.selection_bias, self.num_groups, self.scale)
+        if settings != (None, "softmax", None, 1, 1.0):
+            return False
+        return not self.normalize or (self.norm_power, self.norm_epsilon, self.norm_minimum) == (1.0, 0.0, 0.0)
+
+    @property
     def is_plain_softmax(self) -> bool:
-        """Whether this is `linear_routing`: the softmax of a linear map, its weights normalised or not."""
-        # What acts outside of it may be as it likes.
-        facts = replace(self, input_norm_epsilon=None, per_expert_scale=False, weight_on_input=False)
-        return facts == RouterSpec(normalize=self.normalize)
+        """Return whether the router is the softmax of a float32 linear map without a bias or cap."""
+        return not self.logit_bias and self.logit_softcap is None and self.is_softmax_of_logits
 
     @property
     def chooses_by_logit(self) -> bool:
-        """Whether the order of the logits alone, with a bias at most, decides who is chosen."""
-        if self.selection_bias is not None:
-            return self.selection_bias == "logit"
-        return self.num_groups == 1 or (self.group_score == "max" and self.excluded_score == -math.inf)
+        """Return whether the order of the logits alone decides which experts are chosen."""
+        return self.selection_bias is None and (self.num_groups == 1 or self.group_score == "max")
 
     @property
     def is_softmax_of_chosen(self) -> bool:
-        """Whether the weights, but for their scale, are a softmax over the logits of the chosen experts alone."""
+        """Whether the weights, up to their scale, are a softmax over the logits of the chosen experts only."""
         norm = self.norm_power, self.norm_epsilon, self.norm_minimum
         is_normalized = self.normalize and norm == (1.0, 0.0, 0.0)
         return self.score == "softmax" and is_normalized and self.sparsemixer_jitter is None
 
     def check_sizes(self, owner: str, num_experts: int, top_k: int) -> None:
-        """Raises ValueError unless this router can choose `top_k` of `num_experts`."""
+        """Raise ValueError unless this router can choose `top_k` of `num_experts`."""
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"{owner}: top_k must be in [1, num_experts={num_experts}], got {top_k}")
         if num_experts % self.num_groups:
@@ -136,11 +135,11 @@ class RouterSpec:
         said = [f"{name}={value}" for name, value in facts if value != defaults[name]]
         return ", ".join([f"normalize={self.normalize}", *said])
 
-    # Published routers, by what they do. Further facts (logits_in_token_dtype, ...) are keyword arguments of each.
+    # Published routers by model name. Each takes further settings (logit_softcap, ...) as keyword arguments.
 
     @classmethod
     def softmax(cls, *, normalize: bool = True, **facts) -> RouterSpec:
-        """Mixtral, Qwen, OLMoE, Switch; with normalize also GPT-OSS (logit_bias=True) and Granite."""
+        """Mixtral, Qwen, OLMoE, Switch; with normalize=True also GPT-OSS (logit_bias=True) and Granite."""
         return cls(normalize=normalize, **facts)
 
     @classmethod
@@ -150,7 +149,7 @@ class RouterSpec:
 
     @classmethod
     def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **facts) -> RouterSpec:
-        """DeepSeek-V2's "group_limited_greedy": groups by their best expert, never normalised."""
+        """DeepSeek-V2's "group_limited_greedy": groups ranked by their best expert, weights never normalised."""
         return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **facts)
 
     @classmethod
@@ -164,7 +163,7 @@ class RouterSpec:
         norm_epsilon: float = 1e-20,
         **facts,
     ) -> RouterSpec:
-        """DeepSeek-V3 and its kin, MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6); DeepSeek-V4 (score="sqrt_softplus")."""
+        """DeepSeek-V3 and relatives: MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6), DeepSeek-V4 (score="sqrt_softplus")."""
         facts = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **facts}
         return cls(
             num_groups=num_groups,
@@ -177,7 +176,7 @@ class RouterSpec:
 
     @classmethod
     def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **facts) -> RouterSpec:
-        """ERNIE 4.5 (normalised, the sum at least norm_minimum) and LongCat (normalize=False, a scale)."""
+        """ERNIE 4.5 (normalised by a sum of at least norm_minimum) and LongCat (normalize=False, with a scale)."""
         return cls(selection_bias="score", normalize=normalize, norm_minimum=norm_minimum, scale=scale, **facts)
 
     @classmethod
@@ -192,5 +191,5 @@ class RouterSpec:
 
     @classmethod
     def gemma4(cls, epsilon: float, **facts) -> RouterSpec:
-        """Gemma 4: a normed and scaled token, and a learned factor per expert."""
+        """Gemma 4: normalises and scales the token, and learns a factor per expert."""
         return cls(input_norm_epsilon=epsilon, per_expert_scale=True, **facts)

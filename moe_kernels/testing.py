@@ -1,4 +1,4 @@
-"""Named cases, inputs and the error budget that tests and benchmarks share."""
+"""Named cases, inputs and the error budget, shared by tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .types import Permutation
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of an expert feed-forward, and how its tokens choose."""
+    """Sizes of an expert feed-forward, and the routing pattern of its tokens."""
 
     num_tokens: int
     d_model: int
@@ -40,7 +40,7 @@ CASES = {
 
 
 class LayerInputs(NamedTuple):
-    """Tensors of one expert feed-forward. Values are representable in the dtype they were made for."""
+    """Tensors of one expert feed-forward. The dtype they were made for represents every value exactly."""
 
     tokens: Tensor  # [T, D]
     logits: Tensor  # [T, E] float32
@@ -51,17 +51,17 @@ class LayerInputs(NamedTuple):
 def make_logits(
     num_tokens: int, num_experts: int, routing: str, device: torch.device | str, generator: torch.Generator
 ) -> Tensor:  # [T, E] float32
-    """Logits whose top-k choice follows a pattern.
+    """Return logits whose top-k choice follows a pattern.
 
-    "random": independent. "even": each expert gets its share, to within top_k. "zipf": the k-th most wanted
-    expert is wanted in proportion to 1 / k. "first": all tokens want experts 0, 1, ... in this order.
+    "random": independent. "even": each expert gets its share, to within top_k. "zipf": the k-th most popular
+    expert is chosen in proportion to 1 / k. "first": every token ranks experts 0, 1, ... in this order.
     """
     expert = torch.arange(num_experts, device=device)
     noise = torch.rand(num_tokens, num_experts, device=device, generator=generator)
     if routing == "random":
         return torch.randn(num_tokens, num_experts, device=device, generator=generator)
     if routing == "even":
-        # In each block of E tokens every expert comes once at each rank, in an order of the block's own.
+        # In each block of E tokens every expert appears once at each rank, in a random order per block.
         num_blocks = -(-num_tokens // num_experts)
         order = torch.rand(num_blocks, num_experts, device=device, generator=generator).argsort(-1)
         token = torch.arange(num_tokens, device=device)
@@ -75,7 +75,7 @@ def make_logits(
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> LayerInputs:
-    """Random inputs of unit scale for a case."""
+    """Return random inputs of unit scale for a case."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -90,20 +90,20 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
 
 
 def make_permutation(inputs: LayerInputs, top_k: int) -> tuple[Tensor, Permutation]:
-    """The reference's routing weights and permutation for some inputs."""
+    """Return the reference's routing weights and permutation for these inputs."""
     routed = reference.topk_routing(inputs.logits, top_k)
     return routed.topk_weights, reference.sort_by_expert(routed.topk_experts, inputs.logits.shape[1])
 
 
 def to_float64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same values with the error of float64."""
+    """Return the same values in float64, so that rounding errors are those of float64."""
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def run_with_grads(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...], seed: int = 0, frozen: Collection[int] = ()
 ) -> tuple[Tensor, ...]:
-    """The output of `function(*inputs)`, then its gradient in each floating-point input, for one random upstream.
+    """Return `function(*inputs)`, then the gradient of each floating-point input for one random upstream gradient.
 
     Args:
         frozen: positions of floating-point inputs that require no gradient.
@@ -114,13 +114,13 @@ def run_with_grads(
     if not wanted:
         return (out,)
     generator = torch.Generator(out.device).manual_seed(seed)
-    # bfloat16 values are exact in every dtype, so every precision sees the same upstream gradient.
+    # Every dtype represents bfloat16 values exactly, so all precisions see the same upstream gradient.
     dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
     return out.detach(), *torch.autograd.grad(out, wanted, dout)
 
 
 class Errors(NamedTuple):
-    """Largest errors of some results, and one unit in the last place of the largest exact value."""
+    """Largest errors of a set of results, and one unit in the last place (ulp) of the largest exact value."""
 
     actual: float
     baseline: float
@@ -134,27 +134,27 @@ class Errors(NamedTuple):
         return f"error {self.actual:.3e} exceeds 2 x {self.baseline:.3e} (plain PyTorch) + {self.ulp:.3e} (one ulp)"
 
     def hold(self, name: str, *, budgets: float = 1.0) -> None:
-        """Raises AssertionError where the error is more than so many budgets."""
+        """Raise AssertionError if the error exceeds `budgets` times the budget."""
         _require(self.actual <= budgets * self.budget, f"{name}: {self}")
 
 
 def assert_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, name: str = "", *, budgets: float = 1.0) -> None:
-    """Hold `actual` to the error budget: twice what plain PyTorch achieves in this dtype, plus one unit in the last
-    place of the largest exact value.
+    """Hold `actual` to the error budget: twice plain PyTorch's error in this dtype, plus one unit in the last place
+    of the largest exact value.
 
     Args:
         baseline: the reference in the dtype of `actual`.
         exact: the reference in float64.
-        budgets: how many times the budget the error may be.
+        budgets: multiple of the budget that the error may reach; 1 by default.
 
     Raises:
-        AssertionError: states the errors. NaN never passes, unless `exact` is NaN at the same places.
+        AssertionError: the message states the errors. NaN passes only where `exact` is NaN too.
     """
     _errors(actual, baseline, exact, name).hold(name, budgets=budgets)
 
 
 def _require(condition: bool, message: str) -> None:
-    """As `assert`, also where Python leaves that out: `MOE_VERIFY` relies on it."""
+    """Raise AssertionError unless `condition` holds. `python -O` removes `assert`, and `MOE_VERIFY` needs the check."""
     if not condition:
         raise AssertionError(message)
 
@@ -185,8 +185,8 @@ def check_accuracy(
     """Hold `op` to the error budget: its output and the gradient of each floating-point input, on drawn inputs.
 
     Args:
-        draw: the inputs for a seed, floating-point ones and integers.
-        names: of the output, then of each floating-point input's gradient.
+        draw: returns the inputs for a seed, both floating-point ones and integers.
+        names: names of the output, then of each floating-point input's gradient.
         frozen: positions of floating-point inputs that require no gradient.
     """
     for name, errors in measure_errors(op, reference_op, draw, names, frozen).items():
@@ -203,14 +203,14 @@ def measure_errors(
     seeds: Iterable[int] = range(32),
     num_elements: int = 64,
 ) -> dict[str, Errors]:
-    """The errors of what `check_accuracy` checks, by name.
+    """Return, by name, the errors that `check_accuracy` checks.
 
-    The budget compares largest errors, and the largest of a handful of numbers is luck. So inputs of small results are
-    drawn again, with further seeds, until every result that is not zero has `num_elements` elements that are not, and
-    are judged together.
+    The budget compares largest errors, and the largest of a few numbers depends on luck. Small results are therefore
+    drawn again with further seeds, until every nonzero result has `num_elements` nonzero elements. All draws are
+    judged together.
 
     Raises:
-        AssertionError: a shape or dtype is wrong, or NaN stands at other places than in float64.
+        AssertionError: a shape or dtype is wrong, or NaN appears at other positions than in float64.
     """
     results: list[list[tuple[Tensor, ...]]] = []
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""What the ops hand to each other.
+"""Data types that the ops pass to each other.
 
 Letters: T tokens, D d_model, F d_ff of one expert, E experts, K top_k, R = T * K rows. A *slot* is one (token, k)
 choice with the flat index t * K + k. A *row* is a slot moved to expert order.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """What a router decided for each token."""
+    """A router's decision for each token."""
 
     topk_experts: Tensor  # [T, K] int32, distinct, by falling logit; the lower id first on ties
     topk_weights: Tensor  # [T, K] float32
@@ -20,26 +20,26 @@ class Routing(NamedTuple):
 
 
 class TileTable(NamedTuple):
-    """How the rows of a grouped GEMM are cut into tiles. Group G is the tail: rows that belong to no group."""
+    """The cut of a grouped GEMM's rows into tiles. Group G is the tail: rows that belong to no group."""
 
     bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
-    num_tiles: Tensor  # [2] int32: entries that belong to groups, and with the tail's; further ones go on counting it
-    order: Tensor  # [G] int32: the groups by falling number of rows, equal ones by id
+    num_tiles: Tensor  # [2] int32: entries of the groups, and entries with the tail; later entries continue its count
+    order: Tensor  # [G] int32: groups by falling number of rows, ties by id
     block_rows: int
 
 
 class Permutation(NamedTuple):
-    """Where each slot goes when rows are sorted by expert."""
+    """The position of each slot when rows are sorted by expert."""
 
     offsets: Tensor  # [E] int32: exclusive END row of each expert
     slot_to_row: Tensor  # [T, K] int32; -1 for a dropped slot
-    row_to_token: Tensor  # [R] int32, R = T * K or max_rows; rows at or past offsets[-1] hold tokens of dropped slots
+    row_to_token: Tensor  # [R] int32, R = T * K or max_rows; rows at or past offsets[-1] are padding
     tile_table: TileTable
 
 
 class ExpertWeights(NamedTuple):
-    """As `fused_experts` takes them."""
+    """Expert weights in the layout of `fused_experts`."""
 
     w_up: Tensor  # [E, 2F, D], or [E, F, D] if not gated
     w_down: Tensor  # [E, D, F]

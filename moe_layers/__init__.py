@@ -14,20 +14,15 @@ from .balance.losses import (
     router_z_loss,
     sequence_load_balancing_loss,
 )
-from .balance.routing_statistics import RoutingObserver, RoutingStatistics
-from .checkpoint import LoadReport
-from .experts.dispatcher import LocalDispatcher
-from .experts.grouped import GroupedExperts
-from .experts.shared import SharedExpert
+from .config import MoEConfig
 from .feed_forward import MoEFeedForward
-from .memory import saved_bytes
 from .parallel.collectives import save_communication
 from .parallel.expert_parallel import ExpertParallel
 from .parallel.gradient_clipping import clip_grad_norm_
 from .routing.activation_checkpointing import save_routing
-from .routing.assignment import Assignment, RoundRobinAssignment
-from .routing.capacity import CapacityFactor, Slots
-from .routing.custom_assignment import CustomAssignment, TokenExpertPairs, slots_of_pairs
+from .routing.assignment import RoundRobinAssignment
+from .routing.capacity import CapacityFactor
+from .routing.custom_assignment import CustomAssignment, TokenExpertPairs
 from .routing.expert_choice import ExpertChoice, TokenRounding
 from .routing.noise import RouterNoise
 from .routing.replay import RoutingReplay
@@ -36,24 +31,17 @@ from .routing.router import TopKRouter
 from .whole_models import observe, set_aux_loss_scale
 
 __all__ = [
-    "Assignment",
     "BalanceLosses",
     "CapacityFactor",
     "CustomAssignment",
     "ExpertChoice",
     "ExpertParallel",
-    "GroupedExperts",
     "LayerRouting",
-    "LoadReport",
-    "LocalDispatcher",
+    "MoEConfig",
     "MoEFeedForward",
     "RoundRobinAssignment",
     "RouterNoise",
-    "RoutingObserver",
     "RoutingReplay",
-    "RoutingStatistics",
-    "SharedExpert",
-    "Slots",
     "TokenExpertPairs",
     "TokenRounding",
     "TopKRouter",
@@ -68,9 +56,7 @@ __all__ = [
     "router_z_loss",
     "save_communication",
     "save_routing",
-    "saved_bytes",
     "sequence_load_balancing_loss",
     "set_aux_loss_scale",
-    "slots_of_pairs",
     "update_selection_bias",
 ]

@@ -1,23 +1,23 @@
-"""Checks of arguments."""
+"""Argument checks."""
 
 from __future__ import annotations
 
 
 def check_positive(owner: str, **sizes: int) -> None:
-    """Raises ValueError unless every size is a positive int."""
+    """Raise ValueError unless every size is a positive int."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{owner}: {name} must be a positive integer, got {size!r}")
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
+    """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{owner}: {name} must be one of {choices}, got {value!r}")
 
 
 def check_kind(owner: str, name: str, value: object, kind: type) -> None:
-    """Raises ValueError unless `value` is a `kind`."""
+    """Raise ValueError unless `value` is a `kind`."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {got[:100]}")

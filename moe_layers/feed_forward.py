@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,26 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, invariant_linear, sort_by_expert
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from .balance.balancing import BalanceLosses, update_selection_bias
 from .balance.losses import attach_loss
 from .balance.routing_statistics import RoutingObserver
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
-from .checks import check_kind, check_positive
+from .checks import check_choice, check_kind
+from .config import MoEConfig
 from .experts.dispatcher import LocalDispatcher
 from .experts.grouped import GroupedExperts
-from .experts.router_gradient import experts_can_pass_it_on
+from .experts.router_gradient import can_fuse_router_gradient
 from .experts.shared import SharedExpert
 from .memory import saved_bytes
 from .parallel.expert_parallel import ExpertParallel, expert_share
 from .precision import call_with_autocast_rules
 from .routing.assignment import Assignment
-from .routing.capacity import CapacityFactor, Slots, check_capacity, drop_beyond_capacity, identity_output
+from .routing.capacity import CapacityFactor, Slots, drop_beyond_capacity, identity_output
+from .routing.custom_assignment import as_assignment
 from .routing.noise import RouterNoise
-from .routing.result import LayerRouting, facts_of_tokens
+from .routing.result import LayerRouting, TokenInfo, token_info
 from .routing.router import TopKRouter
 
 
@@ -44,36 +47,33 @@ class MoEFeedForward(nn.Module):
     matrix products (computed and returned in its dtype). Router logits, routing weights and all sums are float32. The
     forward and backward are deterministic and never wait for the GPU.
 
-    All weights start from a normal distribution of mean 0 and standard deviation `init_std` (0.02, as transformer
-    language models commonly do), biases from zero and learned scales from one; `reset_parameters` does it again.
+    All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (0.02, a common
+    choice for transformer language models), biases from zero and learned scales from one; `reset_parameters` does it
+    again.
+
+    The constructor takes the common settings. `MoEConfig` holds all of them: `from_config` builds the layer that a
+    configuration describes, and `config` is the configuration of a layer.
 
     Args:
         d_ff: hidden size of one expert.
-        activation: of the experts: "swiglu", another name, or an `Activation` with its numbers. Gated ones have gates.
-        normalize: the routing weights of a token sum to one; otherwise they are probabilities over all experts.
-        router: the facts of a router other than these two.
+        activation: of the experts: "swiglu", another name, or an `Activation`. Gated activations make experts gated.
+        router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
         bias: the experts' projections have biases.
-        shared_d_ff: hidden size of a shared expert that every token passes; None for none.
-        shared_gate: the shared expert's output is multiplied by the sigmoid of a linear map of the token.
-        shared_activation: of the shared expert; None for that of the experts.
-        num_zero_experts: experts without parameters, behind the others, that return their token as it is.
-        latent_dim: the experts work on `w_latent_in @ x`, of this size, and their sum goes through `w_latent_out`. The
-            router and the shared expert see x.
-        capacity: how many slots of one sequence (the last axis but one of x) an expert takes, in the order of the
-            tokens; the slots beyond add nothing. Or a `CapacityFactor`; None for no limit.
-        assignment: chooses in place of each token's top-k: see `assignment.py` for those there are and what they look
-            at, or pass a function of logits: see `CustomAssignment`.
+        shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
+        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order. Slots
+            beyond it add nothing. Or a `CapacityFactor`; None for no limit.
+        assignment: replaces each token's top-k choice: an `Assignment` (see `assignment.py`), or a function of logits
+            (see `CustomAssignment`).
         noise: of the router, in training mode.
-        recompute: "up" keeps none of the experts' pre-activations for backward, at the price of one more GEMM there.
-        load_balancing_coefficient: adds this multiple of `load_balancing_loss` to the gradient in every forward.
-        z_loss_coefficient: likewise of `router_z_loss`. Both are scaled by `set_aux_loss_scale`.
-        balance_losses: the coefficients of all losses there are, instead of these two.
-        batch_invariant: see the property.
+        balance_losses: the coefficients of the auxiliary losses, which every forward adds to the gradient, scaled by
+            `set_aux_loss_scale`; None for no losses.
+        recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
+            one GEMM; None keeps them.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, a coefficient is negative or given twice, the router cannot choose top_k
-            experts, or a name is unknown.
+        ValueError: a size is not positive, a name is unknown, the router cannot choose `top_k` experts, or two
+            arguments exclude each other.
     """
 
     def __init__(
@@ -84,81 +84,131 @@ class MoEFeedForward(nn.Module):
         top_k: int,
         *,
         activation: str | Activation = "swiglu",
-        normalize: bool = True,
         router: RouterSpec | None = None,
         bias: bool = False,
         shared_d_ff: int | None = None,
-        shared_gate: bool = False,
-        shared_activation: str | Activation | None = None,
-        num_zero_experts: int = 0,
-        latent_dim: int | None = None,
         capacity: int | CapacityFactor | None = None,
         assignment: Assignment | Callable | None = None,
         noise: RouterNoise | None = None,
-        recompute: str | None = None,
-        load_balancing_coefficient: float = 0.0,
-        z_loss_coefficient: float = 0.0,
         balance_losses: BalanceLosses | None = None,
-        batch_invariant: bool = False,
-        init_std: float = 0.02,
+        recompute: str | None = None,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_positive("MoEFeedForward", d_model=d_model, d_ff=d_ff, num_experts=num_experts, top_k=top_k)
-        if load_balancing_coefficient < 0 or z_loss_coefficient < 0 or init_std < 0:
-            raise ValueError(
-                "MoEFeedForward: load_balancing_coefficient, z_loss_coefficient and init_std must not be negative, "
-                f"got {load_balancing_coefficient}, {z_loss_coefficient} and {init_std}"
-            )
-        check_capacity(capacity)
-        optional = {"latent_dim": latent_dim, "num_zero_experts": num_zero_experts or None}
-        check_positive("MoEFeedForward", **{name: size for name, size in optional.items() if size is not None})
-        if num_zero_experts and latent_dim is not None:
-            raise ValueError("MoEFeedForward: zero experts return x, so there is no latent_dim with them, got both")
-        if shared_d_ff is None and (shared_gate or shared_activation is not None):
-            raise ValueError("MoEFeedForward: shared_gate and shared_activation need a shared_d_ff, got None")
-        if balance_losses is None:
-            balance_losses = BalanceLosses(switch=load_balancing_coefficient, z=z_loss_coefficient)
-        elif load_balancing_coefficient or z_loss_coefficient:
-            raise ValueError("MoEFeedForward: coefficients must be in balance_losses when it is given, got both")
-        check_kind("MoEFeedForward", "balance_losses", balance_losses, BalanceLosses)
-        factory = {"init_std": init_std, "implementation": implementation, "device": device, "dtype": dtype}
-        self.d_model = d_model
-        self.init_std = init_std
-        self.num_zero_experts = num_zero_experts
-        self.capacity = capacity
-        self.balance_losses = balance_losses
+        config = MoEConfig(
+            d_model,
+            d_ff,
+            num_experts,
+            top_k,
+            activation=activation,
+            router=RouterSpec() if router is None else router,
+            bias=bias,
+            shared_d_ff=shared_d_ff,
+            capacity=capacity,
+            balance_losses=BalanceLosses() if balance_losses is None else balance_losses,
+            recompute=recompute,
+        )
+        factory = {"implementation": implementation, "device": device, "dtype": dtype}
+        self._build(config, assignment=assignment, noise=noise, **factory)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: MoEConfig,
+        *,
+        assignment: Assignment | Callable | None = None,
+        noise: RouterNoise | None = None,
+        implementation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MoEFeedForward:
+        """The layer that a configuration describes. The other arguments are those of the constructor.
+
+        A subclass with a constructor of its own overrides this method, too: the constructor does not run.
+
+        Raises:
+            ValueError: an argument is of a wrong kind or excludes a setting.
+        """
+        check_kind("MoEFeedForward", "config", config, MoEConfig)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        factory = {"implementation": implementation, "device": device, "dtype": dtype}
+        layer._build(config, assignment=assignment, noise=noise, **factory)
+        return layer
+
+    def _build(
+        self,
+        config: MoEConfig,
+        *,
+        assignment: Assignment | Callable | None,
+        noise: RouterNoise | None,
+        implementation: str | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        check_choice("MoEFeedForward", "implementation", implementation, (*IMPLEMENTATIONS, None))
+        assignment = _checked_assignment(assignment, config)
+        if noise is not None:
+            check_kind("MoEFeedForward", "noise", noise, RouterNoise)
+            noise.check("MoEFeedForward", config.router, assignment is not None)
+        self._config = config
+        self.d_model = config.d_model
+        self.num_zero_experts = config.num_zero_experts
+        self.capacity = config.capacity
+        self.balance_losses = config.balance_losses
         self.aux_loss_scale: Tensor | None = None
         self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
-        num_choices = num_experts + num_zero_experts
-        chooses = {"spec": router, "assignment": assignment, "noise": noise}
-        self.router = TopKRouter(d_model, num_choices, top_k, normalize=normalize, **chooses, **factory)
-        if capacity is not None and self.router.assignment is not None and self.router.assignment.decides_counts:
-            raise ValueError(f"MoEFeedForward: there is no capacity with {assignment}, got {capacity}")
+        factory = {"init_std": config.init_std, "implementation": implementation, "device": device, "dtype": dtype}
+        self.router = TopKRouter(
+            config.d_model,
+            config.num_experts + config.num_zero_experts,
+            config.top_k,
+            router=config.router,
+            assignment=assignment,
+            noise=noise,
+            **factory,
+        )
         self.dispatcher = LocalDispatcher()
         self.experts = GroupedExperts(
-            latent_dim or d_model,
-            d_ff,
-            num_experts,
-            activation=activation,
-            bias=bias,
-            weight_on_input=self.router.spec.weight_on_input,
-            recompute=recompute,
+            config.latent_dim or config.d_model,
+            config.d_ff,
+            config.num_experts,
+            activation=config.activation,
+            bias=config.bias,
+            weight_on_input=config.router.weight_on_input,
+            recompute=config.recompute,
             **factory,
         )
         self.w_latent_in, self.w_latent_out = None, None
-        if latent_dim is not None:
-            self.w_latent_in = nn.Parameter(torch.empty(latent_dim, d_model, device=device, dtype=dtype))
-            self.w_latent_out = nn.Parameter(torch.empty(d_model, latent_dim, device=device, dtype=dtype))
+        if config.latent_dim is not None:
+            sizes = config.latent_dim, config.d_model
+            self.w_latent_in = nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
+            self.w_latent_out = nn.Parameter(torch.empty(sizes[::-1], device=device, dtype=dtype))
         self.shared_expert = None
-        if shared_d_ff is not None:
-            kind = activation if shared_activation is None else shared_activation
-            self.shared_expert = SharedExpert(d_model, shared_d_ff, activation=kind, gate=shared_gate, **factory)
-        self.batch_invariant = batch_invariant
-        self._reset_latent(init_std)
+        if config.shared_d_ff is not None:
+            self.shared_expert = SharedExpert(
+                config.d_model,
+                config.shared_d_ff,
+                activation=config.shared_activation or config.activation,
+                gate=config.shared_gate,
+                **factory,
+            )
+        self.batch_invariant = config.batch_invariant
+        self._reset_latent(config.init_std)
+
+    @property
+    def config(self) -> MoEConfig:
+        """The configuration that the layer was built from, with the settings that were changed since."""
+        return replace(
+            self._config,
+            capacity=self.capacity,
+            recompute=self.experts.recompute,
+            balance_losses=self.balance_losses,
+            batch_invariant=self.batch_invariant,
+        )
 
     @classmethod
     def from_checkpoint(
@@ -217,10 +267,6 @@ class MoEFeedForward(nn.Module):
         return self.router.num_experts - self.num_zero_experts
 
     @property
-    def latent_dim(self) -> int | None:
-        return None if self.w_latent_in is None else self.w_latent_in.shape[0]
-
-    @property
     def batch_invariant(self) -> bool:
         """Whether the other tokens of a call change no bit of a token's output; False unless set.
 
@@ -270,11 +316,12 @@ class MoEFeedForward(nn.Module):
         self.dispatcher = LocalDispatcher(experts.start)
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw every weight from a normal distribution of mean 0 and standard deviation `std`; None for `init_std`."""
+        """Draw every weight from a normal distribution of mean 0 and standard deviation `std`; None for
+        `MoEConfig.init_std`."""
         for part in (self.router, self.experts, self.shared_expert):
             if part is not None:
                 part.reset_parameters(std)
-        self._reset_latent(self.init_std if std is None else std)
+        self._reset_latent(self._config.init_std if std is None else std)
 
     def _reset_latent(self, std: float) -> None:
         for weight in (self.w_latent_in, self.w_latent_out):
@@ -308,6 +355,18 @@ class MoEFeedForward(nn.Module):
                 choice is of another shape or dtype, a loss needs lengths of sequences and there are none, or x is a
                 DTensor.
         """
+        tokens, info = self._flatten(x, token_mask, sequence_lengths, num_tokens)
+        slots = self._route(tokens, info, topk_experts, return_routing)
+        pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
+        shared_out = None if self.shared_expert is None else self.shared_expert(info.all_tokens)
+        out = self._from_latent(pending.wait(), tokens, slots)
+        out = out if shared_out is None else out + shared_out
+        return self._finish(out, slots, pending.offsets, info, return_routing)
+
+    def _flatten(
+        self, x: Tensor, token_mask: Tensor | None, sequence_lengths: Tensor | None, num_tokens: int | Tensor | None
+    ) -> tuple[Tensor, TokenInfo]:
+        """The tokens [T, D] for the router and the experts, zero for padding, and their settings."""
         if isinstance(x, DTensor):
             raise ValueError(
                 "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this process, as "
@@ -318,52 +377,34 @@ class MoEFeedForward(nn.Module):
             self._check_invariance()  # parts may have been replaced
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
-        said = facts_of_tokens(x, token_mask, sequence_lengths, num_tokens)
-        all_tokens = x.reshape(-1, self.d_model)  # [T, D]
-        tokens = all_tokens
-        if token_mask is not None:  # a NaN in padding would reach the gradients of the router, times zero
-            tokens = torch.where(said["token_mask"][:, None], tokens, 0.0)
-        given = {} if topk_experts is None else {"topk_experts": topk_experts}
-        if token_mask is not None and self.router.assignment is not None:
-            given["token_mask"] = said["token_mask"]
-        attaches, counts = self.balance_losses.any and torch.is_grad_enabled(), self._counts_experts()
-        is_read = return_routing or attaches or token_mask is not None or topk_experts is not None
-        is_read |= self.observer is not None and type(self.observer) is not RoutingObserver
-        passes_on = not is_read and experts_can_pass_it_on(self, tokens)
-        routed = self.router(tokens.detach() if passes_on else tokens, **given)
-        chosen = routed.topk_experts
-        if token_mask is not None:
-            chosen = torch.where(said["token_mask"][:, None], chosen, -1)
-        slots = Slots(chosen, *routed[1:])
-        slots = drop_beyond_capacity(slots, x.shape[-2] if x.dim() > 1 else 1, self.router.top_k, self.capacity)
-        if passes_on:
-            slots = Slots(*slots[:4], self.router.weight)
-        travelling = tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
-        dispatched = self.dispatcher(travelling, slots, self.experts)
-        # While what the experts computed may be under way.
-        beside = None if self.shared_expert is None else self.shared_expert(all_tokens)
-        out = self._routed_output(tokens, slots, dispatched.arrived())
-        out = out if beside is None else out + beside
-        if not (return_routing or attaches or counts or self.observer is not None):
-            return _shaped_as(out, x)
-        routing = self._layer_routing(slots, chosen, dispatched.offsets, said)
-        if attaches:
-            accumulated = self.router.accumulated_counts
-            loss = self.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=accumulated)
-            out = attach_loss(out, loss, self.aux_loss_scale)
-        if counts:
-            self.router.count(routing.choices_per_expert)
-        if self.observer is not None:
-            self.observer.add(routing)
-        out = _shaped_as(out, x)
-        return (out, routing) if return_routing else out
+        info = token_info(x, token_mask, sequence_lengths, num_tokens)
+        if info.token_mask is None:
+            return info.all_tokens, info
+        # NaN in padding would reach the gradients of the router, times zero.
+        return torch.where(info.token_mask[:, None], info.all_tokens, 0.0), info
 
-    def _routed_output(
-        self,
-        tokens: Tensor,  # [T, D]
-        slots: Slots,
-        out: Tensor,  # [T, D or latent_dim] of the experts
-    ) -> Tensor:  # [T, D]
+    def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None, return_routing: bool) -> Slots:
+        """The slots that reach an expert."""
+        given = {} if topk_experts is None else {"topk_experts": topk_experts}
+        if info.token_mask is not None and self.router.assignment is not None:
+            given["token_mask"] = info.token_mask
+        routing_is_read = return_routing or info.token_mask is not None or topk_experts is not None
+        routing_is_read |= self._has_aux_loss() or type(self.observer) not in (type(None), RoutingObserver)
+        fuse_router_grad = not routing_is_read and can_fuse_router_gradient(self, tokens)
+        routed = self.router(tokens.detach() if fuse_router_grad else tokens, **given)
+        chosen = routed.topk_experts
+        if info.token_mask is not None:
+            chosen = torch.where(info.token_mask[:, None], chosen, -1)
+        slots = Slots(chosen, *routed[1:])
+        slots = drop_beyond_capacity(slots, info.sequence_length, self.router.top_k, self.capacity)
+        if fuse_router_grad:
+            slots = Slots(*slots[:5], w_router=self.router.weight)
+        return slots
+
+    def _to_latent(self, tokens: Tensor) -> Tensor:  # [T, D] -> [T, D or latent_dim]
+        return tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
+
+    def _from_latent(self, out: Tensor, tokens: Tensor, slots: Slots) -> Tensor:  # out [T, D or latent_dim] -> [T, D]
         if self.w_latent_out is not None:
             return self._linear(out, self.w_latent_out)
         if self.num_zero_experts:
@@ -377,19 +418,48 @@ class MoEFeedForward(nn.Module):
         linear = partial(invariant_linear, implementation=self.experts.implementation)
         return call_with_autocast_rules(linear, tokens, weight)
 
-    def _layer_routing(self, slots: Slots, chosen: Tensor, offsets: Tensor, said: dict[str, Any]) -> LayerRouting:
+    def _finish(
+        self, out: Tensor, slots: Slots, offsets: Tensor, info: TokenInfo, return_routing: bool
+    ) -> Tensor | tuple[Tensor, LayerRouting]:
+        """Losses, counts and statistics; the output in the shape of the input."""
+        has_aux_loss, counts = self._has_aux_loss(), self._counts_experts()
+        if not (return_routing or has_aux_loss or counts or self.observer is not None):
+            return _shaped_as(out, info.shape)
+        routing = self._layer_routing(slots, offsets, info)
+        if has_aux_loss:
+            accumulated = self.router.accumulated_counts
+            loss = self.balance_losses.total(routing, num_tokens=info.num_tokens, accumulated_counts=accumulated)
+            out = attach_loss(out, loss, self.aux_loss_scale)
+        if counts:
+            self.router.count(routing.choices_per_expert)
+        if self.observer is not None:
+            self.observer.add(routing)
+        out = _shaped_as(out, info.shape)
+        return (out, routing) if return_routing else out
+
+    def _layer_routing(self, slots: Slots, offsets: Tensor, info: TokenInfo) -> LayerRouting:
         if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere
             tokens_per_expert = self._count(slots.topk_experts)
         else:
             tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        if self.capacity is not None:
-            said = said | {"chosen_experts": chosen, "chosen_per_expert": self._count(chosen)}
-        return LayerRouting(*slots[:3], tokens_per_expert, **said)
+        return LayerRouting(
+            slots.topk_experts,
+            slots.topk_weights,
+            slots.logits,
+            tokens_per_expert,
+            slots.chosen_experts,
+            None if slots.chosen_experts is None else self._count(slots.chosen_experts),
+            info.token_mask,
+            info.sequence_lengths,
+        )
 
     def _count(self, experts: Tensor) -> Tensor:  # [E] int32
         num_choices, implementation = self.router.num_experts, self.experts.implementation
         offsets = sort_by_expert(experts, num_choices, implementation=implementation).offsets
         return torch.diff(offsets, prepend=offsets.new_zeros(1))
+
+    def _has_aux_loss(self) -> bool:
+        return self.balance_losses.any and torch.is_grad_enabled()
 
     def _counts_experts(self) -> bool:
         return self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
@@ -427,8 +497,8 @@ class MoEFeedForward(nn.Module):
     ) -> None:
         """Write a directory that `from_checkpoint` reads, with every value bit by bit.
 
-        Names and configuration are those of the model that the layer was read from, else our own. Auxiliary losses,
-        noise, a `CapacityFactor` and an assignment are not part of it.
+        Names and configuration are those of the model that the layer was read from. Those of any other layer are our
+        own, and its configuration is `config.to_dict()`. Noise and an assignment are not saved.
 
         Args:
             directory: must be empty or not exist.
@@ -453,8 +523,18 @@ class MoEFeedForward(nn.Module):
         load_safetensors(self, path)
 
 
-def _shaped_as(out: Tensor, x: Tensor) -> Tensor:
-    """[T, D] as [..., D], and as from nn.Linear no view: changed in place, a view would drop the hook by which FSDP2
-    gathers the parameters before backward. Nor does PyTorch notice such a change where somebody keeps `out`, a forward
-    hook of the experts for instance; what computes `out` keeps it in no case."""
-    return torch.ops.aten._unsafe_view(out, x.shape)
+def _checked_assignment(assignment: Assignment | Callable | None, config: MoEConfig) -> Assignment | None:
+    assignment = as_assignment("MoEFeedForward", assignment)
+    if assignment is None:
+        return None
+    assignment.check("MoEFeedForward", config.router)
+    if config.capacity is not None and assignment.decides_counts:
+        raise ValueError(f"MoEFeedForward: there is no capacity with {assignment}, got {config.capacity}")
+    return assignment
+
+
+def _shaped_as(out: Tensor, shape: torch.Size) -> Tensor:
+    """[T, D] as [..., D]. The result is no view, as nn.Linear's is none: a view that is changed in place drops the hook
+    by which FSDP2 gathers the parameters before backward. PyTorch does not notice such a change where a forward hook of
+    the experts keeps `out`; the layer itself never keeps it."""
+    return torch.ops.aten._unsafe_view(out, shape)

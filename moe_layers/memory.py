@@ -1,4 +1,4 @@
-"""How much a layer keeps for backward, without running it."""
+"""Memory that a layer saves for backward, computed without running the layer."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 
 def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the distinct storages that a forward keeps for backward, less parameters, buffers and the input.
+    """Return the bytes of the distinct storages saved for backward, without parameters, buffers and the input.
 
-    The layer runs on fake tensors, which have sizes and no memory, so whatever it would save is counted, and nothing is
-    launched or allocated on its device. Numbers of dropped or masked tokens do not matter.
+    The layer runs on fake tensors, which have sizes but no memory. This counts all it would save, and launches and
+    allocates nothing on its device. Numbers of dropped or masked tokens do not matter.
 
     Args:
-        dtype: of the input, which requires a gradient; None for that of the parameters.
+        dtype: dtype of the input, which requires a gradient. Default: the dtype of the parameters.
 
     Raises:
-        NotImplementedError: the reference would run, as without a GPU, or several processes share the experts: what is
-            kept depends on the routing.
+        NotImplementedError: the reference would run (for example without a GPU), or several ranks share the experts. In
+            both cases memory depends on the routing.
     """
     if layer.experts.local_share is not None:
-        raise NotImplementedError("saved_bytes: of experts that processes share, what is kept depends on the routing")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # what an observer and balancing hold
+        raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
     own = {name: mode.from_tensor(tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
     parameter, loss_scale = layer.experts.w_up, layer.aux_loss_scale
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
-    kept: dict[int, Tensor] = {}  # by storage; the tensors keep the storages alive
+    kept: dict[int, Tensor] = {}  # by storage; holding the tensors keeps the storages alive
 
     def keep(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)
@@ -40,7 +40,7 @@ def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = N
                 layer.aux_loss_scale = fake_scale
                 torch.func.functional_call(layer, own, x)
             except DynamicOutputShapeException as error:
-                raise NotImplementedError("saved_bytes: what the reference keeps depends on the routing") from error
+                raise NotImplementedError("saved_bytes: the reference's memory depends on the routing") from error
             finally:
                 layer.aux_loss_scale = loss_scale
     for tensor in (x, *own.values(), *([] if fake_scale is None else [fake_scale])):

@@ -1,4 +1,4 @@
-"""How the parts of the layer behave under autocast."""
+"""Autocast rules for the parts of the layer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-def call_with_autocast_rules(function: Callable[..., Result], tokens: Tensor, *weights: Tensor) -> Result:
+def call_with_autocast_rules(function: Callable[..., Result], tokens: Tensor, *weights: Tensor | None) -> Result:
     """Call `function` as autocast calls a matrix product: operands in autocast's dtype, autocast off inside.
 
-    As there, float64 stays. Outside autocast the operands go in as they are, and mixed dtypes are the error that they
-    are in PyTorch.
+    As in autocast, float64 stays float64. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's
+    usual error.
     """
     device_type = weights[0].device.type
     if not torch.is_autocast_enabled(device_type):
@@ -24,6 +24,8 @@ def call_with_autocast_rules(function: Callable[..., Result], tokens: Tensor, *w
         return function(*(autocast(operand, device_type) for operand in (tokens, *weights)))
 
 
-def autocast(operand: Tensor, device_type: str) -> Tensor:
-    """In the dtype that autocast gives an operand of a matrix product."""
-    return operand if operand.dtype == torch.float64 else operand.to(torch.get_autocast_dtype(device_type))
+def autocast(operand: Tensor | None, device_type: str) -> Tensor | None:
+    """Convert the operand to the dtype that autocast gives to operands of a matrix product."""
+    if operand is None or operand.dtype == torch.float64:
+        return operand
+    return operand.to(torch.get_autocast_dtype(device_type))

@@ -1,4 +1,4 @@
-"""What is asked of every layer of a model."""
+"""Functions that apply to every MoE layer of a model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .feed_forward import MoEFeedForward
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
-    """`MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
+    """Call `MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
     for module in model.modules():
         if isinstance(module, MoEFeedForward):
             module.set_aux_loss_scale(scale)
 
 
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:
-    """Let every layer of a model collect statistics of its routing from now on, and return what they collect in.
+    """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 
-    The names are those of the layers in the model. Setting a layer's `observer` to None ends it.
+    Set a layer's `observer` to None to stop.
 
     Raises:
         ValueError: the model has no such layer.

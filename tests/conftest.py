@@ -1,11 +1,11 @@
-"""Tests run on the GPU where there is one; elsewhere the Triton kernels run in the interpreter."""
+"""Tests run on the GPU if there is one; otherwise the interpreter runs the Triton kernels."""
 
 import os
 import sys
 from glob import glob
 
-# Of several GPUs each worker of pytest-xdist takes one. Tests that want several run without workers. Threads of several
-# workers on one core would wait for each other, in every small operation.
+# With several GPUs, each worker of pytest-xdist uses one. Multi-GPU tests run without workers. One thread per worker:
+# threads of several workers on one core would wait for each other in every small operation.
 if "PYTEST_XDIST_WORKER" in os.environ:
     if (gpus := len(glob("/dev/nvidia[0-9]*"))) > 1:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"][2:]) % gpus))
@@ -13,13 +13,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     threads = cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
-# cuBLAS repeats its results only with a workspace of its own.
+# cuBLAS repeats its results only with a fixed workspace.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
 if not torch.cuda.is_available():
-    # Read when a kernel is defined: set before any import of ours.
+    # Triton reads this when a kernel is defined, so it is set before any import of the packages.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
@@ -37,7 +37,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty returns NaN, so that an output element which no kernel wrote fails its test."""
+    """Make torch.empty return NaN, so that an output element which no kernel wrote fails its test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,7 +45,7 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Tests that compile the same function for many settings do not add up to PyTorch's limit of recompilations."""
+    """Reset the compiler, so that tests of one function with many settings stay below PyTorch's recompilation limit."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

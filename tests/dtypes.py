@@ -1,4 +1,4 @@
-"""What the kernels compute in here: the interpreter has no bfloat16."""
+"""Dtypes that the kernels compute in on this machine: the interpreter has no bfloat16."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Golden cases: small random models in the layout of the hub, with what transformers' own modules made of them."""
+"""Golden cases: small random models in the hub's layout, with the results of transformers' own modules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent / "golden"
 
 class GoldenCase(NamedTuple):
     config: dict
-    weights: dict[str, Tensor]  # of the block, under their names inside it
-    gradients: dict[str, Tensor]  # of sum(y * dy), under the same names
+    weights: dict[str, Tensor]  # the block's weights, by name inside it
+    gradients: dict[str, Tensor]  # gradients of sum(y * dy), by the same names
     golden: dict[str, Tensor]  # x, y, dy, grad_x, topk_idx, topk_weight, router_logits, y_routed
 
 

@@ -1,4 +1,4 @@
-"""What only tests on a GPU need."""
+"""Helpers of tests that need a GPU."""
 
 import warnings
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def waiting_is_an_error():
-    """Inside, whatever makes the host wait for the GPU raises RuntimeError."""
+    """Raise RuntimeError if the host waits for the GPU inside the context."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
@@ -19,9 +19,9 @@ def waiting_is_an_error():
 
 
 def captured(function):
-    """`function` in a CUDA graph: (a call that replays it, what it returned, which every replay writes anew).
+    """Capture `function` in a CUDA graph. Return (a call that replays it, its result, which every replay overwrites).
 
-    It runs three times before, on a stream of its own: that compiles kernels and makes what is made once.
+    The function first runs three times on a separate stream, which compiles kernels and fills caches.
     """
     torch.use_deterministic_algorithms(False)
     side = torch.cuda.Stream()

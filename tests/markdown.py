@@ -1,8 +1,8 @@
-"""Runs the code blocks of a Markdown page from top to bottom, as a reader would: python -m tests.markdown PAGE
+"""Run the code blocks of a Markdown page from top to bottom, as a reader would: python -m tests.markdown PAGE
 
-Blocks share their names and the current folder. `python` blocks run; `pycon` blocks are sessions whose output, errors
-included, must be what the page shows; of `sh` blocks those commands run that need neither network nor time. A block
-marked `gpu` runs where there is one.
+Blocks share their names and the current folder. `python` blocks run. `pycon` blocks are sessions whose output,
+including errors, must equal that on the page. Of `sh` blocks, only commands run that need neither network nor much
+time. A block marked `gpu` runs only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Any, NamedTuple
 import torch
 
 LANGUAGES = ("python", "pycon", "sh")
-# A command that starts with one of these runs; the others are looked at only.
+# A command that starts with one of these runs; other commands are only checked.
 QUICK = (
     "python -m moe_kernels explain",
     "python -m moe_layers.checkpoint",
     "python -m tests.fuzz",
 )
-PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: the reader's own
+PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replace
 
 
 class Block(NamedTuple):
     language: str
-    marks: tuple[str, ...]  # behind the language: "gpu"
+    marks: tuple[str, ...]  # words after the language: "gpu"
     text: str
-    line: int  # of its first line in the page, from 1
+    line: int  # line of its first line in the page, from 1
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All code blocks of a page.
+    """Return all code blocks of a page.
 
     Raises:
-        ValueError: one has no language that can be checked.
+        ValueError: a block has no language that can be checked.
     """
     found, lines = [], page.read_text().splitlines()
     start = None
@@ -58,12 +58,12 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Command(NamedTuple):
-    variables: tuple[str, ...]  # of the environment, that are set for it
+    variables: tuple[str, ...]  # environment variables set for the command
     words: tuple[str, ...]
 
 
 def commands_of(block: Block) -> list[Command]:
-    """The commands of a shell block, without comments."""
+    """Return the commands of a shell block, without comments."""
     found = []
     for part in (part for line in block.text.splitlines() for part in line.split(" && ")):
         words = shlex.split(part, comments=True)
@@ -78,13 +78,13 @@ def is_quick(command: Command) -> bool:
 
 
 def run_page(page: Path) -> None:
-    """Raises what the first block that is wrong raises, with the line of the page."""
+    """Run the page. An error of a block is raised with the line of the page."""
     names: dict[str, Any] = {"__name__": "__page__"}
     for block in blocks_of(page):
         if "gpu" in block.marks and not torch.cuda.is_available():
             continue
         if block.language == "python":
-            # With the page's line numbers in a traceback.
+            # Compiled with the page's line numbers, for tracebacks.
             exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), names)
         elif block.language == "pycon":
             run_session(page, block, names)

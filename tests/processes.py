@@ -1,4 +1,4 @@
-"""Several processes for tests: gloo on a machine without GPUs, NCCL with a GPU for each where there are enough."""
+"""Several processes for tests: gloo on machines without GPUs, NCCL if there is a GPU for each process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-# Imported once, in a process of their own that the others are forked from: they take longer than the tests.
+# Imported once, in a process from which the others are forked, because these imports take longer than the tests.
 PRELOADED = [
     "pytest",
     "torch.distributed.checkpoint.state_dict",
@@ -24,7 +24,8 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "moe_layers",
 ]
-# Of a collective: whoever waits longer fails, and does not hang. On GPUs every process compiles kernels between two.
+# Timeout of a collective, after which a waiting rank fails instead of hanging. On GPUs, every rank compiles kernels
+# between two collectives.
 TIMEOUT, GPU_TIMEOUT = timedelta(seconds=60), timedelta(seconds=300)
 
 eight_gpus = pytest.mark.skipif(
@@ -33,16 +34,16 @@ eight_gpus = pytest.mark.skipif(
 
 
 def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[str, str]:
-    """Call `case(device)` for each case, in turn, in every one of a group of processes.
+    """Call each `case(device)`, in turn, on every rank of a group.
 
     Returns:
-        by name of the case, what went wrong in which process; the cases after the first failure did not run.
+        the error and its rank by name of the case. Cases after the first failure do not run.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     arguments = (cases, num_processes, str(folder))
     multiprocessing.set_forkserver_preload(PRELOADED)
-    # What was asked of CUDA before a fork would break it after.
+    # Initialising CUDA before a fork would break it afterwards.
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     try:
         start_processes(_run, arguments, nprocs=num_processes, start_method=method)
@@ -53,7 +54,7 @@ def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[s
 
 
 def failures_fixture(cases: list[Callable], num_processes: int) -> Callable:
-    """A fixture of a module, by the name it is given there: what `run_cases` returns."""
+    """Return a module fixture, under the name it is assigned to, with the result of `run_cases`."""
 
     @pytest.fixture(scope="module")
     def failures(tmp_path_factory):
@@ -63,7 +64,7 @@ def failures_fixture(cases: list[Callable], num_processes: int) -> Callable:
 
 
 def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A script, or a module behind -m, in so many processes, as a user would start it."""
+    """Run a script, or a module after -m, in this many processes, as a user would start it."""
     if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
@@ -82,9 +83,9 @@ def _failure(folder: Path, name: str) -> str:
 
 
 class OneThread(distributed.ProcessGroupGloo):
-    """Gloo with one thread a group. By default there are two, which write the name of what they last ran to one string
-    without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`): with several collectives under way at a time a process
-    dies now and then, of a double free."""
+    """Gloo with one thread per group. By default it has two threads, which write the name of the last collective to one
+    string without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`). With several collectives in flight, a process
+    occasionally dies of a double free."""
 
     def __init__(self, store: distributed.Store, rank: int, size: int, timeout: timedelta):
         options = self._Options()
@@ -98,7 +99,7 @@ def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> N
     device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
     if has_gpus:
         torch.cuda.set_device(device)
-    # Machines differ in whether NVLink multicast works.
+    # NVLink multicast works only on some machines.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,10 +1,9 @@
 """The device functions of every activation, on float32 values.
 
-An activation is two small functions: `forward(gate, up, limit, alpha)` gives the activated value, and
-`backward(gate, up, dactivated, limit, alpha)` gives (activated, dgate, dup). A plain activation looks at its gate alone
-and returns zero for dup. NaN stays NaN. To add one, write the two functions, an entry
-in `ACTIVATIONS`, its facts in `activation_spec.py` and its plain form in `reference.py`.
-"""
+An activation is two small functions: `forward(gate, up, limit, alpha)` returns the activated value, and `backward(gate,
+up, dactivated, limit, alpha)` returns (activated, dgate, dup). A plain activation uses only its gate and returns zero
+for dup. NaN stays NaN. To add an activation, write the two functions, an entry in `ACTIVATIONS`, its settings in
+`activation_spec.py` and its plain form in `reference.py`."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """exp(-x) of x >= 0 to its last places: exp2 of the hardware is, but x * log2(e) is rounded."""
-    x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # beyond which the result is zero
+    """Return exp(-x) for x >= 0 to its last places. The hardware's exp2 is exact, but x * log2(e) is rounded."""
+    x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-x) is zero beyond
     scaled = x * -1.4426950408889634
     # The rounding error of the product, and that of log2(e) in float32.
     rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
@@ -26,17 +25,17 @@ def exp_negative(x):
 
 @triton.jit
 def _sigmoid(x):
-    """(sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
+    """Return (sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
     small = exp_negative(tl.abs(x))
     high = 1.0 / (1.0 + small)
-    high += high * tl.fma(-1.0 - small, high, 1.0)  # the division is off by two last places; a Newton step
+    high += high * tl.fma(-1.0 - small, high, 1.0)  # a Newton step: the division is off by two last places
     low = small * high
     return tl.where(x >= 0, high, low), tl.where(x >= 0, low, high)
 
 
 @triton.jit
 def _silu(x):
-    """(value, derivative)"""
+    """Return (value, derivative)."""
     sigmoid, rest = _sigmoid(x)
     value = x * sigmoid
     return value, sigmoid + value * rest
@@ -44,10 +43,10 @@ def _silu(x):
 
 @triton.jit
 def _gelu(x):
-    """(value, derivative): x * P(z < x) for a normal z.
+    """Return (value, derivative) of x * P(z < x) for a normal z.
 
-    P(z > |x|) / exp(-x**2 / 2) is a polynomial of t = 1 / (1 + 0.35 |x|), within 5e-8 of itself. So both take the one
-    exponential, and a small P keeps its digits.
+    P(z > |x|) / exp(-x**2 / 2) is approximated by a polynomial of t = 1 / (1 + 0.35 |x|), with relative error 5e-8.
+    Value and derivative share one exponential, and a small P keeps its digits.
     """
     t = 1.0 / (1.0 + 0.35 * tl.abs(x))
     total = -0.029157998 * t + 0.144031465
@@ -66,9 +65,9 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    """(value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    """Return (value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
     square = x * x
-    # 2 sqrt(2 / pi) and 0.044715 times it
+    # 2 sqrt(2 / pi), and 0.044715 times that
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
     slope = 1.5957691216057308 + 0.21406444881780075 * square
     return x * below, below + x * below * above * slope
@@ -76,13 +75,13 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _relu(x):
-    """(value, derivative)"""
+    """Return (value, derivative)."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x <= 0.0, 0.0, 1.0)
 
 
 @triton.jit
 def _clamp(x, limit):
-    """x within [-limit, limit]"""
+    """Return x clamped to [-limit, limit]."""
     return _at_most(tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL), limit)
 
 
@@ -93,7 +92,7 @@ def _at_most(x, limit):
 
 @triton.jit
 def _product_backward(value, derivative, up, dactivated):
-    """Of value(gate) * up."""
+    """Return (activated, dgate, dup) of value(gate) * up."""
     return value * up, dactivated * up * derivative, dactivated * value
 
 
@@ -269,19 +268,19 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Those that GEMM kernels apply to their product before they store it, as `forward(gate, up)`, so with the published
-# numbers: all gated ones. Two of them would spill registers where rows are gathered.
+# Activations that GEMM kernels apply to their product before storing it, as `forward(gate, up)` and therefore with the
+# published numbers: all gated ones. Where rows are gathered, two of them would spill registers.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
 }
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
-# Those of one value. Grouped kernels apply them to the product as they store it, and where
-# rows are gathered not at all, since all would spill registers; other kernels in float32.
+# Plain activations. Grouped kernels apply them to the product as they store it. Kernels that gather rows do not,
+# because all of them would spill registers. Other kernels apply them in float32.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 
 
 def listed_epilogue(name: str) -> str:
-    """The one that the catalog and the tables list for all gated, or all plain, epilogues."""
+    """Return the activation that represents all gated, or all plain, epilogues in the catalog and the tables."""
     return "relu" if name in PLAIN_EPILOGUES else "swiglu"

@@ -1,6 +1,6 @@
 """Activations of the expert feed-forward: forward, and backward with everything the expert op needs from one read.
 
-What each activation computes is in `activation_functions.py`; here are the ops and the kernels around it.
+What each activation computes is in `functions.py`; here are the ops and the kernels around it.
 """
 
 from __future__ import annotations
@@ -20,47 +20,27 @@ from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from .functions import ACTIVATIONS
 
 
-def gated_activation(
-    preactivation: Tensor,  # [R, 2F] gate columns, then up columns
+def apply_activation(
+    preactivation: Tensor,  # [R, 2F] gate columns, then up columns; [R, F] for a plain activation
     activation: str | Activation = "swiglu",
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, F]
-    """A gated activation, computed in float32 from the stored values and rounded once. Differentiable.
+    """An activation, gated or plain, computed in float32 from the stored values and rounded once. Differentiable.
 
-    "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` says what the others are.
-
-    Raises:
-        ValueError: unknown or plain activation, or an odd number of columns.
-    """
-    activation = as_activation("gated_activation", activation)
-    if not activation.gated:
-        raise ValueError(f"gated_activation: activation must be gated, got {activation.name!r}")
-    sizes = check_shapes("gated_activation", preactivation=(preactivation, "R 2F"))
-    if sizes["2F"] % 2:
-        raise ValueError(f"gated_activation: preactivation must have an even number of columns, got {sizes['2F']}")
-    if choose("gated_activation", implementation, preactivation) == "reference":
-        return reference.gated_activation(preactivation, activation)
-    return _activation_op(preactivation, activation.name, activation.limit, activation.alpha)
-
-
-def plain_activation(
-    preactivation: Tensor,  # [R, F]
-    activation: str | Activation,
-    *,
-    implementation: str | None = None,
-) -> Tensor:  # [R, F]
-    """An activation without a gate, computed in float32 from the stored values and rounded once. Differentiable.
+    "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` lists the others.
 
     Raises:
-        ValueError: unknown or gated activation.
+        ValueError: an unknown activation, or a gated one of an odd number of columns.
     """
-    activation = as_activation("plain_activation", activation)
-    if activation.gated:
-        raise ValueError(f"plain_activation: activation must not be gated, got {activation.name!r}")
-    check_shapes("plain_activation", preactivation=(preactivation, "R F"))
-    if choose("plain_activation", implementation, preactivation) == "reference":
-        return reference.plain_activation(preactivation, activation)
+    activation = as_activation("apply_activation", activation)
+    sizes = check_shapes("apply_activation", preactivation=(preactivation, "R N"))
+    if activation.gated and sizes["N"] % 2:
+        raise ValueError(
+            f"apply_activation: {activation.name!r} needs an even number of columns, gate then up, got {sizes['N']}"
+        )
+    if choose("apply_activation", implementation, preactivation) == "reference":
+        return reference.apply_activation(preactivation, activation)
     return _activation_op(preactivation, activation.name, activation.limit, activation.alpha)
 
 

@@ -1,41 +1,45 @@
-"""The steps of `fused_experts` and of its backward, on tokens that come in parts.
+"""The expert feed-forward and its backward, chunk by chunk, so that communication overlaps with computation.
 
-    forward, of each part:    H = gather(tokens) @ w_up^T     A = activation(H)    out = combine(A @ w_down^T)
-    backward, of each part:   dA' = gather(dout) @ w_down     dw = <dA', A>        A_w and dH, to the rows of all parts
-    then of all at once:      dX = dH @ w_up                  dtokens = sum of a token's rows of dX
-    and last, of all at once: dw_down = gather(dout)^T @ A_w  dw_up = dH^T @ gather(tokens)
+    forward, each chunk:     H = gather(tokens) @ w_up^T     A = activation(H)    out = combine(A @ w_down^T)
+    backward, each chunk:    dA' = gather(dout) @ w_down     dw = <dA', A>        A_w and dH, to the rows of all chunks
+    then of all at once:     dX = dH @ w_up                  dtokens = sum of a token's rows of dX
+    and last of all at once: dw_down = gather(dout)^T @ A_w  dw_up = dH^T @ gather(tokens)
 
-A part's outputs are there before the next part's tokens need be, the gradients of tokens before those of the weights,
-which are one product over the rows of all parts: not a sum of one for each. What is done can travel meanwhile.
+A chunk's outputs exist before the next chunk's tokens are needed, and the gradients of tokens before those of the
+weights, so they can be sent during the rest. Each weight gradient is one product over the rows of all chunks, not a sum
+of one product per chunk.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
-from ..activation.ops import Destination, launch_weighted_activation_backward
+from ..activation.ops import Destination
 from ..activation_spec import Activation
-from ..permutation.permute import launch_slot_products
 from ..types import ExpertWeights, Permutation
-from .expert_bias import launch_segment_sum
-from .rows import Rows, Up
-
-
-class Activated(NamedTuple):
-    preactivation: Tensor  # [R, 2F or F], for backward
-    activated: Tensor  # [R, F]
+from .rows import Rows
+from .steps import (
+    Activated,
+    Experts,
+    activate,
+    b_down_gradient,
+    b_up_gradient,
+    copy_dout,
+    down,
+    hidden_gradients,
+    w_down_gradient,
+    w_up_gradient,
+)
 
 
 class ExpertsInParts:
-    """What `fused_experts` computes, step by step, by the Triton kernels. Autograd sees nothing of it.
+    """`fused_experts` step by step on tokens in chunks, by the Triton kernels. Autograd sees none of it.
 
     Deterministic, and the same bits for any `reserved_sms`.
 
     Args:
-        parts: the permutation of each part's slots.
-        reserved_sms: of the GPU, that persistent GEMMs leave to communication beside them.
+        parts: the permutation of each chunk's slots.
+        reserved_sms: SMs that persistent GEMMs leave to concurrent communication.
     """
 
     def __init__(
@@ -46,18 +50,13 @@ class ExpertsInParts:
         *,
         reserved_sms: int = 0,
     ):
-        self.weights = weights._replace(
-            **{name: bias.contiguous() for name in ("b_up", "b_down") if (bias := getattr(weights, name)) is not None}
-        )
-        self.activation = activation
-        self.parts = [_rows(part, reserved_sms) for part in parts]
+        self.experts = Experts.of(weights, activation)
+        self.parts = [Rows.of(part, reserved_sms=reserved_sms) for part in parts]
         self.reserved_sms = reserved_sms
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
-        """The first half of the forward of a part."""
-        rows, weights = self.parts[part], self.weights
-        copy = rows.choose_copies(tokens, weights.w_up, weights.w_down).tokens_forward
-        return Activated(*Up(tokens, weights.w_up, weights.b_up, self.activation, None, copy)(rows))
+        """The first half of a chunk's forward."""
+        return activate(self.experts, self.parts[part], tokens)
 
     def outputs(
         self,
@@ -66,28 +65,36 @@ class ExpertsInParts:
         topk_weights: Tensor,  # [T, K] float32 contiguous
         columns: slice = slice(None),
     ) -> Tensor:  # [T, columns]
-        """The second half, of all columns or of some neighbours, so that these can travel before the others."""
-        rows, (_, w_down, _, b_down) = self.parts[part], self.weights
-        bias = None if b_down is None else b_down[:, columns].contiguous()
-        expert_out = rows.gemm(activated, w_down[:, columns].transpose(1, 2), bias=bias)  # [R, columns]
-        return rows.combine(expert_out, topk_weights)
+        """The second half: all columns, or a slice of them that can be sent before the others."""
+        rows, experts = self.parts[part], self.experts
+        return rows.combine(down(_columns_of(experts, columns), rows, activated), topk_weights)
 
     def backward(self, whole: Permutation) -> BackwardInParts:
         """
         Args:
-            whole: the permutation of the slots of all parts, one part after another. With one part it is that part's.
+            whole: the permutation of the slots of all chunks, in order. With one chunk it is that chunk's.
         """
-        return BackwardInParts(self, _rows(whole, self.reserved_sms))
+        return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
+
+
+def _columns_of(experts: Experts, columns: slice) -> Experts:
+    """The experts as far as they write these columns of their outputs."""
+    weights = experts.weights
+    b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
+    return experts._replace(weights=weights._replace(w_down=weights.w_down[:, columns], b_down=b_down))
 
 
 class BackwardInParts:
-    """Each part's `backward_part`, in any order, then `tokens_gradient` and `weight_gradients`, in any order."""
+    """Each chunk's `backward_part`, in any order, then `tokens_gradient` and `weight_gradients`, in any order.
 
-    def __init__(self, experts: ExpertsInParts, whole: Rows):
+    Only `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.
+    """
+
+    def __init__(self, experts: Experts, parts: list[Rows], whole: Rows):
         self.experts = experts
+        self.parts = parts
         self.whole = whole
-        self._dpreactivation: Tensor | None = None  # [R, 2F or F] of all parts
-        self._weighted: Tensor | None = None  # [R, F] A_w of all parts
+        self._hidden: Destination | None = None  # dH and A_w of all chunks
 
     def backward_part(
         self,
@@ -96,66 +103,43 @@ class BackwardInParts:
         topk_weights: Tensor,  # [T, K] float32 contiguous
         preactivation: Tensor,  # [R, 2F or F]
     ) -> Tensor:  # [T, K] float32: the gradient of topk_weights
-        rows, (w_up, w_down, b_up, b_down) = self.experts.parts[part], self.experts.weights
-        copy = rows.choose_copies(dout, w_up, w_down).dout
-        dactivated = rows.gemm(rows.permute(dout) if copy else dout, w_down, gather=not copy)  # [R, F] dA'
-        dpreactivation, dweights = launch_weighted_activation_backward(
-            preactivation,
-            dactivated,
-            topk_weights,
-            rows.slot_to_row,
-            self.experts.activation,
-            rows.row_bias(b_up),
-            row_to_token=rows.row_to_token,
-            destination=self._destination(part, dactivated, preactivation),
-        )
-        if len(self.experts.parts) == 1:  # the rows are those of all
-            self._dpreactivation, self._weighted = dpreactivation, dactivated
-        if b_down is not None:
-            dweights += launch_slot_products(dout, b_down, rows.slot_experts())
-        return dweights
+        experts, rows = self.experts, self.parts[part]
+        destination = self._destination(part, preactivation) if len(self.parts) > 1 else None
+        hidden = hidden_gradients(experts, rows, dout, topk_weights, preactivation, destination=destination)
+        if destination is None:
+            self._hidden = Destination(hidden.dpreactivation, hidden.weighted, rows.slot_to_row)
+        return hidden.dtopk_weights
 
-    def tokens_gradient(self) -> Tensor:  # [T, D] of all parts' tokens
-        whole = self.whole
-        return whole.combine(whole.gemm(self._dpreactivation, self.experts.weights.w_up), None)
+    def tokens_gradient(self) -> Tensor:  # [T, D] of all chunks' tokens
+        whole, experts = self.whole, self.experts
+        return whole.combine(whole.gemm(self._hidden.dpreactivation, experts.weights.w_up), None)
 
     def weight_gradients(
         self,
-        tokens: Tensor,  # [T, D] of all parts, contiguous
-        dout: Tensor,  # [T, D] of all parts, contiguous
-        topk_weights: Tensor,  # [T, K] of all parts, float32 contiguous
-        needed: tuple[bool, ...],  # of each of the weights
+        tokens: Tensor,  # [T, D] of all chunks, contiguous
+        dout: Tensor,  # [T, D] of all chunks, contiguous
+        topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
+        needed: ExpertWeights,  # of bools: the gradients to compute
     ) -> ExpertWeights:
-        """Those that are needed, the others None."""
-        whole, (w_up, w_down, b_up, b_down) = self.whole, self.experts.weights
-        copies, dpreactivation = whole.choose_copies(tokens, w_up, w_down), self._dpreactivation
-        needs_up, needs_down, needs_b_up, needs_b_down = needed
+        """The needed ones, the others None."""
+        experts, whole, hidden = self.experts, self.whole, self._hidden
         dw_up = dw_down = db_up = db_down = None
-        if needs_down:
-            drows = whole.permute(dout) if copies.dout else dout
-            dw_down = whole.wgrad(drows, self._weighted, gather_a=not copies.dout)
-            del drows
-        if needs_up:
-            rows_in = whole.permute(tokens) if copies.tokens_backward else tokens
-            dw_up = whole.wgrad(dpreactivation, rows_in, gather_dout=not copies.tokens_backward)
-        if needs_b_up:
-            db_up = launch_segment_sum(dpreactivation, whole.table.bounds).to(b_up.dtype)
-        if needs_b_down:
-            db_down = whole.bias_gradient(dout, topk_weights).to(b_down.dtype)
+        if needed.w_down:
+            dw_down = w_down_gradient(whole, dout, copy_dout(experts, whole, dout), hidden.weighted)
+        if needed.w_up:
+            dw_up = w_up_gradient(experts, whole, tokens, hidden.dpreactivation)
+        if needed.b_up:
+            db_up = b_up_gradient(experts, whole, hidden.dpreactivation)
+        if needed.b_down:
+            db_down = b_down_gradient(experts, whole, dout, topk_weights)
         return ExpertWeights(dw_up, dw_down, db_up, db_down)
 
-    def _destination(self, part: int, dactivated: Tensor, preactivation: Tensor) -> Destination | None:
-        if len(self.experts.parts) == 1:
-            return None
+    def _destination(self, part: int, preactivation: Tensor) -> Destination:
+        """Where a chunk's rows of dH and A_w go among those of all chunks."""
         whole = self.whole
-        if self._weighted is None:
-            num_rows = len(whole.row_to_token)
-            self._dpreactivation = preactivation.new_empty(num_rows, preactivation.shape[1])
-            self._weighted = dactivated.new_empty(num_rows, dactivated.shape[1])
-        lengths = [len(rows.slot_to_row) for rows in self.experts.parts]
-        return Destination(self._dpreactivation, self._weighted, whole.slot_to_row.split(lengths)[part])
-
-
-def _rows(permutation: Permutation, reserved_sms: int) -> Rows:
-    slot_to_row = permutation.slot_to_row.contiguous()
-    return Rows(slot_to_row, permutation.row_to_token.contiguous(), permutation.tile_table, reserved_sms, None)
+        if self._hidden is None:
+            num_rows, d_ff = len(whole.row_to_token), self.experts.weights.w_down.shape[2]
+            dpreactivation = preactivation.new_empty(num_rows, preactivation.shape[1])
+            self._hidden = Destination(dpreactivation, preactivation.new_empty(num_rows, d_ff), whole.slot_to_row)
+        lengths = [len(rows.slot_to_row) for rows in self.parts]
+        return self._hidden._replace(slot_to_row=whole.slot_to_row.split(lengths)[part])

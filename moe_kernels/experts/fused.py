@@ -1,17 +1,18 @@
-"""The expert feed-forward of all tokens as one differentiable op that saves the least it can.
+"""The expert feed-forward of all tokens as one differentiable op that saves as little as possible.
 
 Forward:   H = gather(tokens) @ w_up^T      A = activation(H)      Y = A @ w_down^T      out = combine(Y, weights)
-Saved:     tokens, H, topk_weights and the routing integers. Not the gathered tokens, not A, not Y; on request not H.
+Saved:     tokens, H, topk_weights and the routing integers. The gathered tokens, A and Y are not saved; with
+           recompute="up" H is not either.
 Backward, with w the routing weight of a row:
 
-    dA' = gather(dout) @ w_down             dw = <dA', A>                    (so no saved Y is needed)
-    dA  = w * dA'      A_w = w * A          dH = dA * activation'(H)         (A again from H, elementwise)
+    dA' = gather(dout) @ w_down             dw = <dA', A>                    (needs no saved Y)
+    dA  = w * dA'      A_w = w * A          dH = dA * activation'(H)         (A is recomputed from H, elementwise)
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). With biases H stays without b_up, which is
-added wherever H is read, as rounding the sum would move more values across the limits of clamps; b_down is added before
-Y is rounded:
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, which is added
+wherever H is read: rounding the sum would move more values across the limits of clamps. b_down is added before Y is
+rounded. With biases
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
@@ -19,32 +20,56 @@ With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y i
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
-The tokens' gradient has a part that comes through the routing weights. With `w_router` it is added where the rows of dX
-are summed: see `router_term.py`.
+The tokens' gradient has a part that flows through the routing weights. With `w_router` it is added where the rows of
+dX are summed: see `router_gradient.py`.
 
-A gather happens inside the GEMM that wants its rows, or as a copy before it, whichever `tuning.choose_copies` says is
-faster.
+A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
+one.
+
+Backward is a sequence of ops, so that memory is free as soon as nothing reads it any more. Live tensors of each op
+besides the operands, `out` and `dout`; brackets hold the copies of gathered rows [R, D]:
+
+    hidden gradients    H, dH, A_w, [gather(dout)]
+    dw_down, db_down    dH, A_w, [gather(dout)], dw_down
+    dtokens, db_up      dH, dw_down, dX, dtokens
+    dw_up               dH, dw_down, dtokens, [gather(tokens)], dw_up
+
+dw_up, the largest gradient, is allocated last, next to the fewest other tensors. dw_down is computed first, because it
+replaces A_w and a copy [R, D], which are larger unless there are few rows per expert. H is freed after the first op if
+autograd does not retain the graph. With recompute="up" dH overwrites H.
 """
 
 from __future__ import annotations
 
-import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..activation.ops import launch_weighted_activation_backward
 from ..activation_spec import Activation, as_activation
-from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout, token_by_token
+from ..gemm.batch_invariance import token_by_token
 from ..permutation.permute import launch_slot_products
-from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes, once_per_form
-from ..runtime.dispatch import choose, without_autocast
+from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
+from ..runtime.dispatch import choose, once_per_form, without_autocast
 from ..runtime.ops import registered_op
-from ..types import Permutation, TileTable
-from .expert_bias import launch_segment_sum
-from .router_gradient import launch_combine_with_router
-from .rows import Rows, Up
+from ..runtime.packing import save_for_backward, saved_for_backward
+from ..types import ExpertWeights, Permutation
+from .rows import Rows
+from .steps import (
+    Experts,
+    HiddenGradients,
+    activate,
+    b_down_gradient,
+    b_up_gradient,
+    copies_dout,
+    copy_dout,
+    down,
+    hidden_gradients,
+    tokens_gradient,
+    w_down_gradient,
+    w_up_gradient,
+)
 
 RECOMPUTE = (None, "up")
 
@@ -58,6 +83,54 @@ def fused_experts(
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
+    activation: str | Activation = "swiglu",
+    weight_on_input: bool = False,
+    recompute: str | None = None,
+    reserved_sms: int = 0,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Tensor:  # [T, D]
+    """Send each token through its experts and sum the outputs with its routing weights.
+
+    Saves `tokens`, the pre-activations [R, 2F] and the routing for backward. Frozen operands cost no gradient. GEMMs
+    and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without host
+    synchronisation. Differentiable in `tokens`, `topk_weights`, weights and biases.
+
+    Args:
+        permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
+        weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
+        recompute: "up" does not save the pre-activations; backward multiplies by `w_up` once more, with the same bits.
+            The reference saves what autograd saves.
+        reserved_sms: SMs that persistent GEMMs leave to concurrent communication. The bits stay the same.
+        batch_invariant: the other tokens change no bit of a token's output, nor of the gradients of the token and its
+            routing weights. The number of rows does not affect the choice of kernels, and the reference computes token
+            by token.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown, or
+            reserved_sms is negative.
+    """
+    return compute_experts(
+        tokens,
+        topk_weights,
+        permutation,
+        ExpertWeights(w_up, w_down, b_up, b_down),
+        activation=activation,
+        weight_on_input=weight_on_input,
+        recompute=recompute,
+        reserved_sms=reserved_sms,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )
+
+
+def compute_experts(
+    tokens: Tensor,  # [T, D]
+    topk_weights: Tensor,  # [T, K] float32
+    permutation: Permutation,
+    weights: ExpertWeights,
+    *,
     w_router: Tensor | None = None,  # [E, D]
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
@@ -66,72 +139,57 @@ def fused_experts(
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
-    """Each token through its experts, summed with its routing weights.
-
-    Keeps for backward `tokens`, the pre-activations [R, 2F] and the routing; what a frozen operand would need is
-    skipped. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, never
-    waits for the GPU. Differentiable in `tokens`, `topk_weights`, weights and biases.
+    """Compute `fused_experts`, with the gradient of `tokens` through the routing weights if `w_router` is given.
 
     Args:
-        permutation: of the same choice of experts as `topk_weights`, from `sort_by_expert`. Dropped slots add nothing.
-        w_router: says that `topk_weights` are a softmax over the chosen of the logits `tokens @ w_router.T`, and that
-            this op is to give `tokens` the gradient through them, too. Compute them with `tokens.detach()`, and
-            read them nowhere else, then: it is faster so. `w_router` itself gets its gradient through `topk_weights`.
-            No slot may be dropped, which is not checked: it would wait for the GPU.
-        weight_on_input: the routing weight multiplies the token before the expert, not its output.
-        recompute: "up" does not keep the pre-activations; backward multiplies by `w_up` once more, with the same bits.
-            The reference keeps what autograd keeps.
-        reserved_sms: of the GPU, that persistent GEMMs leave to communication beside them. The same bits.
-        batch_invariant: the other tokens change no bit of a token's output, nor of the gradients of the token and its
-            routing weights. Kernels are chosen whatever the number of rows, and the reference computes token by token.
-        implementation: "triton", "reference", or None to choose by device.
+        w_router: `topk_weights` must be the softmax over the chosen logits of `tokens.detach() @ w_router.T`, which
+            nothing else reads. `w_router` gets its own gradient through `topk_weights`. No slot may be dropped; the op
+            does not check it, because that needs host synchronisation.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown,
-            reserved_sms is negative, or there is a w_router with weight_on_input, batch_invariant or fewer rows than
+        ValueError: as `fused_experts`, or there is a w_router with weight_on_input, batch_invariant or fewer rows than
             slots.
     """
     activation = as_activation("fused_experts", activation)
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
-    if reserved_sms < 0:
-        raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
-    slot_to_row, row_to_token = permutation.slot_to_row, permutation.row_to_token
+    _check_settings(recompute, reserved_sms)
     _check_operands(
-        tokens, topk_weights, slot_to_row, permutation.offsets, w_up, w_down, b_up, b_down, w_router, activation.gated
+        tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, w_router, activation.gated
     )
-    if w_router is not None and (weight_on_input or batch_invariant or len(row_to_token) != slot_to_row.numel()):
-        raise ValueError(
-            "fused_experts: w_router goes with weights on the output, no batch_invariant, and a row for each slot, got "
-            f"{weight_on_input=}, {batch_invariant=} and {len(row_to_token)} rows of {slot_to_row.numel()} slots"
-        )
+    if w_router is not None:
+        _check_router_gradient(permutation, weight_on_input, batch_invariant)
     if choose("fused_experts", implementation, tokens) == "reference":
+        w_up, w_down, b_up, b_down = weights
         options = {"activation": activation, "weight_on_input": weight_on_input, "b_up": b_up, "b_down": b_down}
         options |= {} if w_router is None else {"w_router": w_router}
         run = _reference_by_token if batch_invariant else reference.fused_experts
         with without_autocast(tokens):
             return run(tokens, topk_weights, permutation, w_up, w_down, **options)
-    out, _ = _fused_experts_op(
+    operands = ExpertOperands(
         tokens,
         topk_weights.float().contiguous(),
-        w_up,
-        w_down,
-        b_up,
-        b_down,
-        slot_to_row.contiguous(),
-        row_to_token.contiguous(),
-        *permutation.tile_table[:4],
+        Experts.of(weights, activation, weight_on_input=weight_on_input),
         w_router,
-        permutation.tile_table.block_rows,
-        reserved_sms,
-        activation.name,
-        activation.limit,
-        activation.alpha,
-        weight_on_input,
+        Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
         recompute == "up",
-        batch_invariant,
     )
+    out, _ = _fused_experts_op(operands)
     return out
+
+
+def _check_settings(recompute: str | None, reserved_sms: int) -> None:
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
+    if reserved_sms < 0:
+        raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
+
+
+def _check_router_gradient(permutation: Permutation, weight_on_input: bool, batch_invariant: bool) -> None:
+    num_rows, num_slots = len(permutation.row_to_token), permutation.slot_to_row.numel()
+    if weight_on_input or batch_invariant or num_rows != num_slots:
+        raise ValueError(
+            "fused_experts: w_router needs weights on the output, no batch_invariant, and a row for each slot, got "
+            f"{weight_on_input=}, {batch_invariant=} and {num_rows} rows of {num_slots} slots"
+        )
 
 
 def _reference_by_token(
@@ -193,170 +251,186 @@ def _check_operands(
     )
 
 
-_activation = functools.cache(Activation)
+class ExpertOperands(NamedTuple):
+    """What forward and backward read."""
 
-
-def _contiguous(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
-def _prepare(
-    slot_to_row: Tensor,
-    row_to_token: Tensor,
-    table: TileTable,
-    reserved_sms: int,
-    tokens: Tensor,
-    batch_invariant: bool,
-) -> tuple[Rows, Tensor]:
-    """The rows, and the tokens as the kernels are to read them."""
-    if batch_invariant:
-        return Rows(slot_to_row, row_to_token, table, reserved_sms, ASSUMED_ROWS), canonical_layout(tokens)
-    return Rows(slot_to_row, row_to_token, table, reserved_sms, None), tokens
+    tokens: Tensor  # [T, D]
+    topk_weights: Tensor  # [T, K] float32 contiguous
+    experts: Experts
+    w_router: Tensor | None  # [E, D]
+    rows: Rows
+    recompute: bool  # H in backward
 
 
 @registered_op("fused_experts")
-def _fused_experts_op(
-    tokens: Tensor,
-    topk_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    slot_to_row: Tensor,
-    row_to_token: Tensor,
-    bounds: Tensor,
-    tiles: Tensor,
-    num_tiles: Tensor,
-    order: Tensor,
-    w_router: Tensor | None,
-    block_rows: int,
-    reserved_sms: int,
-    activation: str,
-    limit: float | None,
-    alpha: float | None,
-    weight_on_input: bool,
-    recompute: bool,
-    batch_invariant: bool,
-) -> tuple[Tensor, Tensor]:  # out [T, D], preactivation [R, 2F or F], empty to recompute it
-    table = TileTable(bounds, tiles, num_tiles, order, block_rows)
-    rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
-    input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
-    copy = weight_on_input or rows.choose_copies(tokens, w_up, w_down).tokens_forward
-    kind = _activation(activation, limit, alpha)
-    preactivation, activated = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)
+def _fused_experts_op(operands: ExpertOperands) -> tuple[Tensor, Tensor]:  # out [T, D], H [R, 2F or F] or empty
+    tokens, topk_weights, experts, _, rows, recompute = operands
+    preactivation, activated = activate(experts, rows, tokens, topk_weights)
     if recompute:
         preactivation = tokens.new_empty(0)
-    expert_out = rows.gemm(activated, w_down.transpose(1, 2), bias=_contiguous(b_down))  # [R, D]
+    expert_out = down(experts, rows, activated)  # [R, D]
     del activated
-    return rows.combine(expert_out, output_weights), preactivation
+    return rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation
 
 
 @_fused_experts_op.register_fake
-def _(tokens, topk_weights, w_up, w_down, b_up, b_down, slot_to_row, row_to_token, *rest):
-    shape = 0 if rest[-2] else (row_to_token.shape[0], w_up.shape[1])
+def _(operands):
+    tokens = operands.tokens
+    shape = 0 if operands.recompute else _hidden_shape(operands)
     return tokens.new_empty(tokens.shape), tokens.new_empty(shape)
 
 
-def _setup(ctx, inputs, output):
-    tensors, ctx.options = inputs[:13], inputs[13:]
+def _hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
+    return operands.rows.row_to_token.shape[0], operands.experts.weights.w_up.shape[1]
+
+
+class _Saved(NamedTuple):
+    operands: ExpertOperands
+    preactivation: Tensor  # H [R, 2F or F], empty to recompute it
+
+
+def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: tuple[Tensor, Tensor]) -> None:
+    (operands,), (_, preactivation) = inputs, output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[1])
+    save_for_backward(ctx, _Saved(operands, preactivation))
 
 
-def _backward(ctx, dout, _):
+def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Drops each tensor after its last use: see the table at the top."""
     if dout is None:
-        return (None,) * 21
-    *tensors, preactivation = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:6])
-    gradients = _experts_backward_op(dout, preactivation, *tensors, *ctx.options, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 15
+        return _fused_experts_op.gradients()
+    operands, preactivation = saved_for_backward(ctx)
+    tokens, topk_weights, experts, w_router, rows, _ = operands
+    needed = _fused_experts_op.needed(ctx)
+    gradients: dict[str, Tensor] = {}
+    hidden = _hidden_gradients_op(
+        dout,
+        preactivation,
+        operands,
+        needed["w_down"] and copies_dout(experts, rows, dout),
+        needed["topk_weights"] or w_router is not None,
+    )
+    del preactivation
+    if needed["w_down"]:
+        gradients["w_down"] = _w_down_gradient_op(dout, hidden.drows, hidden.weighted, experts, rows)
+    if needed["b_down"]:
+        gradients["b_down"] = _b_down_gradient_op(dout, topk_weights, experts, rows)
+    dpreactivation, _, dtopk_weights, _ = hidden
+    del hidden, _
+    if needed["b_up"]:
+        gradients["b_up"] = _b_up_gradient_op(dpreactivation, experts, rows)
+    if needed["tokens"] or (experts.weight_on_input and needed["topk_weights"]):
+        dtokens, of_input = _tokens_gradient_op(dpreactivation, dtopk_weights, operands)
+        gradients["tokens"] = dtokens
+        dtopk_weights = of_input if experts.weight_on_input else dtopk_weights
+    if needed["w_up"]:
+        gradients["w_up"] = _w_up_gradient_op(dpreactivation, tokens, topk_weights, experts, rows)
+    gradients["topk_weights"] = dtopk_weights
+    return _fused_experts_op.gradients(**{name: gradients[name] for name in gradients if needed[name]})
 
 
 _fused_experts_op.register_autograd(_backward, setup_context=_setup)
 
 
-@registered_op("experts_backward")
-def _experts_backward_op(
+@registered_op("experts_hidden_gradients")
+def _hidden_gradients_op(
     dout: Tensor,
     preactivation: Tensor,
-    tokens: Tensor,
-    topk_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    slot_to_row: Tensor,
-    row_to_token: Tensor,
-    bounds: Tensor,
-    tiles: Tensor,
-    num_tiles: Tensor,
-    order: Tensor,
-    w_router: Tensor | None,
-    block_rows: int,
-    reserved_sms: int,
-    activation: str,
-    limit: float | None,
-    alpha: float | None,
-    weight_on_input: bool,
-    recompute: bool,
-    batch_invariant: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # of the first six operands; empty where not needed
-    table = TileTable(bounds, tiles, num_tiles, order, block_rows)
-    rows, tokens = _prepare(slot_to_row, row_to_token, table, reserved_sms, tokens, batch_invariant)
-    dout = canonical_layout(dout) if batch_invariant else dout
-    copies = rows.choose_copies(tokens, w_up, w_down)
-    input_weights, output_weights = (topk_weights, None) if weight_on_input else (None, topk_weights)
-    needs_tokens, needs_weights, needs_up, needs_down, needs_b_up, needs_b_down = needs
-    dtokens = dw_up = dw_down = db_up = db_down = None
-    kind = _activation(activation, limit, alpha)
+    operands: ExpertOperands,
+    keep_drows: bool,
+    needs_topk_weights: bool,
+) -> HiddenGradients:
+    """`drows` is empty unless it is kept, and unwritten if it is kept where GEMMs gather."""
+    tokens, topk_weights, experts, _, rows, recompute = operands
     if recompute:
-        copy = weight_on_input or copies.tokens_forward
-        preactivation, _ = Up(tokens, w_up, _contiguous(b_up), kind, input_weights, copy)(rows)
-    # At most H, dH, A_w and one [R, D] are alive at any time.
-    drows = rows.permute(dout) if copies.dout else dout.contiguous()
-    weighted = rows.gemm(drows, w_down, gather=not copies.dout)  # [R, F] dA'
-    dpreactivation, dweights = launch_weighted_activation_backward(
-        preactivation,
-        weighted,
-        torch.ones_like(topk_weights) if weight_on_input else topk_weights,
-        slot_to_row,
-        kind,
-        rows.row_bias(_contiguous(b_up)),
-        row_to_token=row_to_token,
-    )  # and dA' has become A_w
-    if needs_down:
-        dw_down = rows.wgrad(drows, weighted, gather_a=not copies.dout)  # [E, D, F]
-    del drows, weighted
-    if b_down is not None and (needs_weights or w_router is not None) and not weight_on_input:
-        dweights += launch_slot_products(dout, b_down, rows.slot_experts())
-    if needs_b_down:
-        db_down = rows.bias_gradient(dout, output_weights).to(b_down.dtype)  # [E, D]
-    if needs_b_up:
-        db_up = launch_segment_sum(dpreactivation, bounds).to(b_up.dtype)  # [E, 2F]
-    if needs_tokens or (weight_on_input and needs_weights):
-        dup_input = rows.gemm(dpreactivation, w_up)  # [R, D]
-        if w_router is None:
-            dtokens = rows.combine(dup_input, input_weights)
-        else:
-            dtokens = launch_combine_with_router(dup_input, topk_weights, dweights, slot_to_row, bounds, w_router)
-        if weight_on_input:
-            dweights = launch_slot_products(tokens, dup_input, slot_to_row)
-        del dup_input
-    if needs_up:
-        copy = weight_on_input or copies.tokens_backward
-        up_input = rows.permute(tokens, input_weights) if copy else tokens
-        dw_up = rows.wgrad(dpreactivation, up_input, gather_dout=not copy)  # [E, 2F, D]
-    gradients = dtokens, dweights, dw_up, dw_down, db_up, db_down
-    return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in gradients)
+        preactivation, _ = activate(experts, rows, tokens, topk_weights)
+    hidden = hidden_gradients(
+        experts, rows, dout, topk_weights, preactivation, overwrite=recompute, needs_topk_weights=needs_topk_weights
+    )
+    if keep_drows and hidden.drows is not None:
+        return hidden
+    return hidden._replace(drows=_empty_drows(dout, rows, keep_drows))
 
 
-@_experts_backward_op.register_fake
-def _(dout, preactivation, tokens, topk_weights, w_up, w_down, b_up, b_down, *rest):
-    def like(tensor: Tensor | None, needed: bool) -> Tensor:
-        return dout.new_empty(tensor.shape if needed else 0)
+def _empty_drows(dout: Tensor, rows: Rows, keep_drows: bool) -> Tensor:
+    return dout.new_empty((rows.row_to_token.shape[0], dout.shape[1]) if keep_drows else 0)
 
-    needs_tokens, needs_weights, *needs = rest[-1]
-    dtokens = like(tokens, needs_tokens or (rest[-4] and needs_weights))
-    rest = map(like, (w_up, w_down, b_up, b_down), needs)
-    return dtokens, torch.empty_like(topk_weights), *rest
+
+@_hidden_gradients_op.register_fake
+def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
+    (num_rows, d_up), w_down = _hidden_shape(operands), operands.experts.weights.w_down
+    return HiddenGradients(
+        dout.new_empty(num_rows, d_up),
+        dout.new_empty(num_rows, w_down.shape[2]),
+        torch.empty_like(operands.topk_weights),
+        _empty_drows(dout, operands.rows, keep_drows),
+    )
+
+
+@registered_op("experts_w_down_gradient")
+def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: Experts, rows: Rows) -> Tensor:
+    is_kept = drows.dim() == 2
+    if not copies_dout(experts, rows, rows.as_read(dout)):
+        drows = None
+    elif not is_kept:
+        drows = copy_dout(experts, rows, dout)
+    return w_down_gradient(rows, dout, drows, weighted)
+
+
+@_w_down_gradient_op.register_fake
+def _(dout, drows, weighted, experts, rows):
+    return dout.new_empty(experts.weights.w_down.shape)
+
+
+@registered_op("experts_w_up_gradient")
+def _w_up_gradient_op(
+    dpreactivation: Tensor, tokens: Tensor, topk_weights: Tensor, experts: Experts, rows: Rows
+) -> Tensor:
+    return w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights)
+
+
+@_w_up_gradient_op.register_fake
+def _(dpreactivation, tokens, topk_weights, experts, rows):
+    return dpreactivation.new_empty(experts.weights.w_up.shape)
+
+
+class _InputGradients(NamedTuple):
+    dtokens: Tensor  # [T, D]
+    dtopk_weights: Tensor  # [T, K], empty unless the weights are on the input
+
+
+@registered_op("experts_tokens_gradient")
+def _tokens_gradient_op(dpreactivation: Tensor, dtopk_weights: Tensor, operands: ExpertOperands) -> _InputGradients:
+    tokens, topk_weights, experts, w_router, rows, _ = operands
+    dup_input = rows.gemm(dpreactivation, experts.weights.w_up)  # dX [R, D]
+    dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
+    if not experts.weight_on_input:
+        return _InputGradients(dtokens, topk_weights.new_empty(0))
+    return _InputGradients(dtokens, launch_slot_products(rows.as_read(tokens), dup_input, rows.slot_to_row))
+
+
+@_tokens_gradient_op.register_fake
+def _(dpreactivation, dtopk_weights, operands):
+    weights = operands.topk_weights
+    shape = weights.shape if operands.experts.weight_on_input else 0
+    return _InputGradients(dpreactivation.new_empty(operands.tokens.shape), weights.new_empty(shape))
+
+
+@registered_op("experts_b_up_gradient")
+def _b_up_gradient_op(dpreactivation: Tensor, experts: Experts, rows: Rows) -> Tensor:
+    return b_up_gradient(experts, rows, dpreactivation)
+
+
+@_b_up_gradient_op.register_fake
+def _(dpreactivation, experts, rows):
+    return dpreactivation.new_empty(experts.weights.b_up.shape)
+
+
+@registered_op("experts_b_down_gradient")
+def _b_down_gradient_op(dout: Tensor, topk_weights: Tensor, experts: Experts, rows: Rows) -> Tensor:
+    return b_down_gradient(experts, rows, dout, topk_weights)
+
+
+@_b_down_gradient_op.register_fake
+def _(dout, topk_weights, experts, rows):
+    return dout.new_empty(experts.weights.b_down.shape)

@@ -1,4 +1,4 @@
-"""The rows of an expert feed-forward: which they are, and what is computed on all of them."""
+"""The rows of one chunk of tokens in expert order, and what is computed on all of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,31 @@ from ..activation.ops import RowBias, launch_activation
 from ..activation_spec import Activation
 from ..gemm import selection
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
+from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
 from ..gemm.epilogue import launch_product
 from ..permutation.permute import launch_combine, launch_permute
-from ..types import TileTable
+from ..types import ExpertWeights, Permutation, TileTable
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
 
 
 class Rows(NamedTuple):
-    """Where the rows are: the integers of a permutation."""
+    """The integers of a permutation, and how kernels are chosen and launched on its rows."""
 
     slot_to_row: Tensor  # [T, K] contiguous
-    row_to_token: Tensor  # [R]
+    row_to_token: Tensor  # [R] contiguous
     table: TileTable
-    reserved_sms: int
-    assumed_rows: int | None  # of each expert, for the choice of kernels
+    reserved_sms: int = 0  # left free by persistent GEMMs
+    assumed_rows: int | None = None  # per expert, for the choice of kernels; not None: batch-invariant
+
+    @classmethod
+    def of(cls, permutation: Permutation, *, reserved_sms: int, batch_invariant: bool = False) -> Rows:
+        slot_to_row, row_to_token = permutation.slot_to_row.contiguous(), permutation.row_to_token.contiguous()
+        assumed_rows = ASSUMED_ROWS if batch_invariant else None
+        return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
+
+    def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
+        """The tokens in the memory layout that the kernels read."""
+        return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def gemm(
         self,
@@ -96,8 +107,10 @@ class Rows(NamedTuple):
         selection.run(args)
         return out
 
-    def choose_copies(self, tokens: Tensor, w_up: Tensor, w_down: Tensor) -> selection.Copies:
-        return selection.choose_copies(tokens, w_up, w_down.shape[2], self.row_to_token.shape[0], self.assumed_rows)
+    def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
+        """Which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
+        d_ff = weights.w_down.shape[2]
+        return selection.choose_copies(tokens, weights.w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
 
     def permute(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
         """Each token, times the slot's weight, copied to its rows."""
@@ -123,19 +136,3 @@ class Rows(NamedTuple):
         ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
         row_weights = None if ones is None else self.permute(ones, topk_weights)
         return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
-
-
-class Up(NamedTuple):
-    """The first half of the experts: what their pre-activations are made from, in forward and perhaps again."""
-
-    tokens: Tensor  # [T, D]
-    weight: Tensor  # w_up
-    bias: Tensor | None  # [E, 2F or F]
-    activation: Activation
-    input_weights: Tensor | None  # [T, K]
-    copy: bool  # the tokens to their rows before the GEMM
-
-    def __call__(self, rows: Rows) -> tuple[Tensor, Tensor]:  # preactivation [R, 2F or F], activation [R, F]
-        rows_in = rows.permute(self.tokens, self.input_weights) if self.copy else self.tokens
-        b = self.weight.transpose(1, 2)
-        return rows.activated_gemm(rows_in, b, self.activation, self.bias, gather=not self.copy)

@@ -1,7 +1,7 @@
-"""What the kernels of the catalog are asked to compute: one class of arguments per form of GEMM.
+"""Argument classes of the catalog's kernels, one per form of GEMM.
 
-Tensors may be given as any objects with `__dlpack__`; they are taken over without a copy. `error` says what is wrong
-with shapes, dtypes and devices that no kernel could compute. What one kernel asks beyond that is in its metadata.
+Tensors may be any objects with `__dlpack__`; they are used without a copy. `error` reports shapes, dtypes and devices
+that no kernel supports. The requirements of a single kernel are in its metadata.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..activation_spec import is_gated
+from ..runtime.pytorch import fp32_precision
 from ..types import TileTable
 
 
 def rows_bucket(num_rows: int, num_groups: int) -> int:
     """Rows per group, rounded up to a power of two."""
-    return 1 << max(-(-num_rows // max(num_groups, 1)) - 1, 0).bit_length()
+    rows = -(-num_rows // (num_groups or 1))
+    return 1 << (rows - 1).bit_length() if rows else 1
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """dtype, which axes are contiguous, and whether the tensor satisfies the copy engine's 16-byte alignment."""
+    """Return the dtype, which axes are contiguous, and whether the copy engine's 16-byte alignment holds."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -37,7 +38,7 @@ def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tupl
 
 
 def is_one_behind_another(matrices: Tensor) -> bool:
-    """Whether the rows of a batch [L, M, C] are as far apart from one matrix to the next as within each."""
+    """Return whether the matrices of a batch [L, M, C] follow one another without a gap."""
     num_batches, num_rows, _ = matrices.shape
     return num_batches <= 1 or matrices.stride(0) == num_rows * matrices.stride(1)
 
@@ -48,64 +49,48 @@ def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size
 
 
 def _index_form(index: Tensor | None) -> bool | None:
-    """None without an index, else whether kernels can read it."""
+    """Return None without an index, else whether kernels can read it."""
     return None if index is None else index.is_contiguous()
 
 
 def epilogue_key(epilogue: str | None) -> str:
-    """Part of a table's key."""
+    """Return the epilogue's part of a table key."""
     return "" if epilogue is None else f" epilogue={epilogue}"
 
 
-def float32_uses_tf32() -> bool:
-    """Whether PyTorch was asked to multiply float32 matrices in TF32, in its older way or its newer one."""
-    # What `torch.backends.cuda.matmul.fp32_precision` reads, in a quarter of its time: every launch asks.
-    # `torch.get_float32_matmul_precision` raises after the newer way.
-    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+def with_launch_key(cls: type[Arguments]) -> type[Arguments]:
+    """Give a dataclass of arguments the method `launch_key`, of every field so that none is forgotten.
 
-
-class _Readers(NamedTuple):
-    """What reads parts of keys off arguments: in one expression, as a loop over the fields takes twice as long."""
-
-    facts: Callable[[Arguments], tuple[Any, ...]]
-    replay_key: Callable[[Arguments], tuple[Any, ...]]
-
-
-@functools.cache
-def _readers(cls: type[Arguments]) -> _Readers:
-    facts = ["args.A.get_device()", "uses_tf32()"]
-    others = []  # of every field, so that none is forgotten
+    It is one expression: a loop over the fields takes twice as long.
+    """
+    facts = ["cls", "args.A.get_device()", "precision('cuda', 'matmul') == 'tf32'"]
     for field in dataclasses.fields(cls):
         name = f"args.{field.name}"
         if field.name == "tile_table":
             aligned = ", ".join(f"table.{part}.data_ptr() % 16 == 0" for part in TileTable._fields[:4])
-            facts.append(f"None if (table := {name}) is None else (table.block_rows, {aligned})")
-            others.append(f"None if {name} is None else {name}.tiles.shape")
+            read = f"(table.block_rows, table.tiles.shape, {aligned})"
+            facts.append(f"None if (table := {name}) is None else {read}")
         elif field.name not in cls.tensors:
-            others.append(name)
+            facts.append(name)
         elif field.default is None:
-            facts.append(f"None if (x := {name}) is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)")
-            others.append(f"None if {name} is None else {name}.shape")
+            read = "(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)"
+            facts.append(f"None if (x := {name}) is None else {read}")
         else:
-            facts.append(f"{name}.dtype, {name}.stride(), {name}.data_ptr() % 16 == 0")
-            others.append(f"{name}.shape")
-    names = {"cls": cls, "uses_tf32": float32_uses_tf32}
-    facts_source = f"({', '.join(facts)})"
-    return _Readers(
-        eval(f"lambda args: {facts_source}", names),
-        eval(f"lambda args: (cls, {facts_source}, {', '.join(others)})", names),
-    )
+            facts.append(f"(x := {name}).dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0")
+    names = {"cls": cls, "precision": fp32_precision}
+    cls.launch_key = eval(f"lambda args: ({', '.join(facts)})", names)
+    return cls
 
 
 class Arguments(abc.ABC):
-    """Base of the argument classes: A, the operands by name, and checks of what all kernels need."""
+    """Base of the argument classes: A, the operands by name, and the checks that hold for all kernels."""
 
     A: Tensor
     out: Tensor
     accumulator_type: torch.dtype
     epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
-    operand_names: ClassVar[tuple[str, ...]]  # those of them that KernelMetadata.operands describes
+    operand_names: ClassVar[tuple[str, ...]]  # those that KernelMetadata.operands describes
 
     def __post_init__(self) -> None:
         fields = self.__dict__
@@ -120,11 +105,11 @@ class Arguments(abc.ABC):
 
     @property
     def outputs(self) -> list[Tensor]:
-        """What a kernel writes."""
+        """The tensors that a kernel writes."""
         return [self.out]
 
     def error(self) -> str | None:
-        """What no kernel could compute, naming the operand; None if all is well."""
+        """Return why no kernel supports these arguments, naming the operand; None if they are valid."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.A.device:
@@ -133,39 +118,46 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def shape_error(self) -> str | None:
-        """What is wrong with the shapes and dtypes, naming the operand."""
+        """Return the error in shapes and dtypes, naming the operand; None if they are valid."""
 
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
-        """What support and speed depend on: arguments with equal keys get the same kernel. Numbers of rows only by
-        their power of two, and whether there are any."""
+        """Return all that support and speed depend on; arguments with equal keys get the same kernel. Numbers of rows
+        count by their power of two and by whether there are any."""
 
     @abc.abstractmethod
     def table_key(self) -> str:
-        """The key of a table of measured kernels: the layouts and sizes that decide which kernel is fastest."""
+        """Return the key in tables of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
-    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...] | None:
-        """Decides both the selection key and what the chosen kernel is compiled for; None where nobody has said what
-        does. Numbers of rows as in the selection key.
+    def launch_key(self) -> tuple[Any, ...] | None:
+        """Decides the kernel and all of its launch but which tensors it is of; None where nobody has said what does.
 
-        Args:
-            facts: the second item of the replay key; read here if None.
+        Holds the class; the device; how float32 is multiplied; dtype, shape, strides and alignment of every tensor, a
+        tile table's too; and the other fields.
         """
         return None
 
-    def replay_key(self) -> tuple[Any, ...] | None:
-        """Decides all of a launch but which tensors it is of: the launch key, and every number. None where that is.
+    def stand_ins(self) -> Arguments:
+        """The same addresses, sizes and strides in tensors of their own."""
+        given = {name: getattr(self, name) for name in self.tensors}
+        changes: dict[str, Any] = {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
+        if self.tile_table is not None:
+            *tensors, block_rows = self.tile_table
+            changes["tile_table"] = TileTable(*(tensor.detach() for tensor in tensors), block_rows)
+        return dataclasses.replace(self, **changes)
 
-        The class; what kernels are compiled for of every tensor, those of a tile table too, and of how it is
-        multiplied; shapes and the other fields.
-        """
-        return None
+    def tensor_names(self) -> dict[int, str]:
+        """Expressions in `args`, and in `table` for a tile table, by the ids of the tensors that they give."""
+        names = {id(getattr(self, name)): f"args.{name}" for name in self.tensors}
+        if self.tile_table is not None:
+            names |= {id(getattr(self.tile_table, name)): f"table.{name}" for name in TileTable._fields[:4]}
+        return names
 
     def _layouts(self) -> tuple[Any, ...]:
         return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
 
     def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
-        """What is wrong with an optional tensor's shape and dtype."""
+        """Return the error of an optional tensor's shape and dtype, or None."""
         tensor = getattr(self, name)
         if tensor is None:
             return None
@@ -194,12 +186,13 @@ class Arguments(abc.ABC):
         return None
 
 
+@with_launch_key
 @dataclass(eq=False)
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
-    With an epilogue, `preactivation` is this without the bias, and `out` the activation of what is stored there plus
-    the bias: sums that are rounded cross the limits of clamps more often. N is 2F if the activation is gated, else F.
+    With an epilogue, `preactivation` is this without the bias. `out` is the activation of the stored values plus the
+    bias, because sums that are rounded first cross the limits of clamps more often. N is 2F if gated, else F.
     """
 
     tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")
@@ -215,17 +208,17 @@ class GroupedGemmArguments(Arguments):
     tile_table: TileTable | None = None
     epilogue: str | None = None  # an activation
     preactivation: Tensor | None = None  # [R, N], with an epilogue
-    zero_tail: bool = True  # write zeros to the rows past the last offset; otherwise they are left alone
+    zero_tail: bool = True  # write zeros to the rows past the last offset; False leaves them unwritten
     bias: Tensor | None = None  # [G, N]
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
-    reserved_sms: int = 0  # that a persistent kernel leaves to others
-    assumed_rows: int | None = None  # of each group: the kernel is chosen as if there were so many
+    reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
+    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
 
     @property
     def num_rows(self) -> int:
-        """What the choice of a kernel goes by."""
+        """The number of rows that the kernel is chosen for."""
         return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
 
     @property
@@ -237,22 +230,21 @@ class GroupedGemmArguments(Arguments):
         return [self.out] if self.preactivation is None else [self.out, self.preactivation]
 
     def selection_key(self) -> tuple[Any, ...]:
-        given = [getattr(self, name) is not None for name in self.optional_operands]
-        bias = None if self.bias is None else (self.bias.dtype, self.bias.stride(-1) == 1)
-        product = None if self.preactivation is None else layout_of(self.preactivation)
-        num_rows, sizes = self.num_rows, self.B.shape
-        form = _index_form(self.row_to_token), self.epilogue, *given, bias, self.assumed_rows, self.out.shape[0] == 0
-        return *sizes, rows_bucket(num_rows, sizes[0]), *form, product, *self._layouts()
-
-    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
-        sizes, num_rows = self.B.shape, self.out.shape[0]
-        rows = rows_bucket(self.num_rows, sizes[0]), num_rows == 0, num_rows < 2**31, self.A.shape[0] < 2**31
-        asked = self.accumulator_type, self.epilogue, self.zero_tail, self.assumed_rows
-        facts = _readers(GroupedGemmArguments).facts(self) if facts is None else facts
-        return GroupedGemmArguments, sizes, *rows, *asked, facts
-
-    def replay_key(self) -> tuple[Any, ...]:
-        return _readers(GroupedGemmArguments).replay_key(self)
+        sizes, bias, product = self.B.shape, self.bias, self.preactivation
+        return (
+            sizes,
+            rows_bucket(self.num_rows, sizes[0]),
+            _index_form(self.row_to_token),
+            self.epilogue,
+            None if bias is None else (bias.dtype, bias.stride(-1) == 1),
+            self.row_scale is None,
+            self.scale_a is None,
+            self.scale_b is None,
+            self.assumed_rows,
+            self.out.shape[0] == 0,
+            None if product is None else layout_of(product),
+            self._layouts(),
+        )
 
     def table_key(self) -> str:
         num_groups, size_k, size_n = self.B.shape
@@ -285,6 +277,7 @@ class GroupedGemmArguments(Arguments):
         )
 
 
+@with_launch_key
 @dataclass(eq=False)
 class WgradArguments(Arguments):
     """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
@@ -301,7 +294,7 @@ class WgradArguments(Arguments):
     dout_row_to_token: Tensor | None = None  # [R] int32
     tile_table: TileTable | None = None
     epilogue: str | None = None  # no kernel applies one to a gradient
-    reserved_sms: int = 0  # that a persistent kernel leaves to others
+    reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
 
     @property
     def num_rows(self) -> int:
@@ -313,15 +306,6 @@ class WgradArguments(Arguments):
         form = *gathers, self.epilogue, num_rows == 0
         sizes = self.out.shape
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
-
-    def launch_key(self, facts: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
-        sizes, num_rows = self.out.shape, self.num_rows
-        rows = rows_bucket(num_rows, sizes[0]), num_rows == 0
-        facts = _readers(WgradArguments).facts(self) if facts is None else facts
-        return WgradArguments, sizes, *rows, self.accumulator_type, self.epilogue, facts
-
-    def replay_key(self) -> tuple[Any, ...]:
-        return _readers(WgradArguments).replay_key(self)
 
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))
@@ -346,7 +330,7 @@ class WgradArguments(Arguments):
 
 @dataclass(eq=False)
 class GemmArguments(Arguments):
-    """out = epilogue(A @ B), dense, or for each l in a batch of L matrices."""
+    """out = epilogue(A @ B), dense, or for each of a batch of L matrices."""
 
     tensors = ("A", "B", "out")
     operand_names = ("A", "B", "out")
@@ -355,9 +339,9 @@ class GemmArguments(Arguments):
     B: Tensor  # [K, N] or [L, K, N]
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # of the batch as groups of rows, for kernels that need one
+    tile_table: TileTable | None = None  # table of the batch as groups of rows, for kernels that need one
     epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
-    assumed_rows: int | None = None  # of each matrix: the kernel is chosen as if there were so many
+    assumed_rows: int | None = None  # rows per matrix for which the kernel is chosen; None uses the actual rows
 
     @property
     def num_batches(self) -> int:
@@ -365,7 +349,7 @@ class GemmArguments(Arguments):
 
     @property
     def rows_per_matrix(self) -> int:
-        """What the choice of a kernel goes by."""
+        """The number of rows per matrix that the kernel is chosen for."""
         return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
 
     def selection_key(self) -> tuple[Any, ...]:

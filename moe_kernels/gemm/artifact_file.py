@@ -1,15 +1,15 @@
-"""A compiled artifact as a file, for another process on the same kind of GPU with the same software.
+"""A compiled artifact as a file, for another process on the same GPU model with the same software.
 
-    8 bytes    b"MOEKERN1": what the file is, and the version of this layout
+    8 bytes    b"MOEKERN1": file type and version of this layout
     8 bytes    length of the header, little-endian
     header     JSON in UTF-8
     binary     the cubin
     32 bytes   SHA-256 of everything before
 
-The header has `kernel_name`, of the catalog; `triton_version`; `architecture`, such as 90; `static_properties`, the
-artifact's, as `_encode` writes them; and for the launch Triton's `signature` and `metadata` of the compiled kernel.
-Functions stand in it by name, with a digest of this package's source. A file holds code for the GPU: load none that you
-would not run.
+Header fields: `kernel_name` in the catalog; `triton_version`; `architecture`, such as 90; `static_properties` of the
+artifact, as written by `_encode`; and, for the launch, Triton's `signature` and `metadata` of the compiled kernel.
+Functions are stored by name, with a digest of this package's source. A file contains GPU code: load only files that you
+would run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..runtime.artifact import current_architecture, load_compiled
 from ..runtime.launch import CompiledArtifact
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
 from .selection import get_kernels
@@ -34,14 +34,14 @@ _MAGIC = b"MOEKERN1"
 _DIGEST_BYTES = 32
 _FIELDS = {"kernel_name", "triton_version", "architecture", "static_properties", "signature", "metadata"}
 _PACKAGE = __name__.partition(".")[0]
-_TYPES = {kind.__name__: kind for kind in (type(None), bool, float)}  # of arguments in static properties
+_TYPES = {kind.__name__: kind for kind in (type(None), bool, float)}  # argument types in static properties
 
 
 def save_artifact(artifact: CompiledArtifact, path: str | os.PathLike[str]) -> None:
-    """Write a file from which another process on the same kind of GPU can load the artifact.
+    """Write a file from which another process on the same GPU model can load the artifact.
 
     Raises:
-        ValueError: it was made in the interpreter, which compiles nothing.
+        ValueError: the artifact was made in the interpreter, which compiles nothing.
     """
     compiled = artifact.compiled
     if compiled is None:
@@ -59,13 +59,13 @@ def save_artifact(artifact: CompiledArtifact, path: str | os.PathLike[str]) -> N
 
 
 def load_artifact(path: str | os.PathLike[str]) -> CompiledArtifact:
-    """Read an artifact that `save_artifact` wrote, for the current GPU, without compiling.
+    """Read an artifact written by `save_artifact` for the current GPU, without compiling.
 
-    The file holds code for the GPU: load only what you trust.
+    The file contains GPU code: load only files that you trust.
 
     Raises:
-        ValueError: another version of Triton or for another architecture wrote it, the catalog lacks its kernel or has
-            it with other source, or the file is damaged; the message says which.
+        ValueError: the file was written by another Triton version or for another architecture, its kernel is not in the
+            catalog or has other source, or the file is damaged. The message says which.
         RuntimeError: there is no GPU.
     """
     header, binary = read_container(path)
@@ -76,10 +76,10 @@ def load_artifact(path: str | os.PathLike[str]) -> CompiledArtifact:
         raise _error(f"expected a kernel of the catalog, got {header['kernel_name']}")
     if INTERPRET:
         raise _error("expected a GPU, got Triton's interpreter")
-    if header["architecture"] != (architecture := triton.runtime.driver.active.get_current_target().arch):
+    if header["architecture"] != (architecture := current_architecture()):
         raise _error(f"expected architecture {architecture}, got {header['architecture']}")
     properties = tuple(map(_decode, header["static_properties"]))
-    compiled = _compiled_kernel(properties[0], header["signature"], header["metadata"], binary)
+    compiled = load_compiled(properties[0], header["signature"], header["metadata"], binary)
     return CompiledArtifact(header["kernel_name"], properties, compiled)
 
 
@@ -90,10 +90,10 @@ def write_container(path: str | os.PathLike[str], header: dict[str, Any], binary
 
 
 def read_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
-    """The header and the binary.
+    """Return the header and the binary.
 
     Raises:
-        ValueError: the file is none of these, or damaged.
+        ValueError: the file is not an artifact file, or is damaged.
     """
     whole = Path(path).read_bytes()
     if not whole.startswith(_MAGIC):
@@ -113,7 +113,7 @@ def _error(rule: str) -> ValueError:
 
 
 def _kernel_names() -> set[str]:
-    """Those of the catalog, with every epilogue."""
+    """Return the kernel names of the catalog, with every epilogue."""
     names = set()
     for kernel in get_kernels():
         names.add(kernel.metadata.kernel_name)
@@ -122,24 +122,8 @@ def _kernel_names() -> set[str]:
     return names
 
 
-def _compiled_kernel(function: Any, signature: dict[str, Any], metadata: dict[str, Any], binary: bytes) -> Any:
-    """What Triton makes of the files in its cache, which it reads here and now."""
-    from triton.compiler import ASTSource, CompiledKernel
-
-    source = ASTSource(function, {name: _as_tuples(kind) for name, kind in signature.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        files = {f"kernel.{extension}": os.path.join(folder, f"kernel.{extension}") for extension in ("json", "cubin")}
-        Path(files["kernel.json"]).write_text(json.dumps(metadata))
-        Path(files["kernel.cubin"]).write_bytes(binary)
-        return CompiledKernel(source, files, metadata["hash"])
-
-
-def _as_tuples(kind: Any) -> Any:
-    return tuple(map(_as_tuples, kind)) if isinstance(kind, list) else kind
-
-
 def _encode(value: Any) -> Any:
-    """A static property as JSON: numbers and strings as they are, others as {kind: value}."""
+    """Return a static property as JSON: numbers and strings unchanged, others as {kind: value}."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
@@ -181,7 +165,7 @@ def _decode(value: Any) -> Any:
 
 @functools.cache
 def _source_digest() -> str:
-    """Of all files of the package. Triton's own hash of a function depends on which others it hashed before."""
+    """Return a digest of all files of the package. Triton's hash of a function depends on which it hashed before."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
@@ -190,7 +174,7 @@ def _source_digest() -> str:
 
 
 def _function(name: str, source: str) -> Any:
-    """The function of this package, which the catalog has imported."""
+    """Return a function of this package by name. The catalog has already imported it."""
     module, _, attribute = name.rpartition(".")
     function = getattr(sys.modules.get(module), attribute, None) if module.startswith(f"{_PACKAGE}.") else None
     if not isinstance(function, triton.JITFunction) or source != _source_digest():

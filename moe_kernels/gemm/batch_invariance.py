@@ -1,13 +1,13 @@
-"""What the ops with `batch_invariant=True` share: no bit of a token's result depends on the rest of the batch.
+"""Helpers of the ops with `batch_invariant=True`: no bit of a token's result depends on the rest of the batch.
 
-The batch can come into the result of a token in three ways:
+The batch can influence a token's result in three ways:
 
-* The kernel of a matrix product is chosen by the number of rows, and each sums in an order of its own. So ours are
-  chosen for `ASSUMED_ROWS`, whatever there are, and a library's, which chooses for itself, is not called. Within a
-  kernel, the order of an element's sum is the same in every tile.
-* The address and the strides of the tokens, which decide between kernels, too: see `canonical_layout`.
-* On a CPU, PyTorch sums a product in an order that depends on its shape, and computes the ends of a tensor with other
-  instructions than its middle. So the reference computes one token after another.
+* The kernel of a matrix product is chosen by the number of rows, and each kernel sums in its own order. The package
+  therefore chooses its kernels for `ASSUMED_ROWS`, whatever the actual number. It calls no library's product, because a
+  library chooses for itself. Within a kernel, every tile sums an element in the same order.
+* The address and strides of the tokens also decide between kernels: see `canonical_layout`.
+* On a CPU, PyTorch's summation order depends on the shape of a product. The ends of a tensor are computed with other
+  instructions than its middle. The reference therefore computes one token after another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..runtime.ops import registered_op
 from . import selection
 from .arguments import GemmArguments
 
-ASSUMED_ROWS = 2048  # of each group: what the tables of kernels hold for most layers
+ASSUMED_ROWS = 2048  # rows per group; the tables of kernels hold this number for most layers
 
 
 def invariant_linear(
@@ -34,14 +34,14 @@ def invariant_linear(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [T, N]
-    """`tokens @ weight.T`, where the other tokens change no bit of a token's result, nor of its gradient.
+    """Return `tokens @ weight.T`; other tokens change no bit of a token's result or gradient.
 
     Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic. Differentiable in `tokens` and `weight`, whose
-    gradient is a sum over all tokens. Upstream gradients are rounded to the dtype of `tokens` first.
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic. Differentiable in `tokens` and `weight`. The
+    gradient of `weight` is a sum over all tokens. Upstream gradients are rounded to the dtype of `tokens` first.
 
     Args:
-        out_dtype: None is that of `tokens`; 16-bit operands also give float32.
+        out_dtype: default: the dtype of `tokens`. 16-bit operands also allow float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -61,7 +61,7 @@ def invariant_linear(
 
 
 def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The results of `op` for each token alone, joined. The tensors are in token order."""
+    """Apply `op` to each token alone and join the results. The tensors are in token order."""
     if not len(tensors[0]):
         return tuple(op(*tensors))
     results = [op(*(_alone(tensor, i) for tensor in tensors)) for i in range(len(tensors[0]))]
@@ -69,12 +69,12 @@ def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> t
 
 
 def _alone(tensor: Tensor, i: int) -> Tensor:
-    """One token as a tensor of its own: in a batch, its address has another alignment."""
+    """Copy one token to a separate tensor, because its address within a batch has another alignment."""
     return tensor[i : i + 1].clone(memory_format=torch.contiguous_format)
 
 
 def canonical_layout(rows: Tensor) -> Tensor:
-    """The same values as they lie in memory in every batch: contiguous, from a multiple of 16 bytes on."""
+    """Return the same values in a layout independent of the batch: contiguous, at a multiple of 16 bytes."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows.view(-1).view(rows.shape)  # the stride of a single row can be anything
     return rows.clone(memory_format=torch.contiguous_format)
@@ -86,7 +86,7 @@ def invariant_product(
     b: Tensor,  # [K, N]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
-    """a @ b by the same kernel whatever M; arguments are already checked."""
+    """Return a @ b, computed by the same kernel for every M. The arguments are already checked."""
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
     selection.run(GemmArguments(canonical_layout(a), b, out, assumed_rows=ASSUMED_ROWS))
     return out

@@ -1,7 +1,7 @@
-"""What follows the product of a grouped GEMM, where its kernel does not do it itself: bias, row scale, activation.
+"""Bias, row scale and activation after a grouped GEMM, where its kernel does not compute them itself.
 
-The fastest kernels take no row scale and not every bias. Behind one these cost a pass over the output, at the speed of
-memory, and round the product once more. In float16, where the product might overflow, a slower kernel does it all.
+The fastest kernels support no row scale and not every bias. After such a kernel, these cost a memory-bound pass over
+the output and round the product once more. In float16, where the product might overflow, a slower kernel computes all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BLOCK_ROWS = 16
 
 
 def check_epilogue(op: str, activation: str, num_columns: int) -> None:
-    """Raises ValueError unless it is a gated activation's name and takes this many columns of the product."""
+    """Raise ValueError unless `activation` names a gated activation that fits this number of columns."""
     if not isinstance(activation, str):
         raise ValueError(
-            f"{op}: activation must be a name, got {activation!r}; gated_activation and fused_experts take more"
+            f"{op}: activation must be a name, got {activation!r}; apply_activation and fused_experts take more"
         )
     if not as_activation(op, activation).gated:
         raise ValueError(f"{op}: activation must be gated, got {activation!r}")
@@ -40,17 +40,17 @@ def launch_epilogue_backward(
     dout: Tensor,  # [R, F]
     activation: str,
 ) -> Tensor:  # [R, 2F]
-    """The gradient through the activation; a registered op."""
+    """Return the gradient through the activation, by a registered op."""
     spec = as_activation("grouped_gemm", activation)
     return _activation_backward_op(preactivation, dout, spec.name, spec.limit, spec.alpha)
 
 
 def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
-    """Write `args.out`, and with an epilogue `args.preactivation`, in one launch if a kernel does it all."""
+    """Write `args.out`, and with an epilogue `args.preactivation`. Takes one launch if a kernel computes everything."""
     if args.epilogue is None:
         launch_product(args)
     elif args.bias is not None or not selection.run_if_supported(args):
-        # A kernel would leave the bias out of the preactivation.
+        # A fused kernel would leave the bias out of the preactivation, so the activation is a separate launch.
         launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
         args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
 
@@ -67,11 +67,11 @@ def launch_product(args: GroupedGemmArguments) -> None:
         return selection.run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
     kernel = selection.find(plain)
-    # float16 may not hold what a scale is to make small, or a bias.
+    # float16 may overflow before the scale or the bias makes the values small.
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return selection.run(args)
     table = kernel.tile_table(plain)
-    selection.launch(kernel, dataclasses.replace(plain, tile_table=table))
+    selection.run(dataclasses.replace(plain, tile_table=table))  # by the same kernel
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 
@@ -85,7 +85,7 @@ def launch_bias_and_scale(
     row_scale: Tensor | None,  # [R] float32
     table: TileTable,
 ) -> None:
-    """rows[r] = row_scale[r] * (rows[r] + bias[g]) in place, in the groups' rows alone."""
+    """Compute rows[r] = row_scale[r] * (rows[r] + bias[g]) in place, only for rows of the groups."""
     if not rows.numel():
         return
     block_n = min(next_power_of_2(rows.shape[1]), 256)
@@ -148,11 +148,11 @@ def _bias_and_scale_kernel(
 def launch_row_scale_backward(
     dout: Tensor,  # [R, N]
     row_scale: Tensor,  # [R] float32
-    rows: Tensor | None,  # [R, N] float32 contiguous, what was scaled; None where drow_scale is not wanted
+    rows: Tensor | None,  # [R, N] float32 contiguous, before scaling; None if drow_scale is not needed
     dtype: torch.dtype,
     offsets: Tensor,  # [G]
 ) -> tuple[Tensor, Tensor | None]:  # drows [R, N] in `dtype`, drow_scale [R] float32
-    """The gradients of `row_scale[:, None] * rows`; zeros past the last offset."""
+    """Return the gradients of `row_scale[:, None] * rows`, with zeros past the last offset."""
     num_rows, num_columns = dout.shape
     drows = dout.new_empty(dout.shape, dtype=dtype)
     drow_scale = None if rows is None else row_scale.new_empty(num_rows)

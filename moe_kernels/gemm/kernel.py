@@ -6,7 +6,7 @@
     artifact = kernel.compile(args)
     kernel.run(args, artifact)
 
-The ops of this package choose among the same objects (`tuning.select`). Listing and asking need no GPU.
+The ops of this package choose among the same objects (`selection.select`). Listing and asking need no GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle, on_device_of
+from ..runtime.dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle
 from ..runtime.launch import CompiledArtifact, Launch, compile_launch, run_launch, static_properties
+from ..runtime.ops import on_device_of
 from .arguments import Arguments
 
 
@@ -263,7 +264,7 @@ class Kernel(abc.ABC):
         if launch := self.launch(args):
             if artifact is not None and not assume_fits:
                 self._require_artifact(artifact, launch)
-            run_launch(launch, artifact, args.A, scratch)
+            run_launch(launch, args.A, artifact=artifact, scratch=scratch)
             torch.autograd.graph.increment_version(args.outputs)
 
     def _require(self, args: Arguments) -> None:

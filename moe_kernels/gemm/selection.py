@@ -1,4 +1,4 @@
-"""Which kernel runs for which arguments. Selection never times anything and never waits for the GPU."""
+"""Which kernel runs for which arguments, and its launch. Selection never times anything and never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
-from ..runtime.launch import Launch, Ready, find_ready, run_launch, run_ready
+from ..runtime.launch import Launch, Ready, run_launch
 from ..runtime.triton import HAS_TRITON, INTERPRET
 from .arguments import Arguments, GroupedGemmArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
-from .replay import make_template
 from .tables import Table, merged_table
+from .templates import make_template
 from .verify import verified, verify_interval
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
@@ -61,98 +61,75 @@ def find(args: Arguments) -> Kernel | None:
     return kernel
 
 
-class _Plan(NamedTuple):
-    """What a launch takes that is like an earlier one."""
+class PreparedLaunch(NamedTuple):
+    """What the next launch of a launch key reuses. Without a kernel, none supports such arguments."""
 
-    kernel: Kernel
-    ready: Ready | None
-    make_launch: Callable[[Arguments], Launch] | None = None  # a template, for all arguments of one replay key
-
-
-_plans: dict[tuple[Any, ...], _Plan] = {}  # by the launch keys of arguments
-_replays: dict[tuple[Any, ...], _Plan] = {}  # by their replay keys
-_MOST_PLANS = 4096  # of each; a stride or number of rows that changes from call to call makes a key each time
+    kernel: Kernel | None
+    ready: Ready | None = None
+    make_launch: Callable[[Arguments], Launch] | None = None  # a template
 
 
-def _launch(kernel: Kernel, args: Arguments) -> None:
-    kernel.run(args, assume_supported_args=True)
+# The launch cache, by the launch keys of arguments. A number of rows that changes from call to call makes a key each
+# time. When there are too many, all are forgotten.
+_launches: dict[tuple[Any, ...], PreparedLaunch] = {}
+_MOST_LAUNCHES = 4096
 
 
-def _run(args: Arguments) -> None:
-    if not _run_if_supported(args):
+def run(args: Arguments) -> None:
+    """Launch the kernel that `select` chooses. For ops: the arguments' device is the current one."""
+    if _launch(args) is None:
         select(args)  # which raises
 
 
-def _run_if_supported(args: Arguments) -> bool:
-    key = args.replay_key()
-    if key is None:
-        kernel = find(args)
-        if kernel is not None and (launch := kernel.launch(args)):
-            run_launch(launch, None, args.A, None)
-        return kernel is not None
-    plan = _replays.get(key)
-    if plan is None:
-        return _run_as_planned(args, key)
-    if plan.make_launch is None:
-        # Made at the second launch: the keys of row counts that change have only one.
-        plan = plan._replace(make_launch=make_template(plan.kernel, args) or plan.kernel.launch)
-        _keep(_replays, key, plan)
-    run_ready(plan.make_launch(args), plan.ready, args.A)
-    return True
+def run_if_supported(args: Arguments) -> bool:
+    """As `run`, but False where no kernel supports the arguments."""
+    return _launch(args) is not None
 
 
-def _run_as_planned(args: Arguments, replay_key: tuple[Any, ...]) -> bool:
-    """As `_run_if_supported`, where there was no launch of the replay key."""
-    key = args.launch_key(replay_key[1])
-    plan = _plans.get(key)
-    if plan is not None:
-        run_ready(plan.kernel.launch(args), plan.ready, args.A)
-    else:
-        kernel = find(args)
-        if kernel is None:
-            return False
-        launch = kernel.launch(args)
-        if launch is None:
-            return True
-        run_launch(launch, None, args.A, None)
-        # Without a GPU one compiles for some target, which is not part of the keys.
-        if not (INTERPRET or torch.cuda.is_available()):
-            return True
-        plan = _Plan(kernel, find_ready(launch))
-        _keep(_plans, key, plan)
-    _keep(_replays, replay_key, plan)
-    return True
+def _launch_selected(args: Arguments) -> Kernel | None:
+    """Launch the kernel that `find` finds and return it. Support was checked when the kernel was chosen."""
+    key = args.launch_key()
+    prepared = _launches.get(key)
+    if prepared is None:
+        return _launch_first(args, key)
+    kernel, ready, make_launch = prepared
+    if kernel is None:
+        return None
+    if make_launch is None:
+        # Made at the second launch: a number of rows that changes has only one.
+        make_launch = make_template(kernel, args) or kernel.launch
+        _keep(key, PreparedLaunch(kernel, ready, make_launch))
+    run_launch(make_launch(args), args.A, ready)
+    return kernel
 
 
-def _keep(plans: dict[tuple[Any, ...], _Plan], key: tuple[Any, ...], plan: _Plan) -> None:
-    if len(plans) >= _MOST_PLANS:
-        plans.clear()
-    plans[key] = plan
+def _launch_first(args: Arguments, key: tuple[Any, ...] | None) -> Kernel | None:
+    kernel, ready = find(args), None
+    if kernel is not None:
+        if (launch := kernel.launch(args)) is None:
+            return kernel  # nothing to write
+        ready = run_launch(launch, args.A)
+    # A launch that leaves nothing to reuse was compiled for a GPU that is not here.
+    if key is not None and (kernel is None or ready is not None or INTERPRET):
+        _keep(key, PreparedLaunch(kernel, ready))
+    return kernel
 
 
-# Launch a kernel that `find` chose, or the one that `select` chooses. It was asked whether it supports such arguments
-# when it was chosen. With MOE_VERIFY=n every n-th launch is checked, which costs nothing where it is off. `run` and
-# `run_if_supported`, which is false where `find` finds none, are for ops: the arguments' device is the current one.
+def _keep(key: tuple[Any, ...], prepared: PreparedLaunch) -> None:
+    if len(_launches) >= _MOST_LAUNCHES:
+        _launches.clear()
+    _launches[key] = prepared
+
+
+# With MOE_VERIFY=n the result of every n-th launch is checked after the launch, which is the same.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
-if VERIFY is None:
-    launch, run, run_if_supported = _launch, _run, _run_if_supported
-else:
-    launch = verified(_launch, VERIFY)
-
-    def run(args: Arguments) -> None:
-        launch(select(args), args)
-
-    def run_if_supported(args: Arguments) -> bool:
-        if kernel := find(args):
-            launch(kernel, args)
-        return kernel is not None
+_launch = _launch_selected if VERIFY is None else verified(_launch_selected, VERIFY)
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
     """Let `select` take this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
-    _plans.clear()
-    _replays.clear()
+    _launches.clear()
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:

@@ -1,6 +1,6 @@
-"""Where tables of measured kernels lie: the shipped ones in the package, and one's own, which `tune` writes.
+"""Files of measured kernels: the tables shipped in the package, and the user's tables, which `tune` writes.
 
-MOE_KERNELS_TUNING names the folder of one's own; "off" does without. Unset, it is moe_kernels in the user's cache.
+MOE_KERNELS_TUNING names the folder of the user's tables; "off" disables them. Default: moe_kernels in the user's cache.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ SHIPPED = Path(__file__).parent.parent / "tables"
 
 
 class Table(NamedTuple):
-    """Measurements of one kind of GPU."""
+    """Measurements of one GPU model."""
 
     kernels: dict[str, str]  # by `Arguments.table_key`
     copies: dict[str, list[bool]]  # by `copies_key`
-    milliseconds: dict[str, float] | None = None  # of the kernels, by the same keys, where they were recorded
+    milliseconds: dict[str, float] | None = None  # of the kernels by the same keys, if recorded
 
     def merged(self, other: Table) -> Table:
-        """The entries of both; of one key the other's."""
-        # A time belongs to the kernel that was timed.
+        """Return the entries of both tables; `other` wins for keys in both."""
+        # A time belongs to the kernel it was measured for.
         milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
         return Table(
             self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})
@@ -30,7 +30,7 @@ class Table(NamedTuple):
 
 
 def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
-    """Where one's own tables lie, or None for nowhere.
+    """Return the folder of the user's tables, or None if they are disabled.
 
     Args:
         setting: the value of MOE_KERNELS_TUNING.
@@ -43,23 +43,23 @@ def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
     return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
 
 
-# Read once: what a process selects does not change with its environment.
+# Read once: the selection of a process does not follow later changes of its environment.
 USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
 
 
 def table_name(gpu: str) -> str:
-    """The file name of a GPU's table."""
+    """Return the file name of a GPU model's table."""
     return f"{gpu.lower().replace(' ', '_')}.json"
 
 
 def paths(gpu: str) -> list[Path]:
-    """The tables that exist for a kind of GPU; a later one overrides an earlier one."""
+    """Return the existing tables of a GPU model; later tables override earlier ones."""
     folders = [SHIPPED] if USER is None else [SHIPPED, USER]
     return [path for folder in folders if (path := folder / table_name(gpu)).exists()]
 
 
 def merged_table(gpu: str) -> Table:
-    """All that is known about a kind of GPU."""
+    """Return all entries for a GPU model."""
     table = Table({}, {})
     for path in paths(gpu):
         table = table.merged(read(path))
@@ -67,7 +67,8 @@ def merged_table(gpu: str) -> Table:
 
 
 def read(path: Path) -> Table:
-    """
+    """Read a table file.
+
     Raises:
         ValueError: the file holds no table.
     """
@@ -78,10 +79,10 @@ def read(path: Path) -> Table:
 
 
 def write(path: Path, table: Table, **facts: str) -> None:
-    """Replace a table in one step, so that other processes read the old one or the new one.
+    """Replace a table in one step, so that other processes read either the old or the new table.
 
     Args:
-        facts: what else the file says, such as versions.
+        facts: further fields of the file, such as versions.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {name: value for name, value in table._asdict().items() if value is not None}

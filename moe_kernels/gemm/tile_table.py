@@ -1,7 +1,7 @@
 """The tile table of a grouped GEMM, made on the device from group offsets.
 
-`reference.TileTable` says what it holds. Offsets that decrease or leave [0, num_rows] are clamped here, so that no
-kernel behind a table reads or writes out of bounds.
+`types.TileTable` documents its fields. Offsets that decrease or leave [0, num_rows] are clamped here, so that no kernel
+that reads a table accesses memory out of bounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel
-from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..runtime.triton import next_power_of_2, tl, triton
 from ..types import TileTable
 
 MAX_GROUPS = 8192
@@ -21,19 +21,20 @@ MAX_GROUPS = 8192
 
 @functools.cache
 def table_blocks(num_groups: int) -> dict[str, int]:
-    """ENTRY_BLOCK entries are compared with all groups at once: in few registers, so that an SM runs many programs.
-    PROGRAM_ENTRIES of a program make up for its scan of the groups, and are few, so that none takes long."""
+    """Return the block sizes. A program compares ENTRY_BLOCK entries with all groups at once, few enough to need few
+    registers and let an SM run many programs. Its PROGRAM_ENTRIES outweigh its scan of the groups, but stay few enough
+    that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """How many entries a table needs at most: a rounded-up block for every group and for the tail."""
+    """Return the maximum number of entries: a rounded-up block for every group and for the tail."""
     return -(-num_rows // block_rows) + num_groups + 1
 
 
 def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
-    """A table whose tensors are yet to be written, on the device of `like`."""
+    """Return a table with unwritten tensors, on the device of `like`."""
     return TileTable(
         like.new_empty(num_groups + 2, dtype=torch.int32),
         like.new_empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32),
@@ -44,10 +45,10 @@ def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: i
 
 
 class _Parts(NamedTuple):
-    """How the tensors of a table share one memory."""
+    """Layout of a table's tensors in one block of memory."""
 
-    sizes: tuple[int, ...]  # numbers of each, and of gaps between them, so that all start as aligned as the first
-    places: tuple[int, ...]  # of order, bounds, tiles and num_tiles among the sizes
+    sizes: tuple[int, ...]  # sizes of the tensors and of the gaps between them, which keep all as aligned as the first
+    places: tuple[int, ...]  # positions of order, bounds, tiles and num_tiles in `sizes`
     total: int
 
 
@@ -64,7 +65,7 @@ def _parts(num_rows: int, num_groups: int, block_rows: int) -> _Parts:
 
 
 def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Memory that the tensors of a table take together."""
+    """Return the bytes that the tensors of a table take together."""
     return 4 * _parts(num_rows, num_groups, block_rows).total
 
 
@@ -75,13 +76,13 @@ def tile_table_in(
     num_groups: int,
     block_rows: int,
 ) -> TileTable:
-    """As `empty_tile_table`, but in one memory, which takes less time and which an op may not return."""
+    """Return an `empty_tile_table` in one block of memory. This is faster, but an op may not return it."""
     sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
     if memory is None:
         numbers = like.new_empty(total, dtype=torch.int32)
     else:
         numbers = memory[: 4 * total].view(torch.int32)
-    parts = numbers.unsafe_split_with_sizes(sizes)  # faster, as there are no gradients to see to
+    parts = numbers.unsafe_split_with_sizes(sizes)  # faster than split, because it ignores gradients
     return TileTable(parts[bounds], parts[tiles].view(-1, 2), parts[num_tiles], parts[order], block_rows)
 
 
@@ -90,21 +91,21 @@ def make_tile_table(
     num_rows: int,
     block_rows: int,
 ) -> TileTable:
-    """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no wait."""
+    """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no host synchronisation."""
     table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     write_table(table, offsets, num_rows)
     return table
 
 
 def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
-    """Write a table of these offsets."""
+    """Write the table of these offsets."""
     num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
-    blocks = table_blocks(num_groups)
+    options = _options(num_groups, block_rows)
     launch_kernel(
         _tile_table_kernel,
-        (cdiv(capacity, blocks["PROGRAM_ENTRIES"]),),
+        (-(-capacity // options["PROGRAM_ENTRIES"]),),
         offsets,
         offsets.stride(0),
         table.bounds,
@@ -114,16 +115,19 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         num_rows,
         capacity,
         num_groups,
-        G_P2=next_power_of_2(num_groups),
-        BLOCK_ROWS=block_rows,
-        **blocks,
+        **options,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _options(num_groups: int, block_rows: int) -> dict[str, int]:
+    return {"G_P2": next_power_of_2(num_groups), "BLOCK_ROWS": block_rows, **table_blocks(num_groups)}
 
 
 @triton.jit
 def write_tile_table(
     block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES) and the ranks of as many groups; block 0 also
-    # the bounds and the number
+    # writes the bounds and the number of tiles
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
@@ -156,7 +160,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # There are more entries than groups, so the same numbers reach every group.
+        # There are more entries than groups, so these entry numbers include every group.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..activation_spec import is_gated
 from ..runtime.dispatch import without_autocast
 from ..runtime.triton import cdiv
 from ..testing import assert_accurate
@@ -52,27 +51,32 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
                 assert_accurate(actual, baseline, exact, name, budgets=budgets)
 
 
-def verified(launch: Callable[[Kernel, Arguments], None], every: int) -> Callable[[Kernel, Arguments], None]:
-    """`launch`, every n-th call of which is checked, each time in other groups.
+def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callable[[Arguments], Kernel | None]:
+    """`launch`, followed by a check of the result of every n-th launch, each time in other groups.
 
-    One sample may exceed its budget by luck, so only fourfold is wrong. What a CUDA
-    graph captures is not checked: nothing can be read there.
+    One sample may exceed its budget by luck, so only fourfold is wrong. A launch that a CUDA graph captures is not
+    checked: nothing can be read there.
+
+    Args:
+        launch: returns the kernel that it launched, or None.
 
     Raises (by the returned function):
         RuntimeError: names the kernel, and by how much its result is wrong.
     """
     numbers = itertools.count(1)
 
-    def launch_and_verify(kernel: Kernel, args: Arguments) -> None:
-        launch(kernel, args)
+    def launch_and_verify(args: Arguments) -> Kernel | None:
+        if (kernel := launch(args)) is None:
+            return None
         number = next(numbers)
         if number % every or (args.A.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
+            return kernel
         name = kernel.metadata.kernel_name
         try:
             check_result(args, name, first=number // every, budgets=_FAR)
         except AssertionError as error:
             raise RuntimeError(f"MOE_VERIFY: wrong result in launch {number}: {error}") from error
+        return kernel
 
     return launch_and_verify
 
@@ -150,8 +154,7 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
         }
         yield _compare(reference.grouped_gemm, product, a, args.B[g], _one_group(a), **options)
         if args.epilogue is not None:
-            kind = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
-            activate = partial(kind, activation=args.epilogue)
+            activate = partial(reference.apply_activation, activation=args.epilogue)
             bias = 0.0 if args.bias is None else args.bias[group].double()
             exact = product.double() + bias
             yield Comparison(args.out[rows], activate(exact.to(product.dtype)), activate(exact))
@@ -181,7 +184,7 @@ def _of_product(a: Tensor, b: Tensor, out: Tensor, epilogue: str | None) -> Comp
         return _compare(_product, out, a, b)
     # The activation comes before the product is rounded.
     _, product, exact = _compare(_product, out.float(), a, b)
-    activate = partial(reference.plain_activation, activation=epilogue)
+    activate = partial(reference.apply_activation, activation=epilogue)
     return Comparison(out, activate(product).to(out.dtype), activate(exact))
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
-from ..runtime.dispatch import choose, on_device_of
+from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
+from ..runtime.ops import on_device_of
 from ..runtime.triton import cdiv, tl, triton
 
 _BLOCK = 1024

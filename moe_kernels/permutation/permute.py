@@ -22,7 +22,9 @@ def permute(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, D] expert order
-    """Copy each slot's token to its row. Differentiable: the gradient of a token is the sum over its kept rows.
+    """Copy each slot's token to its row. Padding rows, which belong to no slot, are zeros.
+
+    Differentiable: the gradient of a token is the sum over its rows; the gradient of padding rows is not read.
 
     Raises:
         ValueError: a shape disagrees with the signature.
@@ -69,17 +71,22 @@ def combine(
 def _permute_op(tokens: Tensor, row_to_token: Tensor, slot_to_row: Tensor) -> Tensor:
     num_rows, d_model = len(row_to_token), tokens.shape[1]
     rows = tokens.new_empty(num_rows, d_model)
+    slot_to_row = slot_to_row.contiguous()
+    launch_permute(tokens, None, slot_to_row, rows)
     if rows.numel():
-        block_d = min(next_power_of_2(d_model), 1024)
+        top_k = slot_to_row.shape[1]
         launch_kernel(
-            _permute_kernel,
-            (num_rows, cdiv(d_model, block_d)),
-            tokens,
-            tokens.stride(),
+            _zero_padding_kernel,
+            (cdiv(num_rows, _PADDING_ROWS),),
             row_to_token,
+            slot_to_row,
             rows,
+            num_rows,
             d_model,
-            BLOCK_D=block_d,
+            TOP_K=top_k,
+            K_P2=next_power_of_2(top_k),
+            BLOCK_R=_PADDING_ROWS,
+            BLOCK_D=min(next_power_of_2(d_model), 128),
         )
     return rows
 
@@ -101,21 +108,104 @@ def _permute_backward(ctx, drows):
 _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
-@triton.jit
+_TILE_BYTES = 2**17  # in the registers of one program of 32 warps, which has an SM to itself
+_FEWEST_TILES = 128  # that keep a GPU busy
+
+
+def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
+    """(tokens and columns per program, its warps).
+
+    Memory writes fastest while it reads nothing. So of many tokens every SM reads a tile, and then writes its rows.
+    """
+    num_tokens, d_model = tokens.shape
+    block_d = min(next_power_of_2(d_model), 4096)
+    block_t = _TILE_BYTES // (block_d * tokens.element_size())
+    if weighted or num_tokens < _FEWEST_TILES * block_t:
+        return 1, min(block_d, 2048), 4
+    return block_t, block_d, 32
+
+
+def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
+    """Write each token, times the slot's weight, to its rows. Padding rows are not written."""
+    num_tokens, top_k = slot_to_row.shape
+    d_model = tokens.shape[1]
+    if rows.numel():
+        block_t, block_d, num_warps = _permute_block(tokens, topk_weights is not None)
+        launch_kernel(
+            _permute_kernel,
+            (cdiv(num_tokens, block_t), cdiv(d_model, block_d)),
+            tokens,
+            tokens.stride(),
+            None if topk_weights is None else topk_weights.contiguous(),
+            slot_to_row.contiguous(),
+            rows,
+            num_tokens,
+            d_model,
+            TOP_K=top_k,
+            BLOCK_T=block_t,
+            BLOCK_D=block_d,
+            num_warps=num_warps,
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _permute_kernel(
     tokens_ptr,
     tokens_strides,  # [T, D]
-    row_to_token_ptr,  # [R]
+    weights_ptr,  # [T, K] contiguous, or None
+    slot_to_row_ptr,  # [T, K] contiguous
     rows_ptr,  # [R, D] contiguous
+    num_tokens,
     D,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program copies rows[r, d:d + BLOCK_D]. Grid: (R, cdiv(D, BLOCK_D))."""
-    r = tl.program_id(0).to(tl.int64)
-    token = tl.load(row_to_token_ptr + r).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    value = tl.load(tokens_ptr + token * tokens_strides[0] + d.to(tl.int64) * tokens_strides[1], mask=d < D, other=0.0)
-    tl.store(rows_ptr + r * D + d, value, mask=d < D)
+    """One program writes rows[rows of BLOCK_T tokens, d:d + BLOCK_D]. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    pointer = tokens_ptr + t[:, None] * tokens_strides[0] + d[None, :] * tokens_strides[1]
+    token = tl.load(pointer, mask=(t < num_tokens)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_T, BLOCK_D]
+    for k in range(TOP_K):
+        slot = t * TOP_K + k
+        row = tl.load(slot_to_row_ptr + slot, mask=t < num_tokens, other=-1).to(tl.int64)
+        value = token
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + slot, mask=t < num_tokens, other=0.0)
+            value = (token.to(tl.float32) * weight[:, None]).to(token.dtype)
+        tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=(row >= 0)[:, None] & (d < D)[None, :])
+
+
+_PADDING_ROWS = 16  # that one program looks at
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _zero_padding_kernel(
+    row_to_token_ptr,  # [R] contiguous
+    slot_to_row_ptr,  # [T, K] contiguous
+    rows_ptr,  # [R, D] contiguous
+    num_rows,
+    D,
+    TOP_K: tl.constexpr,
+    K_P2: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program writes zeros to those of BLOCK_R rows that belong to no slot. Grid: (cdiv(R, BLOCK_R),)."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.arange(0, K_P2)
+    exists = r < num_rows
+    token = tl.load(row_to_token_ptr + r, mask=exists, other=0).to(tl.int64)
+    slot = token[:, None] * TOP_K + k[None, :]
+    row = tl.load(slot_to_row_ptr + slot, mask=exists[:, None] & (k < TOP_K)[None, :], other=-1)  # [BLOCK_R, K_P2]
+    is_owned = tl.max((row == r[:, None]).to(tl.int32), 1) != 0
+    is_padding = (exists & (is_owned == 0)).to(tl.int32)
+    if tl.max(is_padding, 0) != 0:
+        zeros = tl.zeros((BLOCK_R, BLOCK_D), rows_ptr.dtype.element_ty)
+        for first in range(0, D, BLOCK_D):
+            d = (first + tl.arange(0, BLOCK_D)).to(tl.int64)
+            mask = (is_padding != 0)[:, None] & (d < D)[None, :]
+            tl.store(rows_ptr + r[:, None] * D + d[None, :], zeros, mask=mask)
 
 
 def launch_combine(
@@ -151,46 +241,6 @@ def combine_block(d_model: int) -> int:
     """Columns per program: all, but parts of 512 or more that leave no thread idle are better."""
     divisor = d_model & -d_model  # the largest power of two that divides it
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
-
-
-_TILE_BYTES = 2**17  # in the registers of one program of 32 warps, which has an SM to itself
-_FEWEST_TILES = 128  # that keep a GPU busy
-
-
-def _spread_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
-    """(tokens and columns per program, its warps).
-
-    Memory writes fastest while it reads nothing. So of many tokens every SM reads a tile, and then writes its rows.
-    """
-    num_tokens, d_model = tokens.shape
-    block_d = min(next_power_of_2(d_model), 4096)
-    block_t = _TILE_BYTES // (block_d * tokens.element_size())
-    if weighted or num_tokens < _FEWEST_TILES * block_t:
-        return 1, min(block_d, 2048), 4
-    return block_t, block_d, 32
-
-
-def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
-    """Write each token, times the slot's weight, to its rows. Rows of dropped slots are left alone."""
-    num_tokens, top_k = slot_to_row.shape
-    d_model = tokens.shape[1]
-    if rows.numel():
-        block_t, block_d, num_warps = _spread_block(tokens, topk_weights is not None)
-        launch_kernel(
-            _spread_kernel,
-            (cdiv(num_tokens, block_t), cdiv(d_model, block_d)),
-            tokens,
-            tokens.stride(),
-            None if topk_weights is None else topk_weights.contiguous(),
-            slot_to_row.contiguous(),
-            rows,
-            num_tokens,
-            d_model,
-            TOP_K=top_k,
-            BLOCK_T=block_t,
-            BLOCK_D=block_d,
-            num_warps=num_warps,
-        )
 
 
 @registered_op("combine")
@@ -270,34 +320,6 @@ def _combine_drows_op(dout: Tensor, topk_weights: Tensor | None, slot_to_row: Te
 @_combine_drows_op.register_fake
 def _(dout, topk_weights, slot_to_row, num_rows):
     return dout.new_empty(num_rows, dout.shape[1])
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _spread_kernel(
-    tokens_ptr,
-    tokens_strides,  # [T, D]
-    weights_ptr,  # [T, K] contiguous, or None
-    slot_to_row_ptr,  # [T, K] contiguous
-    rows_ptr,  # [R, D] contiguous
-    num_tokens,
-    D,
-    TOP_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program writes rows[rows of BLOCK_T tokens, d:d + BLOCK_D]. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-    pointer = tokens_ptr + t[:, None] * tokens_strides[0] + d[None, :] * tokens_strides[1]
-    token = tl.load(pointer, mask=(t < num_tokens)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_T, BLOCK_D]
-    for k in range(TOP_K):
-        slot = t * TOP_K + k
-        row = tl.load(slot_to_row_ptr + slot, mask=t < num_tokens, other=-1).to(tl.int64)
-        value = token
-        if weights_ptr is not None:
-            weight = tl.load(weights_ptr + slot, mask=t < num_tokens, other=0.0)
-            value = (token.to(tl.float32) * weight[:, None]).to(token.dtype)
-        tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
 @registered_op("combine_dweights")

@@ -1,4 +1,4 @@
-"""The kernels of `scored_routing`: one for the choice and its weights, one for the gradient of the logits."""
+"""The kernels of `scored.py`: one for the choice and its weights, one for the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Facts(NamedTuple):
     num_groups: int
     topk_groups: int
     top2_sum: bool
-    excluded_zero: bool
     score: str
     normalize: bool
     norm_epsilon: float
@@ -60,7 +59,6 @@ def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, fa
             NUM_GROUPS=facts.num_groups,
             TOPK_GROUPS=facts.topk_groups,
             TOP2_SUM=facts.top2_sum and num_experts > facts.num_groups,
-            EXCLUDED_ZERO=facts.excluded_zero,
             NORMALIZE=facts.normalize,
             TOP_K=top_k,
             K_P2=next_power_of_2(top_k),
@@ -186,7 +184,6 @@ def _scored_routing_kernel(
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     TOP2_SUM: tl.constexpr,
-    EXCLUDED_ZERO: tl.constexpr,
     NORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     K_P2: tl.constexpr,
@@ -215,8 +212,7 @@ def _scored_routing_kernel(
     if NUM_GROUPS > 1:
         grouped = tl.reshape(keys, (BLOCK_T, G_P2, S_P2))
         kept = _in_best_groups(grouped, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, G_P2)
-        # The keys of zero and of minus infinity.
-        excluded: tl.constexpr = 0 if EXCLUDED_ZERO else -0x7F800001
+        excluded: tl.constexpr = -0x7F800001  # the key of minus infinity
         keys = tl.reshape(tl.where(kept[:, :, None], grouped, excluded), (BLOCK_T, E_P2))
         keys = tl.where(exists, keys, _TAKEN)
     chosen, is_unsure = choose_by_short_keys(keys, E_P2, TOP_K, K_P2)

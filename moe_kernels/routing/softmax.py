@@ -1,4 +1,4 @@
-"""Routers: logits to top-k experts and weights, and the linear router in front of them as one differentiable op.
+"""The plain softmax router: the ops on logits, and behind the linear map, with their kernels.
 
     softmax, then top-k, then renormalise  =  top-k, then softmax:  w = softmax(chosen logits)     (normalize=True)
     softmax, then top-k:                                            w = softmax(all logits)[chosen] (normalize=False)
@@ -8,105 +8,27 @@ The softmax keeps the order of the logits, so experts are chosen by logit: exact
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..activation.functions import exp_negative
-from ..gemm.batch_invariance import token_by_token
-from ..runtime.checks import check_dtype, check_same_device, check_shapes, check_top_k, once_per_form
-from ..runtime.dispatch import choose, without_autocast
+from ..runtime.dispatch import without_autocast
 from ..runtime.launch import launch_kernel
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
-from ..types import Routing
-from .linear import check_router_dtypes, halves_dtype, router_gradients, router_logits, router_logits_op
+from .linear import halves_dtype, router_gradients, router_logits, router_logits_op
 from .topk import choose_by_short_keys, choose_highest, key, ranked
-
-_LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def topk_routing(
-    logits: Tensor,  # [T, E]
-    top_k: int,
-    *,
-    normalize: bool = True,
-    implementation: str | None = None,
-) -> Routing:
-    """Choose each token's `top_k` experts by logit and weigh them by softmax, in float32.
-
-    The experts of a token are distinct and come by falling logit; on a tie the lower id comes first. NaN counts as the
-    highest logit, as in torch.topk: ids stay within [0, E), and the token's weights are NaN. Deterministic.
-    Differentiable in `logits`.
-
-    Args:
-        normalize: the weights of a token sum to one (softmax over its chosen logits); otherwise they are its
-            probabilities under the softmax over all experts.
-        implementation: "triton", "reference", or None to choose by device.
-
-    Raises:
-        ValueError: wrong shape or dtype, or `top_k` outside [1, E].
-    """
-    sizes = check_shapes("topk_routing", logits=(logits, "T E"))
-    check_dtype("topk_routing", "logits", logits, *_LOGIT_DTYPES)
-    check_top_k("topk_routing", top_k, sizes["E"])
-    if choose("topk_routing", implementation, logits) == "reference":
-        return reference.topk_routing(logits, top_k, normalize=normalize)
-    topk_weights, topk_experts = _topk_op(logits, top_k, normalize)
-    return Routing(topk_experts, topk_weights, logits)
-
-
-def linear_routing(
-    tokens: Tensor,  # [T, D]
-    w_router: Tensor,  # [E, D]
-    top_k: int,
-    *,
-    normalize: bool = True,
-    batch_invariant: bool = False,
-    implementation: str | None = None,
-) -> Routing:
-    """`topk_routing` of the logits `tokens @ w_router.T`, which are float32 whatever the dtype of the tokens.
-
-    One autograd boundary: it saves the tokens, the choice and the weights, and computes the logits again if backward
-    needs them, so no [T, E] tensor is kept. The gradient of the logits is float32, and both products with it
-    accumulate in float32. Deterministic. Differentiable in `tokens` and `w_router`, through weights and logits.
-
-    Args:
-        w_router: in the dtype of the tokens, or float32; then all products are float32.
-        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
-
-    Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, or `top_k` is outside [1, E].
-    """
-    _check_linear(tokens, w_router, top_k)
-    chosen = choose("linear_routing", implementation, tokens)
-    with without_autocast(tokens):  # it would round the logits
-        if chosen == "reference":
-            route = partial(reference.linear_routing, w_router=w_router, top_k=top_k, normalize=normalize)
-            return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
-        topk_weights, topk_experts, logits = _linear_routing_op(tokens, w_router, top_k, normalize, batch_invariant)
-        return Routing(topk_experts, topk_weights, logits)
-
-
-@once_per_form
-def _check_linear(tokens: Tensor, w_router: Tensor, top_k: int) -> None:
-    sizes = check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
-    check_router_dtypes("linear_routing", tokens, w_router)
-    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
-    check_top_k("linear_routing", top_k, sizes["E"])
 
 
 @registered_op("linear_routing")
-def _linear_routing_op(
+def linear_routing_op(
     tokens: Tensor, w_router: Tensor, top_k: int, normalize: bool, batch_invariant: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = router_logits(tokens, w_router, None, batch_invariant)
     return *_launch_topk(logits, top_k, normalize), logits
 
 
-@_linear_routing_op.register_fake
+@linear_routing_op.register_fake
 def _(tokens, w_router, top_k, normalize, batch_invariant):
     shape = (tokens.shape[0], top_k)
     logits = tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
@@ -137,15 +59,15 @@ def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
         return *gradients, None, None, None
 
 
-_linear_routing_op.register_autograd(_linear_routing_backward, setup_context=_linear_routing_setup)
+linear_routing_op.register_autograd(_linear_routing_backward, setup_context=_linear_routing_setup)
 
 
 @registered_op("topk_routing")
-def _topk_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def topk_routing_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return _launch_topk(logits, top_k, normalize)
 
 
-@_topk_op.register_fake
+@topk_routing_op.register_fake
 def _(logits, top_k, normalize):
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
@@ -166,7 +88,7 @@ def _topk_backward(ctx, dweights, _):
     return dlogits.to(ctx.dtype), None, None
 
 
-_topk_op.register_autograd(_topk_backward, setup_context=_topk_setup)
+topk_routing_op.register_autograd(_topk_backward, setup_context=_topk_setup)
 
 
 def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:

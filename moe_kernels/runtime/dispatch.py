@@ -1,4 +1,7 @@
-"""Which implementation of an op runs. One rule for every op; nothing falls back silently."""
+"""What every op decides before it runs: whether its operands were checked, and its implementation.
+
+One rule for every op; nothing falls back silently.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,74 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .triton import HAS_TRITON, INTERPRET
 
 IMPLEMENTATIONS = ("triton", "reference")
 
-# The dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
+# Dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
 KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
-FLOAT8 = torch.float8_e4m3fn  # of the GEMM kernels alone
-FLOAT8_CC = 89  # the first GPUs that multiply it
+FLOAT8 = torch.float8_e4m3fn  # supported by the GEMM kernels only
+FLOAT8_CC = 89  # compute capability of the first GPUs that multiply it
+
+Facts = TypeVar("Facts")
+
+_MOST_FORMS = 4096  # of calls that passed a check; then all are forgotten
+_NEW: Any = object()
+
+
+def once_per_form(check: Callable[..., Facts]) -> Callable[..., Facts]:
+    """`check`, but calls like one that passed get what that one got.
+
+    It must read no more of its tensors than dtype, shape and device, and return nothing that can be changed.
+    """
+    passed: dict[tuple[Any, ...], Facts] = {}
+
+    @functools.wraps(check)
+    def check_new_forms(*operands: Any) -> Facts:
+        form = None if torch.compiler.is_compiling() else _form(operands)
+        if form is None:
+            return check(*operands)
+        facts = passed.get(form, _NEW)
+        if facts is _NEW:
+            facts = check(*operands)
+            if len(passed) >= _MOST_FORMS:
+                passed.clear()
+            passed[form] = facts
+        return facts
+
+    return check_new_forms
+
+
+_VALUES = {type(None), bool, int, float, str, torch.dtype}
+
+
+def _form(operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a check can read; None if there is more than tensors and plain values, which could be or do anything."""
+    form = []
+    for operand in operands:
+        kind = type(operand)
+        if kind is Tensor or kind is Parameter:
+            form += (operand.dtype, operand.shape, operand.device)
+        elif kind in _VALUES:
+            form.append(operand)
+        else:
+            return None
+    return tuple(form)
 
 
 def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str | None:
-    """Why the Triton kernels cannot take this tensor, or None if they can. The GPU's age is not looked at: where it has
-    no kernel, the selection says so.
+    """Return why the Triton kernels cannot take this tensor, or None if they can. The GPU's compute capability is not
+    checked here: the kernel selection reports a GPU without kernels.
 
     Args:
-        dtypes: the floating-point dtypes that they compute in.
+        dtypes: the floating-point dtypes that the kernels compute in.
     """
     if not HAS_TRITON:
         return "Triton is not installed"
@@ -39,7 +88,7 @@ def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTY
 
 
 def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str:
-    """The implementation to run: the one that is named, or, for None, Triton wherever its kernels can run.
+    """Return the implementation to run: the named one or, for None, Triton wherever its kernels can run.
 
     Args:
         tensor: the operand whose device and dtype decide.
@@ -47,7 +96,7 @@ def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[to
 
     Raises:
         ValueError: `implementation` is not a known name.
-        NotImplementedError: "triton" was asked for and its kernels cannot take this tensor.
+        NotImplementedError: "triton" was requested, but its kernels cannot take this tensor.
     """
     if implementation is None:
         if tensor.is_cuda and not HAS_TRITON:
@@ -67,24 +116,16 @@ def _warn_without_triton() -> None:
 
 
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
-    """Whether the ops compute this tensor, with this `implementation`, by Triton kernels; where they raise, no."""
+    """Return whether Triton kernels compute this tensor with this `implementation`; False where the op raises."""
     return implementation in (None, "triton") and kernel_obstacle(tensor) is None
 
 
-def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with the tensor's GPU as the current one: Triton launches on the current one."""
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
-        return function(*args, **kwargs)
-    with torch.cuda.device(tensor.device):
-        return function(*args, **kwargs)
-
-
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """No autocast for tensors on this one's device, which kernels do not know either: references run in this.
+    """Return a context without autocast on this tensor's device. References run in it, because kernels ignore autocast.
 
-    Where there is none anyway, it costs nothing.
+    Costs nothing where autocast is off.
     """
     device_type = tensor.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises for meta
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # is_autocast_enabled raises for meta
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

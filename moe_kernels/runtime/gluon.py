@@ -1,7 +1,7 @@
-"""The Gluon of Triton 3.6 to 3.9: whether it can be used here, its names, and what the versions differ in.
+"""Gluon of Triton 3.6 to 3.9: whether this machine can use it, its names, and the differences between versions.
 
-The warp-specialised Hopper kernels are written in Gluon, which changes from version to version. Everything that they
-need to know about a version is in this file; `launching.py` knows the launch API.
+The warp-specialised Hopper kernels are written in Gluon, which changes with every Triton version. This file holds all
+version-dependent code of these kernels; `launch.py` handles the launch API.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REMEDY = "install Triton 3.6 to 3.9 (PyTorch 2.10 to 2.15) for the fast kernels"
 
 
 def version_obstacle(version: tuple[int, ...] | None) -> str | None:
-    """Why the kernels cannot be written in this version's Gluon, or None if they can."""
+    """Return why the kernels cannot be written in this version's Gluon, or None if they can."""
     if version is None:
         return "Triton is not installed"
     if not OLDEST <= version[:2] <= NEWEST:
@@ -26,7 +26,7 @@ def version_obstacle(version: tuple[int, ...] | None) -> str | None:
 
 
 OBSTACLE = version_obstacle(TRITON_VERSION)
-KNOWS_GLUON = OBSTACLE is None  # also in the interpreter, which cannot run it
+KNOWS_GLUON = OBSTACLE is None  # True in the interpreter, too, although it cannot run Gluon
 if OBSTACLE is None and INTERPRET:
     OBSTACLE = "the interpreter does not run Gluon"
 if OBSTACLE is None:
@@ -38,7 +38,7 @@ if OBSTACLE is None:
         OBSTACLE = f"Triton's Gluon cannot be imported: {error}"
 
 if OBSTACLE is None:
-    # Version 3.8 brought the newer names; 3.9 keeps the older ones only to raise an error.
+    # Triton 3.8 introduced the new names; 3.9 keeps the old names only to raise an error.
     aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load
@@ -48,7 +48,7 @@ if OBSTACLE is None:
 
 
 def slower_kernels(cc: int) -> str | None:
-    """Why a GPU of this compute capability runs without the warp-specialised kernels that exist for it."""
+    """Return why a GPU of this compute capability runs without its warp-specialised kernels, or None."""
     if OBSTACLE is None or cc != 90:
         return None
     return f"the warp-specialised Hopper kernels cannot run: {OBSTACLE}. Slower portable kernels run; {REMEDY}"
@@ -56,18 +56,18 @@ def slower_kernels(cc: int) -> str | None:
 
 @functools.cache
 def warn_if_slower(cc: int) -> None:
-    """Warn once per process where `slower_kernels` has a reason."""
+    """Warn once per process if `slower_kernels` returns a reason."""
     if reason := slower_kernels(cc):
         warnings.warn(f"moe_kernels: {reason}", RuntimeWarning, stacklevel=2)
 
 
 def registers(gather: bool, pieces: int) -> dict[str, int]:
-    """Registers per thread of the producer and of the first consumer. The second consumer gets the rest of 504.
+    """Return the registers per thread of the producer and the first consumer. The second consumer gets the rest of 504.
 
-    Chosen so that nothing spills; with Triton 3.8 and 3.9 nothing spills inside a step of the reduction.
+    Chosen so that nothing spills. With Triton 3.8 and 3.9 nothing spills inside a step of the reduction.
 
     Args:
-        pieces: parts in which an activation is computed; 0 without one.
+        pieces: number of parts in which an activation is computed; 0 without an activation.
     """
     if not gather:
         producer, consumer = (24, 240) if pieces else (32, 240)
@@ -79,5 +79,5 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 
 
 def compiler_options() -> dict[str, Any]:
-    """Triton 3.9 can schedule for few registers. Without this option a plain activation spills ten times as much."""
+    """Let Triton 3.9 schedule for few registers. Without it, plain activations spill ten times as much."""
     return {"sched4reg": True} if TRITON_VERSION[:2] >= (3, 9) else {}

@@ -1,8 +1,8 @@
-"""One kernel launch as a value: run it, compile it, or run it with what was compiled before.
+"""One kernel launch as a value: run it, compile it, or make launches like it of other tensors.
 
-Before each launch Triton's JIT inspects every argument, to find the compiled kernel that fits, which takes longer than
-the launch. So what it found is kept here by the `static_properties` of the launch, and by its `signature`, which holds
-numbers as they are and is read faster; and a `CompiledArtifact` holds it for a caller who vouches for the properties.
+Before each launch Triton's JIT inspects every argument to find the compiled kernel that fits. That takes longer than
+the launch itself. One cache keeps what it found by the `signature` of the launch, which is read faster. A
+`CompiledArtifact` holds a compiled kernel for a caller who vouches for the static properties.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ class CompiledArtifact:
     compiled: Any  # Triton's compiled kernel; None in the interpreter, which has none
 
 
+def describe(form: tuple[type, dict[str, Any]], tensor: Tensor) -> Any:
+    """A TMA descriptor of the tensor.
+
+    Args:
+        form: its class, and all of its fields but the tensor, which must be right: nothing is checked.
+    """
+    cls, fields = form
+    descriptor = cls.__new__(cls)
+    descriptor.__dict__.update(fields, base=tensor)
+    return descriptor
+
+
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     """Compile for the active device or compilation target."""
     compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options, **_FUSION)
@@ -58,7 +70,57 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`function[grid](*arguments, **options)` on the tensors' device, which is the current one, without descriptors."""
     launch = Launch(function, grid, arguments, options)
-    _launch(launch, find_ready(launch))
+    _launch(launch, _find_ready(launch))
+
+
+class Ready(NamedTuple):
+    """A compiled kernel, for every launch of one signature."""
+
+    compiled: Any  # Triton's compiled kernel
+    run: Any  # its launcher
+    kernel: tuple[Any, ...]  # what the launcher takes between the stream and the arguments
+    constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
+    needs_scratch: bool  # memory for descriptors
+    layouts: tuple[Any, ...]  # of descriptors, which the signature names by id, so that the ids stay theirs
+    device: int  # of the tensors, for which the kernel is loaded
+
+
+# The launch cache, by signatures. A stride that changes from call to call makes a signature each time. When there are
+# too many, all are forgotten, and Triton's own cache finds the compiled kernel.
+_ready: dict[tuple[Any, ...], Ready] = {}
+_MOST_SIGNATURES = 4096
+
+
+def run_launch(
+    launch: Launch,
+    operand: Tensor,
+    ready: Ready | None = None,
+    artifact: CompiledArtifact | None = None,
+    scratch: Tensor | None = None,
+) -> Ready | None:
+    """Launch on the current stream of the current device, which is the operand's.
+
+    Args:
+        ready: what a launch of the same signature returned. None looks it up.
+        artifact: a kernel to run, compiled for the static properties of this launch.
+        scratch: memory for descriptors; allocated if it is None or too small.
+
+    Returns:
+        What the next launch of this signature takes as `ready`; None in the interpreter, which compiles nothing.
+    """
+    if operand.is_cuda and operand.get_device() not in _thread.devices:
+        _make_context(operand)  # before an artifact's kernel is loaded, which needs it too
+    if ready is None:
+        if artifact is None or artifact.compiled is None:
+            ready = _find_ready(launch)
+        else:
+            _from_artifacts[id(artifact.compiled)] = artifact.compiled
+            ready = _make_ready(launch, artifact.compiled)
+    if ready is not None and not ready.needs_scratch:
+        return _launch(launch, ready)
+    # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
+    # with none. In a copy of the context, ours never replaces one of the caller's.
+    return contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
 class _Thread(threading.local):
@@ -69,28 +131,65 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _need_context(operand: Tensor) -> None:
-    """Let this thread have the context of the operand's GPU. Encoding a descriptor wants one, launches or not, and a
-    thread that has launched nothing yet, as autograd's at first, has none."""
-    if operand.is_cuda and operand.get_device() not in _thread.devices:
-        torch.empty(1, device=operand.device).zero_()
-        _thread.devices.add(operand.get_device())
+def _make_context(operand: Tensor) -> None:
+    """Let this thread have the context of the operand's GPU. Encoding a descriptor needs one, and a thread that has
+    launched nothing yet, as autograd's at first, has none."""
+    torch.empty(1, device=operand.device).zero_()
+    _thread.devices.add(operand.get_device())
 
 
-class Ready(NamedTuple):
-    """What a launch takes that is like an earlier one."""
-
-    compiled: Any  # Triton's compiled kernel
-    run: Any  # its launcher
-    kernel: tuple[Any, ...]  # what that takes between the stream and the arguments
-    constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
-    needs_scratch: bool  # memory for descriptors
-    layouts: tuple[Any, ...]  # of descriptors, which the signature names by id, so that the ids stay theirs
-    device: int  # of the tensors, for which the kernel is loaded
+# Triton's compiled kernels of artifacts that ran. From Triton 3.8 on one that is freed takes its code off the GPU, from
+# under CUDA graphs and launches that have yet to run.
+_from_artifacts: dict[int, Any] = {}
 
 
-def make_ready(launch: Launch, compiled: Any) -> Ready:
-    """For launches with the static properties of this one, which was compiled to that."""
+def _launch_with_scratch(
+    launch: Launch, ready: Ready | None, device: torch.device, scratch: Tensor | None
+) -> Ready | None:
+    def allocate(size: int, alignment: int, stream: int) -> Tensor:
+        if scratch is None or len(scratch) < size:
+            return torch.empty(size, dtype=torch.int8, device=device)
+        return scratch
+
+    triton.set_allocator(allocate)
+    return _launch(launch, ready)
+
+
+def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
+    """`function[grid](*arguments, **options)`, which also prepares for profilers' hooks where there are none."""
+    function, grid, arguments, options = launch
+    if ready is None:
+        compiled = function[grid](*arguments, **options, **_FUSION)
+        return None if compiled is None else _keep_ready(launch, compiled)
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
+    else:
+        stream = triton.runtime.driver.active.get_current_stream(ready.device)
+        ready.run(*(*grid, 1, 1)[:3], stream, *ready.kernel, *arguments, *ready.constants)
+    return ready
+
+
+def _find_ready(launch: Launch) -> Ready | None:
+    """What an earlier launch of the same signature left; None in the interpreter, which compiles nothing."""
+    return None if INTERPRET else _ready.get(signature(launch))
+
+
+def _keep_ready(launch: Launch, compiled: Any) -> Ready | None:
+    if not _is_on_gpu(launch):
+        return None  # It was compiled for some target, which is not part of the signature.
+    if len(_ready) >= _MOST_SIGNATURES:
+        _ready.clear()
+    ready = _ready[signature(launch)] = _make_ready(launch, compiled)
+    return ready
+
+
+def _is_on_gpu(launch: Launch) -> bool:
+    return next(value.is_cuda for value in launch.arguments if isinstance(value, Tensor))
+
+
+def _make_ready(launch: Launch, compiled: Any) -> Ready:
+    """For launches of the signature of this one, which was compiled to that."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     layouts = tuple(value.layout for value in arguments if hasattr(value, "block_shape"))
@@ -100,89 +199,11 @@ def make_ready(launch: Launch, compiled: Any) -> Ready:
     return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, layouts, device)
 
 
-def run_launch(launch: Launch, artifact: CompiledArtifact | None, operand: Tensor, scratch: Tensor | None) -> None:
-    """Launch on the current stream of the current device, which is an operand's.
-
-    Args:
-        scratch: memory for descriptors; allocated if it is None or too small.
-    """
-    _need_context(operand)  # which loading an artifact's kernel wants, too
-    if artifact is None or artifact.compiled is None:
-        ready = find_ready(launch)
-    else:
-        _from_artifacts[id(artifact.compiled)] = artifact.compiled
-        ready = make_ready(launch, artifact.compiled)
-    run_ready(launch, ready, operand, scratch)
-
-
-# Triton's compiled kernels of artifacts that ran. From Triton 3.8 on one that is freed takes its code off the GPU, from
-# under CUDA graphs and launches that have yet to run.
-_from_artifacts: dict[int, Any] = {}
-
-
-def run_ready(launch: Launch, ready: Ready | None, operand: Tensor, scratch: Tensor | None = None) -> None:
-    """As `run_launch`, with what `find_ready` finds."""
-    _need_context(operand)
-    if ready is not None and not ready.needs_scratch:
-        _launch(launch, ready)
-    else:
-        # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
-        # with none. In a copy of the context, ours never replaces one of the caller's.
-        contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
-
-
-def _launch_with_scratch(launch: Launch, ready: Ready | None, device: torch.device, scratch: Tensor | None) -> None:
-    def allocate(size: int, alignment: int, stream: int) -> Tensor:
-        if scratch is None or len(scratch) < size:
-            return torch.empty(size, dtype=torch.int8, device=device)
-        return scratch
-
-    triton.set_allocator(allocate)
-    _launch(launch, ready)
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}  # Triton's compiled kernels by the static properties of their launches
-
-# The same by the signatures of launches. There are more of these, as any other stride makes one; when they are too
-# many, all are forgotten.
-_by_signature: dict[tuple[Any, ...], Ready] = {}
-_MOST_SIGNATURES = 4096
-
-
-def find_ready(launch: Launch) -> Ready | None:
-    """What an earlier launch of the same static properties left; None in the interpreter, which compiles nothing."""
-    if INTERPRET:
-        return None
-    key = signature(launch)
-    ready = _by_signature.get(key)
-    if ready is None and (compiled := _compiled.get(static_properties(launch))) is not None:
-        if len(_by_signature) >= _MOST_SIGNATURES:
-            _by_signature.clear()
-        ready = _by_signature[key] = make_ready(launch, compiled)
-    return ready
-
-
-def _launch(launch: Launch, ready: Ready | None) -> None:
-    """`function[grid](*arguments, **options)`, which also prepares for profilers' hooks where there are none."""
-    function, grid, arguments, options = launch
-    hooks = triton.knobs.runtime
-    if ready is None:
-        compiled = function[grid](*arguments, **options, **_FUSION)
-        # Without a GPU this compiles for some target, which is not part of the properties.
-        if not INTERPRET and torch.cuda.is_available():
-            _compiled[static_properties(launch)] = compiled
-    elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
-    else:
-        stream = triton.runtime.driver.active.get_current_stream(ready.device)
-        ready.run(*(*grid, 1, 1)[:3], stream, *ready.kernel, *arguments, *ready.constants)
-
-
 def signature(launch: Launch) -> tuple[Any, ...]:
     """What decides the static properties: launches that differ in those differ here.
 
-    Sizes and strides stand for themselves, so that several signatures share their properties, but it takes a fraction
-    of the time. All tensors of a launch are on one device.
+    Sizes and strides are kept as they are, so several signatures can share their static properties. Reading a signature
+    takes half as long. All tensors of a launch are on one device.
     """
     function, _, arguments, options = launch
     types = tuple(map(type, arguments))

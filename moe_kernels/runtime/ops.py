@@ -1,27 +1,40 @@
-"""Registered ops: how a function that launches kernels becomes an op of PyTorch's dispatcher."""
+"""Registered ops: turns a function that launches kernels into an op of PyTorch's dispatcher."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
-from .dispatch import on_device_of
+from .packing import PackedSignature
+
+
+def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with the tensor's GPU as the current device, because Triton launches on the current device."""
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+        return function(*args, **kwargs)
+    with torch.cuda.device(tensor.device):
+        return function(*args, **kwargs)
 
 
 class Op:
-    """An op of PyTorch's dispatcher that writes to none of its tensors, which are not in lists.
+    """An op of PyTorch's dispatcher that mutates none of its tensors and takes no lists of tensors.
 
-    As `torch.library.custom_op`, whose autograd takes four times as long per call.
+    Replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and results of the
+    function, its fake and `setup_context` may be NamedTuples of tensors and other values: the schema has their fields.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]):
+    def __init__(self, name: str, function: Callable[..., Any], signature: PackedSignature):
         self._name = name
+        self._signature = signature
+        self._implementation = function
+        function = signature.on_leaves(function) if signature.has_packed else function
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -33,31 +46,49 @@ class Op:
             (torch.autograd.Function,),
             {"forward": staticmethod(self._forward), "backward": staticmethod(self._backwards)},
         )
-        # `apply` as it is without functorch's transforms, which it looks for at some length.
+        # Calls `apply` of the C++ base class, because `Function.apply` spends time looking for functorch transforms.
         self._apply = super(torch.autograd.Function, self._function).apply
         _LIBRARY.impl(name, self._autograd, "Autograd")
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_torch_function(args):
-            return self.overload(*args)
+        flat = self._signature.flatten(*args) if self._signature.has_packed else args
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_torch_function(flat):
+            return self._result(self.overload(*flat))
         if forward_ad._current_level >= 0:
-            check_tangents(f"moe_kernels::{self._name}", args)
-        # As nothing else is to see the call, the dispatcher would only come to `_autograd`: one turn through it less.
-        if _needs_gradient(args):
-            return self._apply(*args)
+            check_tangents(f"moe_kernels::{self._name}", flat)
+        # No other dispatch key applies here, so calling what `_autograd` would call saves one pass of the dispatcher.
+        if _needs_gradient(flat):
+            return self._result(self._apply(*flat))
         with torch._C._AutoDispatchBelowAutograd():
-            return self.overload(*args)
+            return self._run(args, flat)
+
+    def _run(self, args: Sequence[Any], flat: Sequence[Any]) -> Any:
+        """The function, by the dispatcher only where something else is to see the call."""
+        return self._implementation(*args) if _is_unseen(flat) else self._result(self.overload(*flat))
+
+    def _result(self, results: Any) -> Any:
+        return results if self._signature.result is None else self._signature.result._make(results)
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Shapes, dtypes and devices of the results; as a decorator."""
-        return torch.library.register_fake(f"moe_kernels::{self._name}", function, lib=_LIBRARY)
+        """Register (as a decorator) the function that returns the results' shapes, dtypes and devices."""
+        flat = self._signature.on_leaves(function) if self._signature.has_packed else function
+        torch.library.register_fake(f"moe_kernels::{self._name}", flat, lib=_LIBRARY)
+        return function
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """`setup_context(ctx, inputs, output)` after forward, `backward(ctx, *gradients)` for the inputs' gradients.
+        """Register `setup_context(ctx, inputs, output)` for forward, `backward(ctx, *gradients)` for the gradients.
 
-        Trailing inputs that have their default values are missing from `inputs`.
+        `inputs` lacks trailing inputs that have their default values, unless some are packed.
         """
         self._backward, self._setup_context = backward, setup_context
+
+    def needed(self, ctx: Any) -> dict[str, bool]:
+        """Whether each input needs a gradient, by its name in the schema."""
+        return dict(zip(self._signature.types, ctx.needs_input_grad, strict=True))
+
+    def gradients(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What `backward` returns: the gradients of the named inputs, None for the others."""
+        return tuple(map(named.get, self._signature.types))
 
     def _autograd(self, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -69,10 +100,11 @@ class Op:
             return self.overload(*inputs)
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:
+        packed = self._signature.pack(*inputs) if self._signature.has_packed else inputs
         with torch._C._AutoDispatchBelowAutograd():
-            output = self.overload(*inputs)
+            output = self._run(packed, inputs)
         if self._setup_context is not None:
-            self._setup_context(ctx, inputs, output)
+            self._setup_context(ctx, packed, output)
         return output
 
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
@@ -81,22 +113,22 @@ class Op:
         return self._backward(ctx, *gradients)
 
 
-def check_tangents(op: str, values: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError if one has a tangent of forward-mode AD, which would be lost."""
+def check_tangents(op: str, values: Sequence[Any]) -> None:
+    """Raise NotImplementedError if a value has a forward-mode AD tangent, which the op would lose."""
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(f"{op} has no forward-mode gradient; implementation='reference' has")
 
 
-def check_transforms(op: str, values: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError if torch.func differentiates one, of which `autograd.Function` says less clearly."""
+def check_transforms(op: str, values: Sequence[Any]) -> None:
+    """Raise NotImplementedError if torch.func differentiates a value: `autograd.Function`'s own error is less clear."""
     if torch._C._are_functorch_transforms_active():
         for value in values:
             if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):
                 raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
 
 
-def _needs_gradient(values: tuple[Any, ...]) -> bool:
+def _needs_gradient(values: Sequence[Any]) -> bool:
     if torch.is_grad_enabled():
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -104,22 +136,46 @@ def _needs_gradient(values: tuple[Any, ...]) -> bool:
     return False
 
 
+_PLAIN_TENSORS = frozenset((Tensor, Parameter))
+_PLAIN_VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
+def _is_unseen(values: Sequence[Any]) -> bool:
+    """Return whether the dispatcher would only call the function: no mode is active, and tensors are plain memory.
+
+    A profiler sees the op's name only through the dispatcher.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+        return False
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN_TENSORS:
+            if value.is_neg() or value.is_meta:
+                return False
+        elif kind not in _PLAIN_VALUES:
+            return False
+    return True
+
+
 _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
 
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function that writes only to `mutates` as an op, run on the GPU of its first tensor."""
+    """Register a function that writes only to `mutates` as an op. It runs on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args[0] is not None else args[1]
-            first = first[0] if isinstance(first, list) else first
+            first = first[0] if isinstance(first, (list, tuple)) else first
             return on_device_of(first, function, *args, **kwargs)
 
+        signature = PackedSignature(function)
+        if signature.has_packed:
+            return Op(name, on_its_device, signature)
         schema = torch.library.infer_schema(on_its_device, mutates_args=mutates)
         if mutates or "Tensor[" in schema:
             return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)
-        return Op(name, on_its_device)
+        return Op(name, on_its_device, signature)
 
     return register

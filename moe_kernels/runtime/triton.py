@@ -1,4 +1,4 @@
-"""Triton where it is installed; elsewhere a stand-in, so that the reference also runs on machines without it."""
+"""Triton where it is installed, else a placeholder, so that the reference also runs on machines without Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 class _Absent:
-    """Lets modules define their kernels without Triton. Launching one says what is missing."""
+    """Lets modules define their kernels without Triton. Launching a kernel raises an error that names the cause."""
 
     def __getattr__(self, name: str) -> _Absent:
         if name.startswith("__"):
@@ -22,7 +22,7 @@ class _Absent:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """(3, 9, 0) of "3.9.0+git1234" or "3.9.0rc1"."""
+    """Return (3, 9, 0) for "3.9.0+git1234" or "3.9.0rc1"."""
     return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
@@ -32,7 +32,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    # Triton decides this when a kernel is defined, so it is read once, here.
+    # Triton reads this setting when a kernel is defined, so one read here is enough.
     INTERPRET: bool = bool(triton.knobs.runtime.interpret)
     TRITON_VERSION = version_numbers(triton.__version__)
     sort = tl.sort
@@ -48,21 +48,21 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: tl.tensor) -> tl.tensor:
-        """As `tl.sort`, whose exchanges the interpreter would run op by op, in tenths of a second."""
+        """Sort like `tl.sort`, whose exchanges would take the interpreter tenths of a second, run op by op."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 
-# Triton 3.9 spills 16 bytes per thread where the sort compares 512 slots at once; 3.6 does not.
+# Triton 3.9 spills 16 bytes per thread when the sort compares 512 slots at once; 3.6 does not.
 slots_compared_at_once = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7) else 256
 
 
 def cdiv(x: int, y: int) -> int:
-    """As `triton.cdiv`, which takes microseconds since it also serves inside kernels."""
+    """Return `triton.cdiv(x, y)`, which takes microseconds because it also serves inside kernels."""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """As `triton.next_power_of_2`, for n >= 0."""
+    """Return `triton.next_power_of_2(n)` for n >= 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 

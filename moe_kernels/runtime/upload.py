@@ -1,4 +1,4 @@
-"""Small integers that are known on the CPU, brought to the device without waiting for it."""
+"""Asynchronous upload of small integers from the CPU to the device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def upload(op: str, values: Tensor, out: Tensor) -> Tensor:
-    """Copy `values`, a CPU tensor, to `out`, on any device: one asynchronous copy from pinned memory. Returns `out`.
+    """Copy the CPU tensor `values` to `out` on any device, with one asynchronous copy from pinned memory. Return `out`.
 
     Raises:
-        NotImplementedError: a CUDA graph is being captured, which would copy again from memory that is then reused.
+        NotImplementedError: during CUDA graph capture. A replay would copy from memory that has been reused.
     """
     if not out.is_cuda:
         return out.copy_(values)

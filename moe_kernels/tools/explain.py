@@ -1,9 +1,9 @@
-"""Says what runs for a layer of experts on this machine, why nothing faster does, and whether it is right.
+"""Report which kernels run for an expert layer on this machine, why no faster ones do, and whether they are accurate.
 
     python -m moe_kernels explain 16384,2048,768,128,8 --dtype bfloat16      # T, D, F, E, K
     python -m moe_kernels explain 16384,2048,768,128,8 --cc 90 --gpu "NVIDIA H200"      # as if on this GPU
 
-The exit status is 1 when a result exceeds the error budget.
+The exit status is 1 if a result exceeds the error budget.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Target(NamedTuple):
     """The GPU that kernels are selected for: this machine's, or a named one."""
 
     cc: int
-    gpu: str | None  # its name, by which tables are found
+    gpu: str | None  # name, by which tables are found
     table: Table
     is_here: bool
 
 
 class Choice(NamedTuple):
-    """What runs for one op of a layer."""
+    """The kernel that runs for one op of a layer."""
 
     op: str
     args: Arguments
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
 
 def find_target(cc: int | None, gpu: str | None) -> Target:
-    """This machine's GPU; without one, or where `cc` or `gpu` ask for it, another."""
+    """Return this machine's GPU; without one, or if `cc` or `gpu` is given, a GPU that need not be here."""
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
         return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device), is_here=True)
@@ -66,7 +66,7 @@ def find_target(cc: int | None, gpu: str | None) -> Target:
 
 
 def select_for(args: Arguments, target: Target) -> Kernel | None:
-    """The kernel that `selection.find` gives, or would give on a GPU that is not here."""
+    """Return the kernel that `selection.find` chooses, or would choose on a GPU that is not here."""
     if target.is_here:
         return selection.find(args)
     if not HAS_TRITON:
@@ -83,12 +83,12 @@ def select_for(args: Arguments, target: Target) -> Kernel | None:
 
 
 def _listed(args: Arguments) -> Arguments:
-    """The arguments with the epilogue that the catalog and the tables list for this one."""
+    """Return the arguments with the epilogue that represents theirs in the catalog and the tables."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
 def why_not_faster(args: Arguments, kernel: Kernel | None, target: Target) -> str | None:
-    """Why the kernel is none of the fastest design; None if it is."""
+    """Return why the kernel is not of the fastest design; None if it is."""
     if kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign):
         return None
     listed = _listed(args)
@@ -97,7 +97,7 @@ def why_not_faster(args: Arguments, kernel: Kernel | None, target: Target) -> st
         for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
         if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
     ]
-    # The kernel that is meant for such operands says most.
+    # The kernel designed for such operands gives the most useful reason.
     gathers = any("row_to_token" in name and getattr(args, name) is not None for name in args.tensors)
     candidates.sort(
         key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != gathers, not k.takes(listed))
@@ -129,7 +129,7 @@ def _is_in_table(args: Arguments, kernel: Kernel | None, target: Target) -> bool
 
 
 def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:
-    """What the expert op runs for a layer."""
+    """Return the copies and kernels that the expert op uses for a layer."""
     forms = layer.all()
     num_rows, d_ff = len(forms["down"].A), layer.w_down.shape[2]
     if target.is_here:
@@ -206,7 +206,7 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
     """Hold a small layer, forward and backward, to the error budget.
 
     Raises:
-        AssertionError: which result exceeds it, and by how much.
+        AssertionError: names the result that exceeds the budget, and by how much.
     """
 
     def draw(seed: int) -> tuple[Tensor, ...]:
@@ -224,7 +224,7 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
 
 
 def check_numbers(choices: list[Choice], dtype: torch.dtype, device: str, activation: str) -> bool:
-    """Whether a small layer, and on a GPU each selected kernel, keep to the error budget."""
+    """Return whether a small layer, and on a GPU each selected kernel, meet the error budget."""
     implementation = choose("explain", None, torch.empty(0, dtype=dtype, device=device))
     checks = {f"small layer ({implementation} on {device})": partial(check_small_layer, dtype, device, activation)}
     checks |= {c.op: partial(check, c.kernel, c.args) for c in choices if c.kernel is not None}
@@ -241,7 +241,7 @@ def check_numbers(choices: list[Choice], dtype: torch.dtype, device: str, activa
 
 
 def print_speed(choices: list[Choice], target: Target) -> None:
-    """Times the selected kernels, and compares with what the table recorded."""
+    """Time the selected kernels and compare the times with those recorded in the table."""
     chosen = {c.op: c for c in choices if c.kernel is not None}
     times = measure({op: partial(c.kernel.run, c.args, assume_supported_args=True) for op, c in chosen.items()})
     for op, ms in times.items():
@@ -266,7 +266,7 @@ def add_command(commands: Any) -> None:
 
 
 def explain_command(options: argparse.Namespace) -> int:
-    """The exit status is 1 when a result exceeds the error budget."""
+    """Print the report. Return exit status 1 if a result exceeds the error budget."""
     case, dtype = options.layer, getattr(torch, options.dtype)
     target = find_target(options.cc, options.gpu)
     print_versions(target)

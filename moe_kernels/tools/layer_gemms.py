@@ -1,4 +1,4 @@
-"""The GEMMs of one layer of experts as arguments to kernels, in every form that the expert op may choose."""
+"""The GEMMs of one expert layer as kernel arguments, in every form that the expert op may choose."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
 from ..testing import Case, make_inputs, make_permutation
 from ..types import TileTable
 
-NUM_FORMS = 12  # of `LayerForms.all`
+NUM_FORMS = 12  # number of forms in `LayerForms.all`
 
 
 def parse_layer(text: str) -> Case:
-    """T,D,F,E,K of a command line.
+    """Parse T,D,F,E,K from a command line.
 
     Raises:
-        argparse.ArgumentTypeError: it is not five sizes of a layer.
+        argparse.ArgumentTypeError: the text is not five valid sizes of a layer.
     """
     try:
         num_tokens, d_model, d_ff, num_experts, top_k = sizes = [int(size) for size in text.split(",")]
@@ -31,7 +31,7 @@ def parse_layer(text: str) -> Case:
 
 
 class LayerForms:
-    """Arguments by form, made when asked for. Rows in expert order are drawn once for all forms."""
+    """Arguments by form, made on request. All forms share the random rows in expert order."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LayerForms:
 
     @classmethod
     def drawn(cls, case: Case, dtype: torch.dtype, device: torch.device | str, activation: str) -> LayerForms:
-        """Random tokens and weights; every expert gets its share of the rows."""
+        """Return forms of random tokens and weights. Every expert gets an equal share of the rows."""
         inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
         _, permutation = make_permutation(inputs, case.top_k)
         operands = inputs.tokens, inputs.w_up, inputs.w_down
@@ -59,7 +59,7 @@ class LayerForms:
 
     @classmethod
     def without_memory(cls, case: Case, dtype: torch.dtype, activation: str) -> LayerForms:
-        """On the meta device: shapes and strides to ask kernels about."""
+        """Return forms on the meta device: shapes and strides to query kernels with."""
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -77,7 +77,7 @@ class LayerForms:
         )
 
     def all(self) -> dict[str, Arguments]:
-        """Every form: "_gather" reads the rows of tokens through an index, "up_plain" leaves the activation out."""
+        """Return every form: "_gather" reads the tokens' rows through an index, "up_plain" omits the activation."""
         tokens, index, w_up, w_down = self.tokens, self._index, self.w_up, self.w_down
         rows_d, rows_f, rows_2f = self._rows
         out_d, out_f, out_2f = self._out

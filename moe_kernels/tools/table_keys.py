@@ -10,14 +10,14 @@ from ..gemm.arguments import Arguments, GemmArguments, GroupedGemmArguments, Wgr
 from ..gemm.kernels.jagged import JaggedGemmArguments
 from ..gemm.kernels.list import GroupedGemmListArguments
 
-_JAGGED_GROUPS = 16  # their number is no part of the key
+_JAGGED_GROUPS = 16  # the number of groups is not part of the key
 
 
 def arguments_of(key: str, device: torch.device | str) -> Arguments:
-    """Random operands of unit scale, with the most rows that the key stands for.
+    """Return random operands of unit scale, with the largest number of rows that the key covers.
 
     Raises:
-        ValueError: the key is none that `Arguments.table_key` makes.
+        ValueError: `Arguments.table_key` makes no such key.
     """
     form, *words = key.split(" ")
     fields = dict(word.split("=", 1) for word in words if "=" in word)
@@ -38,7 +38,7 @@ class _Operands:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def matrix(self, *shape: int, layout: str, scale: float = 1.0) -> Tensor:
-        """[..., K, N] stored by rows or by columns."""
+        """Return [..., K, N] stored by rows or by columns."""
         *batch, rows, columns = shape
         stored = self.normal(*batch, columns, rows).mT if layout == "column" else self.normal(*shape)
         return stored.mul_(scale)
@@ -94,7 +94,7 @@ def _gemm(make: _Operands, *, B: str, G: str, K: str, N: str, rows: str, epilogu
 
 
 def _list(make: _Operands, *, A: str, B: str, G: str, M: str, N: str, K: str, area: str, epilogue: str | None = None):
-    """All problems have the largest sizes, so their area may be more than the key's."""
+    """Return problems of the largest sizes. Their total area may exceed the key's."""
     pairs = [
         (make.matrix(int(M), int(K), layout=_of(A, g)), make.matrix(int(K), int(N), layout=_of(B, g)))
         for g in range(int(G))

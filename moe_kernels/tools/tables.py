@@ -1,12 +1,12 @@
-"""Measures which kernels are fastest, ahead of time, and shows and verifies what was measured.
+"""Measure ahead of time which kernels are fastest, and show and verify the measurements.
 
     python -m moe_kernels tune 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
     python -m moe_kernels tune --lists 4x512 64x128 --jagged 131072,2048,2048,16     # G x N; R, K, N, G
     python -m moe_kernels show
     python -m moe_kernels verify
 
-`tune` writes after every measurement and leaves out what the table has: run again, it goes on where it was stopped.
-The exit status is 1 when the time did not suffice, or an entry is wrong.
+`tune` writes after every measurement and skips entries that the table already has. Run again, it continues where it
+stopped. The exit status is 1 if the time did not suffice, or if an entry is wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def verify_command(options: argparse.Namespace) -> int:
 
 
 def verify(table: Table, device: torch.device | str) -> dict[str, str]:
-    """What is wrong with entries, by their keys: each one's kernel runs on random operands and is checked."""
+    """Return the error of each wrong entry by key: every entry's kernel runs on random operands and is checked."""
     errors = {}
     for key, name in tqdm(table.kernels.items(), unit="entry"):
         if error := _error(key, name, device):
@@ -94,7 +94,7 @@ def _error(key: str, name: str, device: torch.device | str) -> str | None:
 
 
 def _kernel(name: str) -> Kernel | None:
-    """The catalog's kernel of this name; it lists one epilogue for all."""
+    """Return the catalog's kernel of this name. The catalog lists one epilogue that represents all."""
     for kernel in get_kernels():
         if kernel.metadata.kernel_name == name:
             return kernel
@@ -117,7 +117,7 @@ def _tables(command: str, options: argparse.Namespace) -> list[Path]:
     gpu = options.gpu or _this_gpu(command)
     if paths := tables.paths(gpu):
         return paths
-    raise SystemExit(f"{command}: there is no {tables.table_name(gpu)}, shipped or of one's own")
+    raise SystemExit(f"{command}: there is no {tables.table_name(gpu)}, neither shipped nor your own")
 
 
 def add_commands(commands: Any) -> None:

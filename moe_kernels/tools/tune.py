@@ -1,4 +1,4 @@
-"""Measures which kernels are fastest for a layer. `python -m moe_kernels tune` writes the result as a table.
+"""Measurement of the fastest kernels for a layer. `python -m moe_kernels tune` writes the result as a table.
 
 A kernel enters the table only after its result was checked against the reference, group by group in float64.
 """
@@ -37,9 +37,9 @@ _NEARLY = 1.03
 
 
 def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median milliseconds of each, taking turns, so that drifting clocks meet all alike."""
+    """Return the median milliseconds of each function. The functions take turns, so that drifting clocks affect all."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for round_number in range(_ROUNDS + 1):  # the first warms up
+    for round_number in range(_ROUNDS + 1):  # round 0 warms up
         for name, function in functions.items():
             times = _times(function, 3 if round_number == 0 else _calls(samples[name]))
             samples[name] = times if round_number <= 1 else samples[name] + times
@@ -47,7 +47,7 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The same without the time of the host: as parts of a longer computation."""
+    """Return the same without host time, as CUDA graph replays: the time as part of a longer computation."""
     graphs = {name: _captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
@@ -57,7 +57,7 @@ def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.keeps = function()  # what it writes
+        graph.keeps = function()  # keeps the graph's outputs alive
     return graph
 
 
@@ -79,7 +79,7 @@ def check(kernel: Kernel, args: Arguments) -> None:
     """Run a kernel and hold the first, middle and last group of its result to the error budget.
 
     Raises:
-        AssertionError: the kernel is wrong, and by how much.
+        AssertionError: the kernel exceeds the budget; the message says by how much.
     """
     for out in _outputs(args):
         out.fill_(torch.nan)
@@ -99,11 +99,11 @@ class Measured(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry that a table is to have."""
+    """An entry to add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # and if so, let this process select what the table says
-    measure: Callable[[], Table]  # of this entry alone, or of none where no kernel supports the arguments
+    is_known: Callable[[Table], bool]  # whether the table has it; if so, this process selects its kernel from now on
+    measure: Callable[[], Table]  # a table of this entry alone, or empty if no kernel supports the arguments
 
 
 class Job(NamedTuple):
@@ -134,7 +134,7 @@ def kernel_entry(args: Arguments, fastest: Callable[[Arguments], Measured | None
 
 
 def fastest(args: Arguments) -> Measured | None:
-    """The fastest kernel for these arguments, checked; of near equals the first by the rule of thumb."""
+    """Return the fastest kernel for these arguments, checked. Among near equals, the rule of thumb decides."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -149,7 +149,7 @@ def fastest(args: Arguments) -> Measured | None:
 def _fastest_run(args: Arguments, runs: dict[Kernel, Callable[[], object]]) -> Measured:
     times = measure_replays({kernel.metadata.kernel_name: run for kernel, run in runs.items()})
     _print(args.table_key(), times)
-    # The rule of thumb decides between near equals: it prefers large tiles, which draw less power, and in training the
+    # Near equals are ranked by the rule of thumb. It prefers large tiles, which draw less power, and in training the
     # clocks follow the power.
     close = [k for k in runs if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
     kernel = best_first(close, args, measured=None)[0]
@@ -161,7 +161,7 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """The GEMMs of one layer in every form, then its choice of copies."""
+    """Return the job of one layer: its GEMMs in every form, then its choice of copies."""
 
     def entries() -> Iterator[Entry]:
         layer = LayerForms.drawn(case, dtype, device, activation)
@@ -177,7 +177,8 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
 
 
 def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
-    """The whole op, forward and backward, with each gather as a copy and as part of its GEMM."""
+    """Return the fastest choice, per gather, between a copy and a gather inside the GEMM, for the whole op and
+    backward."""
     topk_weights, permutation = make_permutation(inputs, top_k)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.tokens, inputs.w_up, inputs.w_down)]
     dout = torch.randn_like(inputs.tokens)
@@ -194,9 +195,9 @@ def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
-    """The fastest kernel for products in one launch, checked."""
+    """Return the fastest kernel for products in one launch, checked."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
-    problems = {}  # which hold the tables that their graphs read
+    problems = {}  # hold the tables that their graphs read
     for kernel in get_kernels(args):
         problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
         for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
@@ -205,7 +206,7 @@ def fastest_list(args: GroupedGemmListArguments) -> Measured:
 
 
 def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
-    """Square products: A and B by rows, B by columns, and A by columns."""
+    """Return the job of square products: A and B by rows, B by columns, and A by columns."""
     layouts = ((False, False), (False, True), (True, False))
 
     def entries() -> Iterator[Entry]:
@@ -219,7 +220,7 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
-    """A shared matrix stored by rows and by columns."""
+    """Return the job of a shared matrix stored by rows and by columns."""
 
     def entries() -> Iterator[Entry]:
         offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups
@@ -231,12 +232,12 @@ def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: 
 
 
 def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **facts: str) -> bool:
-    """Measure what the table at `path` lacks, and write it after every entry. Returns whether the time sufficed.
+    """Measure the entries missing from the table at `path`, and write it after each. Return whether time sufficed.
 
     Args:
         seconds: no measurement starts later than this.
-        again: measure also what the table has.
-        facts: what else the file is to say, such as versions.
+        again: also measure entries that the table already has.
+        facts: further fields of the file, such as versions.
     """
     table = tables.read(path) if path.exists() else Table({}, {})
     end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What keeps experts evenly loaded: the coefficients of a layer's losses, counts of a global batch, the bias update."""
+"""Load balancing: loss coefficients of a layer, expert counts of a global batch, and the selection-bias update."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .losses import (
 
 @dataclass(frozen=True)
 class BalanceLosses:
-    """The coefficients of a layer's auxiliary losses; 0 leaves one out. `losses.py` says how they differ.
+    """Coefficients of a layer's auxiliary losses. The default 0 disables a loss. `losses.py` compares them.
 
     Args:
-        switch: of `load_balancing_loss`, over the tokens of a call.
-        sequence: of `sequence_load_balancing_loss`. x must be [..., S, d_model], or `sequence_lengths` be given.
-        global_batch: of `global_load_balancing_loss`, with the counts of all processes of `group`.
-        importance: of `importance_loss`.
-        z: of `router_z_loss`.
-        score: "softmax", "sigmoid" or "sqrt_softplus", whose shares are the probabilities of the first three.
-        group: the processes that share a global batch. To be named where there are several.
+        switch: coefficient of `load_balancing_loss`, over the tokens of a call.
+        sequence: coefficient of `sequence_load_balancing_loss`. Needs x [..., S, d_model], or `sequence_lengths`.
+        global_batch: coefficient of `global_load_balancing_loss`, with the counts of all ranks of `group`.
+        importance: coefficient of `importance_loss`.
+        z: coefficient of `router_z_loss`.
+        score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised, it gives the first three's probabilities.
+        group: the ranks that share a global batch. Required if there are several ranks.
 
     Raises:
-        ValueError: a coefficient is negative or not finite, an unknown score, or a group that no loss needs.
+        ValueError: a coefficient is negative or not finite, the score is unknown, or no loss needs the group.
     """
 
     switch: float = 0.0
@@ -57,7 +57,7 @@ class BalanceLosses:
             raise ValueError("BalanceLosses: only global_batch needs a group, got global_batch=0.0")
 
     def __deepcopy__(self, memo) -> BalanceLosses:
-        return self  # frozen, and process groups have no copies
+        return self  # frozen, and process groups cannot be copied
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ class BalanceLosses:
 
     @property
     def any(self) -> bool:
-        """Whether there is a loss at all."""
+        """Whether any loss is enabled."""
         return any(self.coefficients.values())
 
     def total(
@@ -75,7 +75,7 @@ class BalanceLosses:
         num_tokens: int | Tensor | None = None,
         accumulated_counts: Tensor | None = None,  # [E]
     ) -> Tensor:  # scalar
-        """The sum of the losses, times their coefficients."""
+        """Return the sum of the losses, weighted by their coefficients."""
         loss = routing.logits.new_zeros(())
         by_score = {"num_tokens": num_tokens, "score": self.score}
         if self.switch:
@@ -98,16 +98,16 @@ def global_expert_counts(
     group: ProcessGroup | None = None,
     accumulated_counts: Tensor | None = None,  # [E] integers
 ) -> Tensor:  # [E] int64
-    """How many slots of a global batch chose each expert: those of this call, plus `accumulated_counts`, over `group`.
+    """Return each expert's number of slots in a global batch: this call's plus `accumulated_counts`, over `group`.
 
-    Communicates E integers, and no gradient. Does not wait for the GPU.
+    Communicates E integers and no gradient. Needs no host synchronisation.
 
     Args:
-        group: None where there is one process.
-        accumulated_counts: of this process: the counts of other calls in the same optimizer step.
+        group: the ranks that share the batch; None for a single rank.
+        accumulated_counts: this rank's counts from other calls in the same optimizer step.
 
     Raises:
-        ValueError: `accumulated_counts` has another shape or is not of integers, or there are several processes and no
+        ValueError: `accumulated_counts` has another shape or is not of integers, or there are several ranks and no
             group.
     """
     own = routing.choices_per_expert
@@ -117,8 +117,8 @@ def global_expert_counts(
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
 
-# A registered op, so that a checkpointed region can save its result: neither the other processes are asked twice, nor
-# does the loss change with counts that were accumulated in between.
+# A registered op, so that a checkpointed region can save its result. Recomputation then repeats no communication, and
+# the loss does not change with counts that were accumulated in between.
 @torch.library.custom_op("moe_layers::global_expert_counts", mutates_args=())
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
@@ -141,19 +141,20 @@ def update_selection_bias(
 ) -> None:
     """Balance without a loss: call once per optimizer step, for a layer or a whole model.
 
-    The selection bias of experts that were chosen less than the mean since the last call rises by `rate`, that of
-    experts chosen more falls by it, and one at the mean stays. Forwards count in training mode, recomputed ones not
-    again; padding and slots of a capacity's overflow as in `LayerRouting.choices`. Counts are compared as integers and
-    added over `group` in one call for all routers, so that biases stay the same in every process. Then they are zero.
+    The selection bias of experts chosen less often than the mean since the last call rises by `rate`. It falls by
+    `rate` for experts chosen more often, and stays for experts at the mean. Forwards count in training mode; recomputed
+    forwards do not count again. Padding and capacity overflow count as in `LayerRouting.choices`. Counts are compared
+    as integers and summed over `group` in one call for all routers, so that biases stay equal on all ranks. The call
+    resets the counts to zero.
 
     Source: algorithm 1 of https://arxiv.org/abs/2408.15664.
 
     Args:
-        group: the processes that share a batch. To be named where there are several.
+        group: the ranks that share a batch. Required if there are several ranks.
 
     Raises:
-        ValueError: no router here has a selection bias, or one has its counts on another device, `rate` is negative or
-            not finite, or there are several processes and no group.
+        ValueError: no router has a selection bias, a router's counts are on another device, `rate` is negative or not
+            finite, or there are several ranks and no group.
     """
     routers = [router for router in _routers(model) if router.selection_bias is not None]
     if not routers:
@@ -167,7 +168,7 @@ def update_selection_bias(
         router.take_counts_to(router.selection_bias.device)
         if router.expert_counts.device != router.selection_bias.device:
             raise ValueError(
-                "update_selection_bias: a router's expert_counts must be where its selection_bias is, got "
+                "update_selection_bias: a router's expert_counts must be on the device of its selection_bias, got "
                 f"{router.expert_counts.device} and {router.selection_bias.device}"
             )
     total = torch.cat([router.expert_counts for router in routers])
@@ -181,7 +182,8 @@ def update_selection_bias(
 
 @torch.no_grad()
 def carry_expert_counts(model: nn.Module) -> None:
-    """Call between the micro-batches of an optimizer step: the next global-batch losses count those so far, too."""
+    """Call between the micro-batches of an optimizer step, so that the next global-batch losses include their
+    counts."""
     for router in _routers(model):
         router.take_counts_to(router.weight.device)
         router.accumulated_counts = router.expert_counts.clone()
@@ -189,7 +191,7 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Call after an optimizer step with `carry_expert_counts`: the next global batch starts."""
+    """Call after an optimizer step with `carry_expert_counts`, to start the next global batch."""
     for router in _routers(model):
         router.expert_counts.zero_()
         router.accumulated_counts = None
@@ -200,7 +202,7 @@ def _routers(model: nn.Module) -> list[TopKRouter]:
 
 
 def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:
-    """Raises ValueError unless these are counts of the same experts, on the same device."""
+    """Raise ValueError unless `counts` are integers for the same experts on the same device."""
     if counts.shape != own.shape or counts.is_floating_point() or counts.device != own.device:
         raise ValueError(
             f"{op}: accumulated_counts must be [E={len(own)}] integers on {own.device}, "
@@ -209,11 +211,11 @@ def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:
 
 
 def check_group(op: str, group: ProcessGroup | None) -> None:
-    """Raises ValueError if there are several processes, and it is not said which ones share a batch."""
+    """Raise ValueError if there are several ranks, but no group that shares a batch."""
     if group is None and distributed.is_available() and distributed.is_initialized():
         num_processes = distributed.get_world_size()
         if num_processes > 1:
             raise ValueError(
-                f"{op}: with {num_processes} processes the group that shares a batch must be given, got None; "
-                "torch.distributed.group.WORLD are all"
+                f"{op}: with {num_processes} ranks the group that shares a batch must be given, got None; "
+                "torch.distributed.group.WORLD is all ranks"
             )

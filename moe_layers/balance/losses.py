@@ -1,7 +1,7 @@
 """Auxiliary losses as plain functions of a layer's routing.
 
-Every loss leaves padding tokens out, is the same when experts or tokens change places (with their sequences, where it
-has them), and is 0 for no tokens. Where they differ is what splitting a batch does to them:
+Every loss ignores padding tokens and is 0 for no tokens. It does not change when experts or tokens are permuted (tokens
+within their sequences, if sequences matter). The losses differ in how they react to splitting a batch:
 
 | loss | at perfect balance | a batch in several calls |
 |---|---|---|
@@ -11,9 +11,9 @@ has them), and is 0 for no tokens. Where they differ is what splitting a batch d
 | `importance_loss` | 0 | depends on the split: the variation is that of one call |
 | `router_z_loss` | (ln E + c) ** 2 where all logits are c | given `num_tokens`, the calls add up to the whole |
 
-`num_tokens` is the number of tokens, without padding, of all the calls whose losses are added: over micro-batches, and
-over processes if their gradients are added. A loss is then weighted by the share of its call in them. Without it a loss
-stands for its own call, and belongs into a mean over calls.
+`num_tokens` is the number of tokens, without padding, of all calls whose losses are added: over micro-batches, and over
+ranks if their gradients are summed. Each loss is then weighted by its call's share of the tokens. By default
+(`num_tokens=None`), a loss covers only its own call; average such losses over the calls.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from moe_kernels.runtime.pytorch import functorch_is_active
 
 from ..routing.result import SCORES, LayerRouting, check_num_tokens, check_sequence_lengths, spread_slots
 
@@ -31,20 +33,20 @@ def load_balancing_loss(
     num_tokens: int | Tensor | None = None,
     score: str = "softmax",
 ) -> Tensor:  # scalar
-    """The Switch Transformer's loss: num_experts * sum_e f_e * P_e, over the tokens of this call.
+    """Return the Switch Transformer's loss: num_experts * sum_e f_e * P_e, over the tokens of this call.
 
-    f_e is the share of slots that chose expert e, whatever its capacity (no gradient), P_e its mean probability. 1 at
-    perfect balance, whatever top_k. Invariant to a permutation of experts or tokens, and to padding; it depends on how
-    a batch is split into calls, since f and P are means over one call.
+    f_e is the share of slots that chose expert e, before capacities (no gradient); P_e is its mean probability. The
+    loss is 1 at perfect balance, for every top_k. It does not change with permutations of experts or tokens, nor with
+    padding. It depends on how a batch is split into calls, because f and P are means over one call.
 
     Source: equations 4 to 6 of https://arxiv.org/abs/2101.03961, with top_k slots per token.
 
     Args:
-        num_tokens: see above.
-        score: "softmax", "sigmoid" or "sqrt_softplus": probabilities are these scores over their sum.
+        num_tokens: see the module's docstring.
+        score: "softmax", "sigmoid" or "sqrt_softplus". Probabilities are these scores divided by their sum.
 
     Raises:
-        ValueError: an unknown score, or `num_tokens` is neither a positive number nor a scalar tensor.
+        ValueError: the score is unknown, or `num_tokens` is neither a positive number nor a scalar tensor.
     """
     return _switch("load_balancing_loss", routing, routing.choices_per_expert, num_tokens, score)
 
@@ -56,19 +58,20 @@ def global_load_balancing_loss(
     num_tokens: int | Tensor | None = None,
     score: str = "softmax",
 ) -> Tensor:  # scalar
-    """`load_balancing_loss` with the shares f_e of a larger batch, to which the tokens of this call belong.
+    """Return `load_balancing_loss` with the shares f_e of a larger batch that includes this call.
 
-    It is linear in the probabilities, so with `num_tokens` of the larger batch the losses of its parts add up to the
-    loss of the whole, however it is split; without, their mean is that where parts have equally many tokens. 1 at
-    perfect balance. Invariant to a permutation of experts or tokens, and to padding.
+    The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its parts therefore
+    add up to the loss of the whole, however it is split. Without `num_tokens`, their mean equals the whole if the parts
+    have equally many tokens. The loss is 1 at perfect balance. Permutations of experts or tokens, and padding, do not
+    change it.
 
     Source: https://arxiv.org/abs/2501.11873.
 
     Args:
-        expert_counts: how many slots of the larger batch chose each expert, from `global_expert_counts`.
+        expert_counts: each expert's number of slots in the larger batch, from `global_expert_counts`.
 
     Raises:
-        ValueError: as `load_balancing_loss`, or `expert_counts` has another shape or is not of integers.
+        ValueError: as for `load_balancing_loss`, or `expert_counts` has another shape or is not of integers.
     """
     num_experts = routing.logits.shape[1]
     if expert_counts.shape != (num_experts,) or expert_counts.is_floating_point():
@@ -85,21 +88,21 @@ def sequence_load_balancing_loss(
     num_tokens: int | Tensor | None = None,
     score: str = "softmax",
 ) -> Tensor:  # scalar
-    """`load_balancing_loss` of each sequence, weighted by its share of the tokens.
+    """Return the mean over sequences of `load_balancing_loss`, weighted by their share of the tokens.
 
-    1 where every sequence is in perfect balance. Invariant to a permutation of experts, of the tokens of a sequence or
-    of sequences, and to padding; given `num_tokens`, calls that cut no sequence add up to the whole. Tokens behind the
-    last sequence count as padding.
+    The loss is 1 if every sequence is perfectly balanced. It does not change with permutations of experts, of sequences
+    or of tokens within a sequence, nor with padding. Given `num_tokens`, calls that cut no sequence add up to the
+    whole. Tokens after the last sequence count as padding.
 
     Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 (there score="sigmoid").
 
     Raises:
-        ValueError: as `load_balancing_loss`, or the routing has no fitting `sequence_lengths`.
+        ValueError: as for `load_balancing_loss`, or the routing has no fitting `sequence_lengths`.
     """
     op = "sequence_load_balancing_loss"
     probabilities, ends = _probabilities(op, routing, score), _sequence_ends(op, routing)
     length, num_experts = routing.logits.shape
-    # Counts of sequences are differences of running counts: integers, so exact in any order.
+    # A sequence's counts are differences of running counts: integers, so exact in any order.
     running = spread_slots(routing.choices, 1, num_experts).cumsum(0, dtype=torch.int32)  # [T, E]
     running = functional.pad(running, (0, 0, 1, 0))
     counts = torch.diff(running[ends], dim=0, prepend=running[:1])  # [N, E]
@@ -117,11 +120,11 @@ def importance_loss(
     *,
     num_tokens: int | Tensor | None = None,
 ) -> Tensor:  # scalar
-    """The squared coefficient of variation of the experts' importance: of the sum of their routing weights.
+    """Return the squared coefficient of variation of the experts' importance, the sum of their routing weights.
 
-    0 at perfect balance. Invariant to a permutation of experts or tokens, to padding, and to a factor on all weights;
-    it depends on how a batch is split into calls, since the variation is that of one call. Slots beyond a capacity
-    count.
+    The loss is 0 at perfect balance. It does not change with permutations of experts or tokens, padding, or a factor on
+    all weights. It depends on how a batch is split into calls, because the variation is that of one call. Slots beyond
+    a capacity count.
 
     Source: equations 6 and 7 of https://arxiv.org/abs/1701.06538.
     """
@@ -140,10 +143,10 @@ def router_z_loss(
     *,
     num_tokens: int | Tensor | None = None,
 ) -> Tensor:  # scalar
-    """Mean over tokens of the square of logsumexp(logits). Keeps logits small; (ln E) ** 2 for logits of zero.
+    """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small. Zero logits give (ln E) ** 2.
 
-    Invariant to a permutation of experts or tokens, and to padding; given `num_tokens`, calls add up to the whole, and
-    without, a mean over calls with equally many tokens equals the whole.
+    Permutations of experts or tokens, and padding, do not change the loss. Given `num_tokens`, calls add up to the
+    whole; otherwise a mean over calls with equally many tokens equals the whole.
 
     Source: equation 5 of https://arxiv.org/abs/2202.08906.
     """
@@ -167,7 +170,7 @@ def _switch(
 
 
 def _probabilities(op: str, routing: LayerRouting, score: str) -> Tensor:  # [T, E]
-    """Scores over their sum; zero for padding, whatever its logits."""
+    """Return scores divided by their sum; zero for padding tokens, whatever their logits."""
     if score not in SCORES:
         raise ValueError(f"{op}: score must be one of {tuple(SCORES)}, got {score!r}")
     scores = SCORES[score](_masked(routing.logits, routing.token_mask))
@@ -186,7 +189,7 @@ def _over(total: Tensor, op: str, num_tokens: int | Tensor) -> Tensor:
 
 
 def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
-    """The exclusive end of each sequence among the tokens."""
+    """Return the exclusive end of each sequence in token order."""
     lengths, total, device = routing.sequence_lengths, len(routing.logits), routing.logits.device
     if lengths is None:
         raise ValueError(f"{op}: the routing must have sequence_lengths, got None")
@@ -200,7 +203,7 @@ def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity on `tokens`, whose backward also starts the gradient of `loss`, with `scale` as its gradient."""
+    """Identity on `tokens` whose backward also starts the gradient of `loss`, with `scale` as its gradient."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -219,7 +222,8 @@ class _AttachLoss(torch.autograd.Function):
         return dtokens, dloss if scale is None else dloss * scale, None
 
 
-# `apply` as it is without functorch's transforms, for which it inspects its arguments in four times the time.
+# Calls `apply` of the C++ base class. `Function.apply` inspects its arguments for functorch transforms, which takes
+# four times as long.
 _attach = super(torch.autograd.Function, _AttachLoss).apply
 
 
@@ -228,7 +232,7 @@ def attach_loss(
     loss: Tensor,  # scalar
     scale: Tensor | None,  # scalar; None is 1
 ) -> Tensor:  # [T, D]
-    """`tokens`, such that a backward through them adds the gradient of `scale * loss`."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """Return `tokens`, such that a backward through them adds the gradient of `scale * loss`."""
+    if torch.compiler.is_compiling() or functorch_is_active():
         return _AttachLoss.apply(tokens, loss, scale)
     return _attach(tokens, loss, scale)

@@ -1,4 +1,4 @@
-"""What a layer's routing looks like over many forwards: summed on the device, read when asked."""
+"""Statistics of a layer's routing over many forwards: summed on the device, read on request."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from moe_kernels import selection_keys
+from moe_kernels.routing.routers import selection_keys
 
 from ..routing.activation_checkpointing import add_once, minimum_once
 from ..routing.result import LayerRouting, spread_slots
 from ..routing.router import TopKRouter
 
-TILE_ROWS = 128  # of the tile table that comes with a permutation
+TILE_ROWS = 128  # tile height of a permutation's tile table
 
 
 class RoutingStatistics(NamedTuple):
-    """Of all forwards since the last reset. Padding tokens count only as such."""
+    """Statistics of all forwards since the last reset. Padding counts only in `num_padding_tokens`."""
 
     num_calls: int
     num_tokens: int
     num_padding_tokens: int
     tokens_per_expert: Tensor  # [E] int64
-    dropped_per_expert: Tensor  # [E] int64: slots that chose the expert beyond its capacity
-    dead_experts: tuple[int, ...]  # those that got no token
-    entropy: float  # of the softmax over all experts: mean over tokens, in nats; ln E is undecided
-    margin: float  # from the last expert chosen to the best one that is not: mean over tokens
-    smallest_margin: float  # 0 is a tie; below, rounding aside, only for a replayed choice
-    max_violation: float  # how far the most chosen expert is above the mean, relatively; 0 is balance
-    max_call_violation: float  # the same of each call, then the mean over calls
-    wasted_rows: int  # that fill up the last tile of each expert, with tiles of 128 rows
+    dropped_per_expert: Tensor  # [E] int64: slots beyond the expert's capacity
+    dead_experts: tuple[int, ...]  # experts that got no token
+    entropy: float  # of the softmax over all experts: mean over tokens, in nats; ln E is the maximum
+    margin: float  # from the last chosen expert to the best other one: mean over tokens
+    smallest_margin: float  # 0 is a tie; negative, apart from rounding, only for a replayed choice
+    max_violation: float  # relative excess of the most chosen expert over the mean; 0 is perfect balance
+    max_call_violation: float  # the same per call, averaged over calls
+    wasted_rows: int  # padding rows of each expert's last tile, with tiles of 128 rows
 
     @property
     def num_dropped(self) -> int:
@@ -40,15 +40,15 @@ class RoutingStatistics(NamedTuple):
 
 
 class RoutingObserver:
-    """Sums over the forwards of one layer. Adding never waits for the GPU, reading does; recomputations do not count.
+    """Sums statistics over a layer's forwards. Only reading synchronises the host. Recomputations do not count.
 
-    A margin is a difference of what the router takes the largest of: logits or scores with their bias, within the
-    groups that can be chosen. It is infinite where no expert is left, or none
-    was chosen; with an assignment of other than the top-k it means little. Violations count slots before capacities.
+    A margin is a difference between selection keys: logits or scores with their bias, within the selectable groups. It
+    is infinite if no expert remains or none was chosen, and means little with an assignment other than top-k.
+    Violations count slots before capacities.
 
     Args:
-        router: of the layer, on the device where it stays.
-        num_experts: those with parameters, before the zero experts.
+        router: the layer's router, on its final device.
+        num_experts: number of experts with parameters, which precede the zero experts.
     """
 
     def __init__(self, router: TopKRouter, num_experts: int):
@@ -67,7 +67,7 @@ class RoutingObserver:
 
     @torch.no_grad()
     def add(self, routing: LayerRouting) -> None:
-        """Add one forward. The layer calls it."""
+        """Add one forward. The layer calls this method."""
         tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
         is_token = routing.token_mask  # [T]
         if is_token is None:
@@ -81,7 +81,7 @@ class RoutingObserver:
         violation = (chosen.max() * len(chosen) - chosen.sum()).double() / chosen.sum().clamp(min=1)
         sums = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
         add_once(self._sums, torch.stack([*sums, violation]))
-        infinite = margins.new_full((1,), math.inf)  # for no tokens
+        infinite = margins.new_full((1,), math.inf)  # for calls without tokens
         minimum_once(self._smallest, torch.cat([torch.where(is_token, margins, math.inf), infinite]).min()[None])
 
     def _margins(self, routing: LayerRouting) -> Tensor:  # [T] float64
@@ -90,14 +90,14 @@ class RoutingObserver:
         is_chosen = spread_slots(routing.choices, 1, keys.shape[1]).bool()
         last = torch.where(is_chosen, keys, math.inf).amin(1)
         best = torch.where(is_chosen, -math.inf, keys).amax(1)
-        return torch.where(last == best, 0.0, last - best)  # of excluded groups all keys may be -inf
+        return torch.where(last == best, 0.0, last - best)  # in excluded groups all keys may be -inf
 
     def read(self, *, group: ProcessGroup | None = None) -> RoutingStatistics:
-        """The statistics so far, on the CPU. Waits for the GPU.
+        """Return the statistics so far, on the CPU. Synchronises with the GPU.
 
         Args:
-            group: add those of all its processes, each of which must ask; calls count in every process. `wasted_rows`
-                are of tiles that hold one process's tokens. None for this process alone.
+            group: sum over all its ranks. Every rank must call; each rank's calls count, and `wasted_rows` refers to
+                tiles that hold one rank's tokens. Default None: this rank alone.
         """
         counts, sums, smallest = self._counts, self._sums, self._smallest
         if group is not None:

@@ -1,4 +1,4 @@
-"""Parameters of a layer in safetensors files: its own, and those of published models."""
+"""Layer parameters in safetensors files, of this package or of published models."""
 
 from .load import load_layer
 from .module_file import load_safetensors, save_safetensors

@@ -1,4 +1,4 @@
-"""python -m moe_layers.checkpoint: look into checkpoints, and convert the layout of their experts."""
+"""python -m moe_layers.checkpoint: inspect checkpoints, and convert the layout of their experts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _layout_names() -> tuple[str, ...]:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """The directory, or those of its children that are checkpoints."""
+    """Return the directory itself, or its subdirectories that are checkpoints."""
     if (directory / CONFIG).is_file():
         return [directory]
     children = sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))

@@ -1,4 +1,4 @@
-"""The MoE blocks of a checkpoint, found by the names of their tensors."""
+"""MoE blocks of a checkpoint, found by their tensor names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .layouts import LAYOUTS, Key, Layout
 from .stored import Group, group_names
 
-# Names below the block; "../" is the layer that holds the block.
+# Names below the block. "../" is the layer that holds the block.
 ROUTER_WEIGHT = (
     "gate.weight",
     "router.weight",
@@ -58,19 +58,19 @@ _SHARED_KEYS = (
     (True, (Key("input_linear.weight", _BOTH), Key("output_linear.weight", _DOWN))),
     (False, (Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
 )
-# Below these lie the tensors of a block that has no name of its own beside the layer's other parts.
+# Tensors below these names belong to a block that has no name of its own, only the layer's.
 _OWN_NAMES = ("experts.", "router.", "gate.", "shared_experts.")
 _EXPERT_NUMBER = re.compile(r"(experts\.(?:expert_)?)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """An MoE block: where it is and its weights.
+    """An MoE block: its position and its weights.
 
     Attributes:
-        prefix: of its tensors' names, with the last dot.
-        layer: the number of its layer in the model.
-        weights: by the name below the block ("../" for those beside it): full name, encoding, tensors.
+        prefix: prefix of its tensor names, with the last dot.
+        layer: number of its layer in the model.
+        weights: by name below the block ("../" for tensors of the layer): full name, encoding, tensors.
     """
 
     prefix: str
@@ -78,7 +78,7 @@ class Block:
     weights: dict[str, tuple[str, Group]]
 
     def patterns(self) -> set[str]:
-        """The names with "{e}" for the expert's number."""
+        """Return the names with "{e}" in place of the expert's number."""
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
     def expert_numbers(self) -> set[int]:
@@ -87,7 +87,7 @@ class Block:
 
 
 def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
-    """The possible key tables of a shared expert, names below the block."""
+    """Return the possible key tables of a shared expert, with names below the block."""
     return [
         tuple(Key(at + key.name, key.parts) for key in keys)
         for at in _SHARED_AT
@@ -97,7 +97,7 @@ def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
 
 
 def check_names(prefix: str, layout: Layout) -> None:
-    """Raises ValueError if tensors with the names of the layout would not be found as those of the block."""
+    """Raise ValueError if tensors with the layout's names would not be recognised as the block's."""
     if not all(_may_hold(prefix, key.name) for key in layout.keys):
         raise ValueError(
             f"checkpoint: layout {layout.name!r} has no names for experts that lie below {prefix or '(top)'} itself, "
@@ -106,9 +106,9 @@ def check_names(prefix: str, layout: Layout) -> None:
 
 
 def find_blocks(names: Iterable[str]) -> list[Block]:
-    """All MoE blocks, in the order of their layers.
+    """Return all MoE blocks, in the order of their layers.
 
-    A block is a prefix under which lie both a tensor of experts and the weight of a router.
+    A block is a prefix of both a tensor of experts and the weight of a router.
     """
     weights = group_names(names)
     prefixes = _prefixes(weights)
@@ -124,7 +124,7 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
 
 
 def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
-    """The layouts whose weights all have a tensor in the block. Of two, one inside the other, the larger."""
+    """Return the layouts whose weights all exist in the block. If one layout contains another, only the larger."""
     patterns = block.patterns()
     encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
     found = [
@@ -139,7 +139,7 @@ def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]
 
 
 def _prefixes(weights: Iterable[str]) -> set[str]:
-    """Prefixes of blocks: those of a router's weight under which there are experts too."""
+    """Return the prefixes of blocks: those of a router's weight that also have experts."""
     keys = {key.name.replace("{e}", "0") for layout in LAYOUTS for key in layout.keys if not key.bias}
     weights = set(weights)
     routers = {
@@ -158,7 +158,7 @@ def _prefixes(weights: Iterable[str]) -> set[str]:
 
 
 def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """The blocks that a tensor belongs to, with its name below them."""
+    """Yield each block that a tensor belongs to, with the tensor's name below the block."""
     end = 0
     while True:
         prefix, relative = name[:end], name[end:]
@@ -173,12 +173,12 @@ def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> 
 
 
 def _may_hold(prefix: str, relative: str) -> bool:
-    """Whether a tensor of this name below the prefix of a block belongs to it."""
+    """Return whether a tensor with this name below a block's prefix belongs to the block."""
     return not _is_layer(prefix) or relative.startswith(_OWN_NAMES)
 
 
 def _layer_of(prefix: str) -> str:
-    """The prefix of the layer that holds a block with a name of its own."""
+    """Return the prefix of the layer that holds a named block."""
     return prefix[: prefix.rstrip(".").rfind(".") + 1]
 
 
@@ -187,5 +187,5 @@ def _is_layer(prefix: str) -> bool:
 
 
 def _layer_number(prefix: str) -> int:
-    """The first number in the prefix: of "encoder.block.0.layer.1.mlp." it is 0."""
+    """Return the first number in the prefix: 0 for "encoder.block.0.layer.1.mlp."."""
     return next((int(part) for part in prefix.split(".") if part.isdigit()), 0)

@@ -1,4 +1,4 @@
-"""Whole models from one layout of the experts to another, shard by shard."""
+"""Conversion of whole models between layouts of the experts, shard by shard."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..architectures import RECORD, read_config
 from .blocks import check_names
-from .config import RECORD, float8_block, read_config, without_quantization
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Key, Layout, Sizes, find_layout
+from .quantization import float8_block, without_quantization
 from .stored import Stored, describe, group_names
 from .survey import BlockSurvey, survey
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
@@ -22,7 +23,7 @@ from .writer import DEFAULT_SHARD_BYTES, ShardWriter
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to be written: its size is known before it is made."""
+    """A tensor to be written. Its size is known before it is made."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,18 +46,17 @@ def convert(
 ) -> None:
     """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
 
-    Tensors that belong to no expert are copied as they are. Quantised weights, wherever they are, are dequantised.
-    Weights that were written for zero experts, which have none, are left out.
-    At most one output shard is in memory, and beside it one tensor, or one expert's matrix, of the source. Other small
-    files of the directory (tokenizer, ...) are copied along.
+    Tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights written for
+    zero experts, which need none, are left out. Memory holds at most one output shard, plus one tensor or one expert's
+    matrix of the source. Other small files of the directory (tokenizer, ...) are also copied.
 
     Args:
-        dtype: of weights that were quantised; all others keep theirs.
+        dtype: dtype of weights that were quantised; all others keep theirs. Default: bfloat16.
         progress: wraps the list of tensors to be written, as tqdm does.
 
     Raises:
-        ValueError: the layout does not exist, cannot hold these experts or would not be recognised, the source is
-            damaged, incomplete or in a layout that cannot be recognised, or `target` holds files already.
+        ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
+            damaged, incomplete or in an unknown layout; or `target` already holds files.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -70,7 +70,7 @@ def convert(
 
 
 def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dtype) -> list[Output]:
-    """All tensors of the new checkpoint; everything that can be wrong is found here."""
+    """Return all tensors of the new checkpoint. All errors are found here, before anything is written."""
     surveys = survey(files)
     if not surveys:
         raise ValueError(f"checkpoint: {files.directory} has no MoE blocks to convert")
@@ -145,7 +145,7 @@ class ExpertReader:
         return stored.dtype if stored.encoding == "plain" else dequantized
 
     def maker(self, key: Key, number: int | None, dequantized: torch.dtype) -> Callable[[CheckpointFiles], Tensor]:
-        """What makes the tensor of `key`: of one expert, or of all of them with number None."""
+        """Return the function that makes the tensor of `key`, for one expert or, if `number` is None, for all."""
 
         def make(files: CheckpointFiles) -> Tensor:
             tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized), device="cpu")
@@ -174,7 +174,7 @@ class ExpertReader:
 
 
 def _copy_other_files(source: Path, target: Path) -> None:
-    """Tokenizer, generation settings and the like: everything small that holds no weights."""
+    """Copy tokenizer, generation settings and other small files without weights."""
     for path in sorted(source.iterdir()):
         keep = path.suffix in {".json", ".txt", ".model", ".jinja", ".py", ".md"} and "index.json" not in path.name
         if path.is_file() and keep and path.name != CONFIG:

@@ -1,10 +1,10 @@
-"""Quantised weights back to floating point, exactly as their formats define.
+"""Exact dequantisation of weights to floating point, as their formats define it.
 
 float8 with block scales (DeepSeek-V3): `value = float(q) * scale[i // 128, j // 128]` in float32. The tensor on disk is
 called `weight_scale_inv`, but it is the multiplier.
 
-MXFP4 (gpt-oss; https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf): two e2m1 numbers
-in a byte, the low nibble first; 32 numbers share one power of two, stored with a bias of 127.
+MXFP4 (gpt-oss; https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf): one byte holds
+two e2m1 numbers, the low nibble first; 32 numbers share one power of two, stored with a bias of 127.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def dequantize_float8(
     """Multiply every block by its scale.
 
     Raises:
-        ValueError: a scale is not finite; `name` says whose.
+        ValueError: a scale is not finite; the message contains `name`.
     """
     scale = _e8m0_to_float32(scale) if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.float()
     if not scale.isfinite().all():
@@ -45,7 +45,7 @@ def dequantize_mxfp4(
     """Look up every number and multiply it by its group's power of two. Exact.
 
     Raises:
-        ValueError: a scale is the NaN of e8m0 (255); `name` says whose.
+        ValueError: a scale is the NaN of e8m0 (255); the message contains `name`.
     """
     if (scales == _E8M0_NAN).any():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got the NaN of e8m0 (255)")
@@ -55,7 +55,7 @@ def dequantize_mxfp4(
 
 
 def _e8m0_to_float32(scales: Tensor) -> Tensor:
-    """2 ** (stored - 127) by its bits, as not every device converts e8m0. 255, NaN in e8m0, comes out infinite."""
+    """Return 2 ** (stored - 127), computed by bits, as some devices cannot convert e8m0. NaN (255) becomes infinity."""
     exponent = scales.view(torch.uint8).int() << 23
     return torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)
 

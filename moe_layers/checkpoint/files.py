@@ -39,7 +39,7 @@ DTYPES = {
 
 
 class TensorInfo(NamedTuple):
-    """What the header of a file says about a tensor."""
+    """A tensor's entry in the header of a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_json(path: Path) -> dict:
-    """Raises ValueError if the file is missing or does not hold a JSON object."""
+    """Read a JSON object. Raise ValueError if the file is missing or holds something else."""
     if not path.is_file():
         raise ValueError(f"checkpoint: {path.parent} must hold {path.name}, which is missing")
     try:
@@ -65,11 +65,11 @@ def read_json(path: Path) -> dict:
 class CheckpointFiles:
     """Names, shapes and bytes of a checkpoint; a context manager that closes the files.
 
-    Opening reads names only; a file's header is read when one of its tensors is asked for.
+    Opening a checkpoint reads only names; the first use of a file's tensors reads its header.
 
     Raises:
-        ValueError: no weights, an index that names missing files, a damaged file, or a file without a tensor that the
-            index puts there.
+        ValueError: no weights, an index that names missing files, a damaged file, or a file that lacks a tensor listed
+            in the index.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -93,7 +93,7 @@ class CheckpointFiles:
         self.close()
 
     def close(self) -> None:
-        """Close all files; the next use opens them again."""
+        """Close all files. The next use opens them again."""
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
         while self._raw:
@@ -112,12 +112,12 @@ class CheckpointFiles:
             return TensorInfo(tuple(entry.get_shape()), DTYPES[dtype])
 
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
-        """The tensor, or a range of its first axis; only the bytes of the range are read.
+        """Return the tensor, or a range of its first axis. Only the bytes of the range are read.
 
-        They are read, not mapped: each page of a mapped file costs a fault, several times the copy.
+        The bytes are read, not mapped: each page of a mapped file costs a fault, several times the copy.
 
         Args:
-            into: contiguous host memory of this many elements of this dtype; None allocates.
+            into: contiguous host memory for this many elements of this dtype; None allocates.
         """
         shape, dtype = self.info(name)
         size = shape[0] if shape else 1
@@ -131,7 +131,7 @@ class CheckpointFiles:
         return into
 
     def _first_byte(self, name: str) -> int:
-        """Where the tensor begins in its file (https://github.com/huggingface/safetensors#format)."""
+        """Return the tensor's offset in its file (https://github.com/huggingface/safetensors#format)."""
         file_name = self.file_of[name]
         if file_name not in self._first_bytes:
             with (self.directory / file_name).open("rb") as file:

@@ -1,4 +1,4 @@
-"""The memory of tensors on the host, for reading files into it."""
+"""Host memory of tensors, for reading files into it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _LEAST_BYTES = 4 << 20  # two huge pages
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, which must stay alive meanwhile."""
+    """Return the bytes of a contiguous host tensor, which must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux to back memory that nobody has touched by huge pages: the first touch of each small page takes longer
-    than reading its bytes from the page cache. It is a hint, so what the system answers does not matter."""
+    """Ask Linux to back untouched memory with huge pages. The first touch of each small page takes longer than reading
+    its bytes from the page cache. The system may ignore this hint."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
         return
     page = mmap.PAGESIZE

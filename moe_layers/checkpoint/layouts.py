@@ -1,8 +1,8 @@
-"""How published checkpoints lay out the experts' tensors: one key table per layout.
+"""Layouts of the experts' tensors in published checkpoints: one key table per layout.
 
-A key names a tensor below the block and says how one expert's matrix in it becomes rows of our parameters. Everything
-is a view: `disk_parts` and `parameter_parts` give the same shape for the same key, so that one `copy_` reads, and the
-other way round writes, bit by bit.
+A key names a tensor below the block and defines how one expert's matrix in it maps to rows of our parameters.
+Everything is a view: `disk_parts` and `parameter_parts` return the same shape for the same key. One `copy_` therefore
+reads, or in the opposite direction writes, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sizes:
-    """E experts of hidden size F between vectors of size D."""
+    """E experts with hidden size F and model size D."""
 
     num_experts: int
     d_ff: int
@@ -27,10 +27,10 @@ class Key:
     """A tensor of the experts on disk.
 
     Attributes:
-        name: below the block. "{e}" stands for the expert's number; without it the tensor holds all experts.
-        parts: what it holds, in this order: "gate", "up" or "down"; a bias has the part names of its matrix.
+        name: name below the block. "{e}" stands for the expert's number; without it the tensor holds all experts.
+        parts: contents, in this order: "gate", "up" or "down". A bias has the part names of its matrix.
         transposed: matrices are [in, out].
-        interleaved: the rows of the parts alternate: gate 0, up 0, gate 1, up 1, ...
+        interleaved: rows of the parts alternate: gate 0, up 0, gate 1, up 1, ...
         flat: the experts' matrices are stacked along their rows, [E * rows, columns].
     """
 
@@ -47,16 +47,16 @@ class Key:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether a matrix on disk has the order of its part of our parameter, byte by byte."""
+        """Whether a matrix on disk has the byte order of its part of our parameter."""
         return not (self.transposed or self.interleaved)
 
     @property
     def parameter(self) -> str:
-        """The parameter of the experts that it fills."""
+        """Name of the experts' parameter that this tensor fills."""
         return ("b_" if self.bias else "w_") + ("down" if self.parts == ("down",) else "up")
 
     def matrix_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Shape of one expert's share on disk."""
+        """Return the shape of one expert's share on disk."""
         rows, columns = (sizes.d_model, sizes.d_ff) if self.parts == ("down",) else (sizes.d_ff, sizes.d_model)
         rows *= len(self.parts)
         if self.bias:
@@ -64,14 +64,14 @@ class Key:
         return (columns, rows) if self.transposed else (rows, columns)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Shape of the tensor on disk."""
+        """Return the shape of the tensor on disk."""
         matrix = self.matrix_shape(sizes)
         if self.per_expert:
             return matrix
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
-        """Which range of the tensor's first axis holds an expert; None for a tensor of one expert."""
+        """Return the range of the tensor's first axis that holds an expert; None for a tensor of one expert."""
         if self.per_expert:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1
@@ -105,13 +105,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys of one layout. Those of biases are used where the experts have biases.
+    """The keys of one layout. Bias keys apply if the experts have biases.
 
     Attributes:
-        name: as given to `save_checkpoint` and `convert`.
+        name: the name that `save_checkpoint` and `convert` take.
         family: letter in the table of the README.
-        gated: experts with a gate projection. A name has up to two layouts, one of either kind.
-        encoding: "mxfp4" where the matrices of this layout only occur in that form, else "".
+        gated: experts have a gate projection. A name has up to two layouts, one gated and one plain.
+        encoding: "mxfp4" if matrices of this layout exist only in that form, else "".
     """
 
     name: str
@@ -129,7 +129,7 @@ class Layout:
 
 
 def _separate(gate: str, up: str, down: str, *, bias: str = "") -> tuple[Key, ...]:
-    """A tensor for each projection; `bias` replaces ".weight" in the names of the biases."""
+    """Return one tensor key per projection; `bias` replaces ".weight" in the names of the biases."""
     names = {"gate": gate, "up": up, "down": down}
     weights = tuple(Key(name, (part,)) for part, name in names.items() if name)
     return weights + tuple(Key(key.name.replace(".weight", bias), key.parts, bias=True) for key in weights if bias)
@@ -144,7 +144,7 @@ def _fused(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> tuple[Key, ...]:
-    """Gate and up in one tensor."""
+    """Return keys with gate and up in one tensor."""
     parts = ("gate", "up") if gated else ("up",)
     return (
         Key(up, parts, transposed=transposed, interleaved=interleaved),
@@ -215,12 +215,26 @@ LAYOUTS = (
     ),
 )
 
+# The layouts in which an architecture is published, by `model_type`, where they are not "fused". They decide between
+# layouts with the same names that shapes may not tell apart ("fused", "transposed", "interleaved").
+_PUBLISHED = {
+    "gpt_oss": ("interleaved",),
+    "llama4_text": ("transposed",),
+    "openai_privacy_filter": ("transposed",),
+    "qwen3_vl_moe_text": ("transposed", "fused"),
+}
+
+
+def published_layouts(model_type: str) -> tuple[str, ...]:
+    """The names of the layouts in which an architecture is published, the usual one first."""
+    return _PUBLISHED.get(model_type, ("fused",))
+
 
 def find_layout(name: str, *, gated: bool, bias: bool) -> Layout:
-    """The layout to write.
+    """Return the layout to write.
 
     Raises:
-        ValueError: no such name, or it has no place for plain (gated) experts or for biases.
+        ValueError: the name is unknown, or the layout has no tensors for plain (gated) experts or for biases.
     """
     writable = [layout for layout in LAYOUTS if not layout.encoding]
     names = tuple(dict.fromkeys(layout.name for layout in writable))
@@ -235,7 +249,7 @@ def find_layout(name: str, *, gated: bool, bias: bool) -> Layout:
 
 
 def copy_expert(key: Key, disk: Tensor, parameter: Tensor, *, gated: bool, write: bool = False) -> None:
-    """Copy one expert's share from disk order to its parameter, or back with `write`."""
+    """Copy one expert's share from disk order to its parameter; with `write`, in the other direction."""
     with torch.no_grad():
         source, target = key.disk_parts(disk), key.parameter_parts(parameter, gated)
         if write:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .architectures import BlockSpec, find_architecture
-from .config import RECORD, Config, float8_block, read_config
+from ..architectures import RECORD, ModelConfig, read_config
+from ..config import MoEConfig
 from .files import CONFIG, CheckpointFiles, read_json
 from .host_memory import prefer_huge_pages
-from .layouts import Sizes, copy_expert
+from .layouts import Sizes, copy_expert, published_layouts
 from .plan import Fill, Plan, Planner
+from .quantization import float8_block
 from .recognition import select_block
 from .report import LoadedTensor, LoadReport
 from .source import CheckpointSource
@@ -46,24 +47,24 @@ def load_layer(
     with CheckpointFiles(directory) as files:
         values = read_json(files.directory / CONFIG)
         block = select_block(files, layer)
-        config = read_config(values, block.layer)
-        architecture = find_architecture(config)
-        spec = architecture.block(config)
-        experts = _checked_experts(experts, spec)
-        module = build_layer(layer_class, spec, experts, dtype=dtype, device="meta", implementation=implementation)
+        model_config = read_config(values, block.layer)
+        config = MoEConfig.from_hf(values, block.layer)
+        experts = _checked_experts(experts, config)
+        module = build_layer(layer_class, config, experts, dtype=dtype, device="meta", implementation=implementation)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        recorded = values.get(RECORD)
-        plan = Planner(files, block, float8_block(values, config)).plan(architecture, spec, shapes, experts, recorded)
+        planner = Planner(files, block, float8_block(values, model_config))
+        published = published_layouts(model_config.model_type)
+        plan = planner.plan(config, shapes, experts, published=published, recorded=values.get(RECORD))
         if dtype is None:
-            module.to(_stored_dtype(plan, values, config))
+            module.to(_stored_dtype(plan, values, model_config))
             router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
             if router.encoding == "plain" and router.dtype == torch.float32:  # as some models keep it, and a router may
                 module.router.weight = nn.Parameter(module.router.weight.float())
         module.to_empty(device=torch.get_default_device() if device is None else device)
         for parameter in module.parameters():
             prefer_huge_pages(parameter)
-        fill_layer(module, plan, files, spec, experts)
-    report = _report(files, block.prefix, block.layer, config.model_type, spec, plan, module, experts)
+        fill_layer(module, plan, files, config, experts)
+    report = _report(files, block.prefix, block.layer, model_config.model_type, config, plan, module, experts)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
     return module, report
@@ -71,7 +72,7 @@ def load_layer(
 
 def build_layer(
     layer_class: type[nn.Module],
-    spec: BlockSpec,
+    config: MoEConfig,
     experts: range,
     *,
     dtype: torch.dtype | None,
@@ -79,31 +80,14 @@ def build_layer(
     implementation: str | None,
 ) -> nn.Module:
     """A layer of these sizes; with a part of the experts, its output is their share of the sum."""
-    module = layer_class(
-        spec.d_model,
-        spec.d_ff,
-        spec.num_experts,
-        spec.top_k,
-        activation=spec.activation,
-        router=spec.router,
-        bias=spec.bias,
-        shared_d_ff=spec.shared_d_ff,
-        shared_gate=spec.shared_gate,
-        shared_activation=spec.shared_activation,
-        num_zero_experts=spec.num_zero_experts,
-        latent_dim=spec.latent_dim,
-        capacity=spec.capacity,
-        implementation=implementation,
-        device=device,
-        dtype=dtype,
-    )
-    if len(experts) < spec.num_experts:
+    module = layer_class.from_config(config, implementation=implementation, device=device, dtype=dtype)
+    if len(experts) < config.num_experts:
         module.keep_local_experts(experts)
     return module
 
 
 @torch.no_grad()
-def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, spec: BlockSpec, experts: range) -> None:
+def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: MoEConfig, experts: range) -> None:
     """Read every weight into its place; at most one of them is in memory beside the layer."""
     state = module.state_dict()
     for fill in plan.fills:
@@ -111,13 +95,13 @@ def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, spec: Bloc
         if fill.key is None:
             parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
         elif fill.experts is None:
-            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=spec.shared_is_gated)
+            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=config.shared_is_gated)
         else:
             for expert in fill.experts:
                 share = parameter[expert - experts.start]
-                if not _read_in_place(fill, files, expert, plan.sizes, share, spec.activation.gated):
+                if not _read_in_place(fill, files, expert, plan.sizes, share, config.activation.gated):
                     matrix = read_expert(fill, files, expert, plan.sizes, parameter)
-                    copy_expert(fill.key, matrix, share, gated=spec.activation.gated)
+                    copy_expert(fill.key, matrix, share, gated=config.activation.gated)
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
@@ -141,10 +125,10 @@ def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) 
     return fill.stored.read(files, rows, like.device).to(like.device)
 
 
-def _checked_experts(experts: range | Callable[[int], range] | None, spec: BlockSpec) -> range:
-    whole = range(spec.num_experts)
+def _checked_experts(experts: range | Callable[[int], range] | None, config: MoEConfig) -> range:
+    whole = range(config.num_experts)
     if callable(experts):
-        experts = experts(spec.num_experts)
+        experts = experts(config.num_experts)
     if experts is None:
         return whole
     if not isinstance(experts, range) or experts.step != 1 or not experts:
@@ -154,13 +138,13 @@ def _checked_experts(experts: range | Callable[[int], range] | None, spec: Block
     return experts
 
 
-def _stored_dtype(plan: Plan, values: dict, config: Config) -> torch.dtype:
+def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.dtype:
     """That of the experts on disk; of dequantised ones, the dtype of the model according to its configuration."""
     stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
     if stored.encoding == "plain":
         return stored.dtype
     names = ("dtype", "torch_dtype")
-    named = next((source[n] for source in (config.values, values) for n in names if source.get(n)), "bfloat16")
+    named = next((source[n] for source in (model_config.values, values) for n in names if source.get(n)), "bfloat16")
     if not isinstance(named, str) or named not in _DTYPES:
         raise ValueError(f"checkpoint: dtype in config.json must be one of {tuple(_DTYPES)}, got {named!r}")
     return _DTYPES[named]
@@ -171,7 +155,7 @@ def _report(
     prefix: str,
     layer: int,
     model_type: str,
-    spec: BlockSpec,
+    config: MoEConfig,
     plan: Plan,
     module: nn.Module,
     experts: range,
@@ -184,7 +168,7 @@ def _report(
         model_type=model_type,
         layout=plan.layout.name,
         family=plan.layout.family,
-        spec=spec,
+        config=config,
         experts=experts,
         tensors=tuple(
             LoadedTensor(

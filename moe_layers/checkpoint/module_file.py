@@ -1,4 +1,4 @@
-"""One module, one safetensors file, the names of its state dict."""
+"""Save and load one module as one safetensors file, under the names of its state dict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .files import DTYPES
 
-# Values of these dtypes mean the same in each of them; others may belong to scales, which such a file does not have.
+# These dtypes convert to each other without change of meaning. Others may need scales, which such a file lacks.
 _CONVERTIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -21,7 +21,7 @@ def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the module's state dict to one file.
 
     Raises:
-        ValueError: the parameters are shared with other processes, or on the meta device.
+        ValueError: the parameters are sharded over several ranks, or on the meta device.
     """
     _check_tensors("save_safetensors", module)
     save_file({name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}, path)
@@ -38,11 +38,11 @@ def _check_tensors(op: str, module: nn.Module) -> None:
 
 
 def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Read a file that `save_safetensors` wrote, tensor by tensor, into the module's existing tensors.
+    """Read a file written by `save_safetensors`, tensor by tensor, into the module's existing tensors.
 
     Raises:
-        ValueError: lists missing and unexpected tensors and those of a wrong shape or dtype, or the file is damaged,
-            or the parameters are shared with other processes or on the meta device; the module is then unchanged.
+        ValueError: lists missing and unexpected tensors and wrong shapes or dtypes; or the file is damaged, or the
+            parameters are sharded over several ranks or on the meta device. The module is then unchanged.
     """
     _check_tensors("load_safetensors", module)
     if Path(path).is_dir():
@@ -63,7 +63,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _problems(state: dict[str, Tensor], file: safe_open) -> list[str]:
-    """Where the tensors of a file, by their header, do not fit those of a module."""
+    """Return the mismatches between the tensors in a file's header and those of a module."""
     entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
     problems = [f"missing: {name} {tuple(state[name].shape)}" for name in state if name not in shapes]

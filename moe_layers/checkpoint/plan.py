@@ -1,10 +1,10 @@
-"""What goes where: every tensor of a block matched with a parameter, before a byte of them is read."""
+"""Plan of a load: matches every tensor of a block with a parameter before any of their bytes is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from .architectures import Architecture, BlockSpec
+from ..config import MoEConfig
 from .blocks import OTHER_NAMES, Block, shared_keys
 from .files import CheckpointFiles
 from .layouts import LAYOUTS, Key, Layout, Sizes
@@ -18,11 +18,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Fill:
-    """A weight of the checkpoint and where it goes.
+    """A weight of the checkpoint and its destination.
 
     Attributes:
         key: how its matrices become rows of the parameter; None for a plain copy.
-        experts: those to be read from it; None for what belongs to no expert.
+        experts: the experts to read from it; None for a weight that belongs to no expert.
     """
 
     stored: Stored
@@ -33,10 +33,10 @@ class Fill:
 
 @dataclass
 class Plan:
-    """Everything that is to be read.
+    """Everything that will be read.
 
     Attributes:
-        others: tensors of experts that are not to be loaded.
+        others: tensors of experts that will not be loaded.
     """
 
     layout: Layout
@@ -46,7 +46,7 @@ class Plan:
 
 
 class Planner:
-    """Collects what fills a layer, and every problem on the way."""
+    """Collects everything that fills a layer, and all problems found."""
 
     def __init__(self, files: CheckpointFiles, block: Block, float8_block: tuple[int, int]):
         self.files = files
@@ -56,27 +56,36 @@ class Planner:
         self.unused = dict.fromkeys(block.weights)
 
     def plan(
-        self, architecture: Architecture, spec: BlockSpec, shapes: Shapes, experts: range, recorded: str | None
+        self,
+        config: MoEConfig,
+        shapes: Shapes,
+        experts: range,
+        *,
+        published: tuple[str, ...],
+        recorded: str | None,
     ) -> Plan:
         """Match the weights of the block with the parameters of the given shapes.
 
+        Args:
+            published, recorded: see `choose_layout`.
+
         Raises:
-            ValueError: lists what is missing, left over, ambiguous or of a wrong shape.
+            ValueError: lists missing, left-over and ambiguous tensors, and wrong shapes.
         """
-        sizes = Sizes(spec.num_experts, spec.d_ff, spec.latent_dim or spec.d_model)
+        sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
         stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
         layout = choose_layout(
             self.block,
             stacked,
             sizes,
-            gated=spec.activation.gated,
-            published=architecture.layouts,
+            gated=config.activation.gated,
+            published=published,
             recorded=recorded,
         )
         plan = Plan(layout, sizes)
-        self._plan_experts(plan, spec, experts)
-        self._skip_zero_experts(plan, spec)
-        self._plan_shared_expert(plan, spec)
+        self._plan_experts(plan, config, experts)
+        self._skip_zero_experts(plan, config)
+        self._plan_shared_expert(plan, config)
         for parameter, shape in shapes.items():
             if parameter in OTHER_NAMES:
                 self._plan_other(plan, parameter, shape)
@@ -90,37 +99,37 @@ class Planner:
         assert filled == set(shapes), sorted(filled ^ set(shapes))
         return plan
 
-    def _plan_experts(self, plan: Plan, spec: BlockSpec, experts: range) -> None:
-        for key in plan.layout.select(bias=spec.bias):
-            numbers = range(spec.num_experts) if key.per_expert else [None]
+    def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range) -> None:
+        for key in plan.layout.select(bias=config.bias):
+            numbers = range(config.num_experts) if key.per_expert else [None]
             for number in numbers:
                 name = key.name.replace("{e}", str(number))
                 if key.per_expert and number not in experts:
                     self._skip(plan, name)
                     continue
                 held = experts if number is None else range(number, number + 1)
-                shape = self._shape_of_experts(name, key, plan.sizes, spec.num_zero_experts)
+                shape = self._shape_of_experts(name, key, plan.sizes, config.num_zero_experts)
                 self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
 
     def _shape_of_experts(self, name: str, key: Key, sizes: Sizes, num_zero_experts: int) -> tuple[int, ...]:
-        """transformers writes rows for zero experts into some tensors of all experts; nothing reads them."""
+        """Return the expected shape. transformers adds rows for zero experts to some tensors; nothing reads them."""
         with_zero_experts = key.shape(replace(sizes, num_experts=sizes.num_experts + num_zero_experts))
         stored = self._stacked(name) if name in self.block.weights else None
         return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
 
-    def _skip_zero_experts(self, plan: Plan, spec: BlockSpec) -> None:
-        """transformers writes weights for zero experts, which nothing reads."""
-        for key in plan.layout.select(bias=spec.bias) if spec.num_zero_experts else ():
-            for number in range(spec.num_experts, spec.num_experts + spec.num_zero_experts):
+    def _skip_zero_experts(self, plan: Plan, config: MoEConfig) -> None:
+        """Skip the weights that transformers writes for zero experts, which nothing reads."""
+        for key in plan.layout.select(bias=config.bias) if config.num_zero_experts else ():
+            for number in range(config.num_experts, config.num_experts + config.num_zero_experts):
                 name = key.name.replace("{e}", str(number))
                 if key.per_expert and name in self.unused:
                     self._skip(plan, name)
 
-    def _plan_shared_expert(self, plan: Plan, spec: BlockSpec) -> None:
-        if spec.shared_d_ff is None:
+    def _plan_shared_expert(self, plan: Plan, config: MoEConfig) -> None:
+        if config.shared_d_ff is None:
             return
-        sizes = Sizes(1, spec.shared_d_ff, spec.d_model)
-        tables = shared_keys(gated=spec.shared_is_gated)
+        sizes = Sizes(1, config.shared_d_ff, config.d_model)
+        tables = shared_keys(gated=config.shared_is_gated)
         found = max(tables, key=lambda keys: sum(key.name in self.unused for key in keys))
         for key in found:
             self._fill(plan, key.name, f"shared_expert.{key.parameter}", key.matrix_shape(sizes), key, None)
@@ -169,7 +178,7 @@ class Planner:
         return describe(self.files, full, group, self.float8_block, self.problems)
 
     def _stacked(self, name: str) -> Stored | None:
-        """Weights of all experts; what is wrong with one is reported where it is used."""
+        """Return a weight of all experts. Its problems are reported where it is used."""
         if name not in _STACKED:
             return None
         full, group = self.block.weights[name]
@@ -188,5 +197,5 @@ class Planner:
 
 
 def _without_leading_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Some biases are stored as [1, E]."""
+    """Drop a leading axis of size 1, because some biases are stored as [1, E]."""
     return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape

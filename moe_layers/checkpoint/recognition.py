@@ -1,4 +1,4 @@
-"""Which block of a checkpoint is meant, and which layout its experts have."""
+"""Selection of a checkpoint's block, and of the layout of its experts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from .blocks import Block, find_blocks, matching_layouts
 from .files import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
 
-# Parts of a model whose layers are counted apart from those of the language model's (or encoder's) stack.
+# Parts of a model whose layers are numbered separately from those of the language model or encoder.
 _BESIDE = ("mtp", "decoder", "talker", "code_predictor")
 
 
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
-    """The block of a layer, or the one with the given prefix.
+    """Return the block of a layer, or the one with the given prefix.
 
-    A number counts the layers of the language model, in an encoder-decoder those of the encoder.
+    A number counts the layers of the language model; in an encoder-decoder, those of the encoder.
 
     Raises:
-        ValueError: there is no such block, or several.
+        ValueError: there is no such block, or more than one.
     """
     blocks = find_blocks(files.file_of)
     if isinstance(layer, str):
@@ -43,41 +43,46 @@ def choose_layout(
     published: tuple[str, ...],
     recorded: str | None,
 ) -> Layout:
-    """The layout of the block's experts; shapes settle what names leave open, and publication what shapes do.
+    """Return the layout of the block's experts. Shapes resolve ambiguous names, `published` resolves ambiguous shapes.
 
     Args:
-        shapes: of the weights of the block that hold all experts.
-        published: the layouts of this architecture, among those with the same names.
-        recorded: what our own `convert` and `save_checkpoint` wrote into the configuration.
+        shapes: shapes of the block's weights that hold all experts.
+        published: the layouts of this architecture, among layouts with equal names.
+        recorded: the layout that `convert` and `save_checkpoint` wrote into the configuration.
 
     Raises:
-        ValueError: no layout has these names, or several fit and nothing says which.
+        ValueError: no layout has these names, or several fit and nothing decides between them.
     """
     candidates = matching_layouts(block, gated=gated)
     if recorded is not None and candidates:
         candidates = [layout for layout in candidates if layout.name == recorded]
         if not candidates:
             raise ValueError(
-                f"checkpoint: config.json says that {block.prefix} has layout {recorded!r}, which it has not"
+                f"checkpoint: config.json records layout {recorded!r} for {block.prefix}, whose tensors have another"
             )
     if not candidates:
         return _most_similar(block, gated, published)
     if len(candidates) == 1:
         return candidates[0]
     fitting = [layout for layout in candidates if _fits(layout, shapes, sizes)]
-    stated = [layout for layout in fitting if layout.name in published]
-    if len(stated) == 1:
-        return stated[0]
     if not fitting:
         return next((layout for layout in candidates if layout.name in published), candidates[0])
-    told_apart = sizes.d_model not in (sizes.d_ff, 2 * sizes.d_ff) and "interleaved" not in published
-    plain = [layout for layout in fitting if layout.name != "interleaved"]
-    if not stated and told_apart and len(plain) == 1:
-        return plain[0]
+    if (layout := _only_one(fitting, sizes, published)) is not None:
+        return layout
     held = ", ".join(f"{block.prefix}{name} {shape}" for name, shape in sorted(shapes.items()))
     raise ValueError(
         f"checkpoint: the layout of {held} is ambiguous, it may be {' or '.join(layout.name for layout in fitting)}"
     )
+
+
+def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
+    """Return the layout that the architecture publishes or, without one, that the sizes alone decide; else None."""
+    stated = [layout for layout in fitting if layout.name in published]
+    if stated:
+        return stated[0] if len(stated) == 1 else None
+    told_apart = sizes.d_model not in (sizes.d_ff, 2 * sizes.d_ff) and "interleaved" not in published
+    plain = [layout for layout in fitting if layout.name != "interleaved"]
+    return plain[0] if told_apart and len(plain) == 1 else None
 
 
 def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> bool:
@@ -86,7 +91,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """For naming what is missing: the layout of which most tensors are there."""
+    """Return the layout with most tensors present, to name the missing ones."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

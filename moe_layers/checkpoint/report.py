@@ -1,4 +1,4 @@
-"""The proof that a layer was loaded completely: what every tensor of the block became."""
+"""Evidence that a layer was loaded completely: the use of every tensor of the block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .architectures import BlockSpec
+from ..config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class LoadedTensor:
     """One weight of the checkpoint.
 
     Attributes:
-        names: its tensors on disk, each of which belongs to this weight alone.
+        names: the weight's tensors on disk, which belong to no other weight.
         encoding: "plain", "float8" or "mxfp4".
-        parameter: what it fills, or fills a part of; `parts` and `experts` say which.
+        parameter: the parameter that it fills, fully or in part; `parts` and `experts` say which part.
     """
 
     names: tuple[str, ...]
@@ -35,13 +35,13 @@ class LoadedTensor:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How a layer was loaded. `str()` of it is a readable account.
+    """How a layer was loaded. `str()` returns a readable summary.
 
     Attributes:
-        prefix: of the block's tensors.
-        layout: the name of the experts' layout, and `family` its letter.
+        prefix: prefix of the block's tensor names.
+        layout: name of the experts' layout; `family` is its letter.
         tensors: each tensor of the block, used exactly once.
-        other_experts: tensors of experts that were not asked for (and of zero experts, if they have any), left unread.
+        other_experts: unread tensors of experts that were not requested, and of zero experts if they have any.
         parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once.
     """
 
@@ -51,7 +51,7 @@ class LoadReport:
     model_type: str
     layout: str
     family: str
-    spec: BlockSpec
+    config: MoEConfig
     experts: range
     tensors: tuple[LoadedTensor, ...]
     other_experts: tuple[str, ...]
@@ -64,7 +64,7 @@ class LoadReport:
 
     @property
     def dtype_changes(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        """Of each tensor on disk whose dtype is not the parameter's: both dtypes."""
+        """Both dtypes of each tensor on disk whose dtype differs from its parameter's."""
         return {
             tensor.names[0]: (tensor.dtype, tensor.parameter_dtype) for tensor in self.tensors if tensor.changes_dtype
         }
@@ -87,18 +87,18 @@ class LoadReport:
         owner, _, name = parameter.rpartition(".")
         if owner not in ("experts", "shared_expert") or name == "w_gate":
             return [(None, "")]
-        gated = self.spec.activation.gated if owner == "experts" else self.spec.shared_is_gated
+        gated = self.config.activation.gated if owner == "experts" else self.config.shared_is_gated
         up = ("gate", "up") if gated else ("up",)
         parts = ("down",) if name.endswith("_down") else up
         return [(e, part) for e in (self.experts if owner == "experts" else [None]) for part in parts]
 
     def __str__(self) -> str:
-        spec = self.spec
+        config = self.config
         lines = [
             f"{self.prefix} of {self.directory}: {self.model_type}, layout {self.layout} (family {self.family})"
             + (f", dequantised from {', '.join(self.quantization)}" if self.quantization else ""),
-            f"{spec.num_experts} experts [{self.experts.start}, {self.experts.stop}) loaded, d_model {spec.d_model}, "
-            f"d_ff {spec.d_ff}, top {spec.top_k}, {spec.activation}",
+            f"{config.num_experts} experts [{self.experts.start}, {self.experts.stop}) loaded, "
+            f"d_model {config.d_model}, d_ff {config.d_ff}, top {config.top_k}, {config.activation}",
             f"{sum(len(tensor.names) for tensor in self.tensors)} tensors used once each, "
             f"{len(self.other_experts)} of other experts left unread, nothing left over",
         ]

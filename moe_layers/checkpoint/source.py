@@ -1,4 +1,4 @@
-"""Where a layer came from, remembered for writing it back under the same names."""
+"""The origin of a layer, stored to write it back under the same names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class CheckpointSource:
     """Names of the block that a layer was read from.
 
     Attributes:
-        config: the whole `config.json`.
-        layout: of the experts.
-        names: full names of the tensors of the router and other single parameters, by parameter.
-        shapes: of these tensors on disk, where some biases are [1, E].
-        shared: key table of the shared expert; its names are full.
+        config: the complete `config.json`.
+        layout: name of the experts' layout.
+        names: full tensor names of the router and other single parameters, by parameter.
+        shapes: shapes of these tensors on disk, where some biases are [1, E].
+        shared: key table of the shared expert, with full names.
     """
 
     config: dict

@@ -1,4 +1,4 @@
-"""Weights as they are stored: plain, or quantised and spread over a tensor of numbers and a tensor of scales."""
+"""Stored weights: plain, or quantised as one tensor of numbers and one of scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dequantize import MXFP4_GROUP, dequantize_float8, dequantize_mxfp4
-from .files import CheckpointFiles
+from .files import CheckpointFiles, TensorInfo
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
@@ -22,8 +22,8 @@ class Stored:
     Attributes:
         encoding: "plain", "float8" or "mxfp4".
         names: the tensors on disk: the weight, or its numbers and their scales.
-        shape: of the weight.
-        dtype: of the numbers on disk.
+        shape: shape of the weight.
+        dtype: dtype of the numbers on disk.
     """
 
     name: str
@@ -40,7 +40,8 @@ class Stored:
         return self.dtype if self.encoding == "plain" else torch.float32
 
     def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
-        """The weight or a range of its first axis on `device`; quantised ones are dequantised there to float32."""
+        """Return the weight, or a range of its first axis, on `device`. Quantised weights are dequantised to
+        float32."""
         if self.encoding == "plain":
             return files.read(self.names[0], rows)
         numbers, scales = (files.read(name, rows).to(device) for name in self.names)
@@ -53,7 +54,7 @@ Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """The weights behind the tensors of a checkpoint. The scales of an "mxfp4" weight may be missing there."""
+    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may not exist."""
     names = set(names)
     weights: dict[str, Group] = {name: ("plain", (name,)) for name in names}
     for name in names:
@@ -72,10 +73,10 @@ def group_names(names: Iterable[str]) -> dict[str, Group]:
 def describe(
     files: CheckpointFiles, name: str, group: Group, block: tuple[int, int], problems: list[str]
 ) -> Stored | None:
-    """Read shapes from the headers; what is wrong goes to `problems`, and then the result is None.
+    """Read shapes from the headers. Append errors to `problems`, and then return None.
 
     Args:
-        block: rows and columns that share a scale in float8 weights.
+        block: rows and columns of a float8 weight that share a scale.
     """
     encoding, names = group
     missing = [part for part in names if part not in files.file_of]
@@ -83,29 +84,50 @@ def describe(
         problems.extend(f"missing: {part}" for part in missing)
         return None
     infos = [files.info(part) for part in names]
-    numbers, num_bytes = infos[0], sum(info.num_bytes for info in infos)
-    shape = numbers.shape
-    if encoding == "plain":
-        if numbers.dtype in _FLOAT8:
-            problems.append(f"missing: {name}_scale_inv, the scales of {name}, which is {_short(numbers.dtype)}")
-            return None
-    elif encoding == "float8":
-        expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
-        if numbers.dtype not in _FLOAT8 or infos[1].dtype not in _SCALE_DTYPES:
-            problems.append(f"wrong dtype: {names[0]} is {_short(numbers.dtype)}, its scales {_short(infos[1].dtype)}")
-        if len(shape) < 2 or infos[1].shape != expected:
-            problems.append(f"wrong shape: {names[1]} is {infos[1].shape}, must be {expected} for {names[0]} {shape}")
-    else:
-        groups = shape[-2] if len(shape) > 2 else 0
-        shape = (*shape[:-2], groups * MXFP4_GROUP)
-        if {numbers.dtype, infos[1].dtype} != {torch.uint8}:
-            problems.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {_short(numbers.dtype)}")
-        if not groups or numbers.shape[-1] != MXFP4_GROUP // 2 or infos[1].shape != numbers.shape[:-1]:
-            problems.append(
-                f"wrong shape: {names[0]} is {numbers.shape} with scales {infos[1].shape}, "
-                f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"
-            )
-    return Stored(name, encoding, names, shape, numbers.dtype, block, num_bytes)
+    shape, wrong = _ENCODINGS[encoding](name, names, infos, block)
+    problems.extend(wrong)
+    if shape is None:
+        return None
+    return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
+
+
+# Of each encoding: the shape of the weight, None if it cannot be read, and what is wrong with its tensors.
+_Finding = tuple[tuple[int, ...] | None, list[str]]
+
+
+def _describe_plain(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    (numbers,) = infos
+    if numbers.dtype in _FLOAT8:
+        return None, [f"missing: {name}_scale_inv, the scales of {name}, which is {_short(numbers.dtype)}"]
+    return numbers.shape, []
+
+
+def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    numbers, scales = infos
+    shape, wrong = numbers.shape, []
+    expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
+    if numbers.dtype not in _FLOAT8 or scales.dtype not in _SCALE_DTYPES:
+        wrong.append(f"wrong dtype: {names[0]} is {_short(numbers.dtype)}, its scales {_short(scales.dtype)}")
+    if len(shape) < 2 or scales.shape != expected:
+        wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {shape}")
+    return shape, wrong
+
+
+def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    numbers, scales = infos
+    shape, wrong = numbers.shape, []
+    groups = shape[-2] if len(shape) > 2 else 0
+    if {numbers.dtype, scales.dtype} != {torch.uint8}:
+        wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {_short(numbers.dtype)}")
+    if not groups or shape[-1] != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
+        wrong.append(
+            f"wrong shape: {names[0]} is {shape} with scales {scales.shape}, "
+            f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"
+        )
+    return (*shape[:-2], groups * MXFP4_GROUP), wrong
+
+
+_ENCODINGS = {"plain": _describe_plain, "float8": _describe_float8, "mxfp4": _describe_mxfp4}
 
 
 def _short(dtype: torch.dtype) -> str:

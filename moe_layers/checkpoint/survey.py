@@ -1,4 +1,4 @@
-"""What the MoE blocks of a checkpoint look like, from the headers of its files; the architecture may be unknown."""
+"""Survey of a checkpoint's MoE blocks from the headers of its files. The architecture may be unknown."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .architectures import ARCHITECTURES
+from ..architectures import ARCHITECTURES, RECORD, ModelConfig, read_config
 from .blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
-from .config import RECORD, Config, float8_block, read_config
 from .files import CONFIG, CheckpointFiles, read_json
-from .layouts import Layout, Sizes
+from .layouts import Layout, Sizes, published_layouts
+from .quantization import float8_block
 from .stored import Stored, describe
 
 
 @dataclass(frozen=True)
 class BlockSurvey:
-    """A block and what its tensors may mean.
+    """A block and the possible meanings of its tensors.
 
     Attributes:
-        layouts: those that fit; more than one where neither names nor shapes nor the architecture tell them apart.
-        sizes: as each of these layouts reads them.
+        layouts: the layouts that fit; several if neither names nor shapes nor the architecture decide between them.
+        sizes: the sizes according to each of these layouts.
         bias: the experts have biases.
-        experts: the weights of the experts, by name below the block; also those written for zero experts.
-        num_routed: rows of the router, less those of zero experts.
-        wrong: why no layout fits.
+        experts: the experts' weights by name below the block, including those written for zero experts.
+        num_routed: rows of the router without those of zero experts.
+        wrong: the reasons why no layout fits.
     """
 
     block: Block
@@ -46,7 +46,7 @@ class BlockSurvey:
 
 
 def survey(files: CheckpointFiles) -> list[BlockSurvey]:
-    """All MoE blocks.
+    """Return all MoE blocks.
 
     Raises:
         ValueError: a file is damaged, or the configuration is missing.
@@ -57,27 +57,15 @@ def survey(files: CheckpointFiles) -> list[BlockSurvey]:
 
 def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSurvey:
     config = read_config(values, block.layer)
-    float8 = float8_block(values, config)
-    problems: list[str] = []
-    described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
-    if problems:
-        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + "\n  ".join(problems))
-    patterns = block.patterns()
-    candidates = matching_layouts(block)
+    described = _described(files, block, float8_block(values, config))
     architecture = ARCHITECTURES.get(config.model_type)
     num_zero = architecture.num_zero_experts(config) if architecture else 0
     router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
-    matches = [(layout, *_match(block, described, layout, router, num_zero)) for layout in candidates]
-    fitting = [(layout, sizes) for layout, sizes, wrong in matches if not wrong]
-    wrong = [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
+    fitting, wrong = _fitting(block, described, router, num_zero)
     fitting = _narrow(fitting, values.get(RECORD), config)
+    patterns = block.patterns()
     bias = any(key.bias and key.name in patterns for layout, _ in fitting for key in layout.keys)
-    names = {
-        key.name.replace("{e}", str(e))
-        for layout, sizes in fitting
-        for key in layout.select(bias=bias)
-        for e in (range(sizes.num_experts + num_zero) if key.per_expert else range(1))
-    }
+    names = {name for layout, sizes in fitting for name in _names(layout, bias, sizes.num_experts + num_zero)}
     return BlockSurvey(
         block=block,
         layouts=tuple(layout for layout, _ in fitting),
@@ -90,10 +78,39 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
     )
 
 
+def _fitting(
+    block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
+) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
+    """Return the layouts that fit, with their sizes; without any, what is wrong with the most similar one."""
+    matches = [
+        (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
+    ]
+    fitting = [(layout, sizes) for layout, sizes, wrong in matches if not wrong]
+    return fitting, [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
+
+
+def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) -> dict[str, Stored]:
+    """Return the block's weights by name. Raise ValueError if some cannot be read."""
+    problems: list[str] = []
+    described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
+    if problems:
+        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + "\n  ".join(problems))
+    return described
+
+
+def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
+    """Return the names of a layout's tensors."""
+    return {
+        key.name.replace("{e}", str(expert))
+        for key in layout.select(bias=bias)
+        for expert in (range(num_experts) if key.per_expert else range(1))
+    }
+
+
 def _match(
     block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[Sizes | None, list[str]]:
-    """The sizes of a layout's tensors, and which of them do not fit."""
+    """Return the sizes of a layout's tensors, and which of them do not fit."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
     name = down.name.replace("{e}", str(min(numbers, default=0)))
@@ -119,7 +136,7 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """The tensors of a layout that are not there or do not have these sizes. Zero experts have no matrix "down"."""
+    """Return missing tensors of a layout and those of other sizes. Zero experts have no matrix "down"."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=False):
@@ -137,13 +154,15 @@ def _misfits(
     return wrong
 
 
-def _narrow(fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: Config) -> list[tuple[Layout, Sizes]]:
-    """Drop what the record or a known architecture rules out."""
-    architecture = ARCHITECTURES.get(config.model_type)
+def _narrow(
+    fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: ModelConfig
+) -> list[tuple[Layout, Sizes]]:
+    """Drop the layouts that the record or a known architecture rules out."""
     if recorded is not None:
         return [(layout, sizes) for layout, sizes in fitting if layout.name == recorded]
-    if architecture is None or len(fitting) < 2:
+    if config.model_type not in ARCHITECTURES or len(fitting) < 2:
         return fitting
-    published = [(layout, sizes) for layout, sizes in fitting if layout.name in architecture.layouts]
+    names = published_layouts(config.model_type)
+    published = [(layout, sizes) for layout, sizes in fitting if layout.name in names]
     plain = [(layout, sizes) for layout, sizes in fitting if layout.name != "interleaved"]
-    return published or ([] if "interleaved" in architecture.layouts else plain) or fitting
+    return published or ([] if "interleaved" in names else plain) or fitting

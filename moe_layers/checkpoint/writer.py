@@ -1,4 +1,4 @@
-"""Writing a checkpoint shard by shard, holding one shard at a time."""
+"""Checkpoint writer that holds one shard at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 class ShardWriter:
-    """Takes tensors in order and writes a shard whenever the next one would not fit; a larger one gets its own.
+    """Takes tensors in order, and writes a shard when the next tensor would not fit. A larger tensor gets its own
+    shard.
 
-    Until `finish` the files have names that nobody reads: an interrupted run leaves no half checkpoint to be loaded.
+    Until `finish`, the files have temporary names, so an interrupted run leaves no partial checkpoint to load.
 
     Raises:
-        ValueError: the directory already holds files, the size is not positive, or (`add`) a name comes twice.
+        ValueError: the directory already holds files, the size is not positive, or (`add`) a name is repeated.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_shard_bytes: int = DEFAULT_SHARD_BYTES):
@@ -38,7 +39,7 @@ class ShardWriter:
         self._written: set[str] = set()
 
     def make_room(self, num_bytes: int) -> None:
-        """Write what is held if a tensor of this size would not fit beside it; call it before allocating one."""
+        """Write the held tensors if one of this size would not fit in addition. Call it before allocating a tensor."""
         if self._held and self._held_bytes + num_bytes > self.max_shard_bytes:
             self._write_shard()
 

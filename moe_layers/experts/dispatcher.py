@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from moe_kernels import sort_by_expert
 
 from ..routing.capacity import Slots
-from .grouped import GroupedExperts
+from .grouped import ExpertRows, GroupedExperts
 
 
-class Dispatched(NamedTuple):
-    """What comes back from the experts, perhaps later."""
+class Pending(Protocol):
+    """The outputs of the experts, perhaps in flight."""
 
-    tokens: Tensor | Callable[[], Tensor]  # [T, D], or what waits for them while they are under way
-    offsets: Tensor  # [experts.num_experts] int32: exclusive end row of each, with this call's slots in expert order
+    @property
+    def offsets(self) -> Tensor:  # [num_experts] int32
+        """Exclusive end row of each expert, with the slots of this rank's tokens in expert order."""
 
-    def arrived(self) -> Tensor:  # [T, D]
-        return self.tokens if isinstance(self.tokens, Tensor) else self.tokens()
+    def wait(self) -> Tensor:  # [T, D]
+        """The outputs. Does not wait for the GPU."""
+
+
+class Finished(NamedTuple):
+    """Outputs that were never in flight."""
+
+    out: Tensor  # [T, D]
+    offsets: Tensor
+
+    def wait(self) -> Tensor:
+        return self.out
 
 
 class LocalDispatcher:
@@ -33,16 +43,19 @@ class LocalDispatcher:
     def __init__(self, first_expert: int = 0):
         self.first_expert = first_expert
 
-    def __call__(
-        self,
-        tokens: Tensor,  # [T, D]
-        slots: Slots,
-        experts: GroupedExperts,
-    ) -> Dispatched:
+    def run(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Pending:  # tokens [T, D]
+        """Dispatch, compute, and start to combine."""
+        rows = self.dispatch(tokens, slots, experts)
+        return self.combine(experts(rows), rows)
+
+    def dispatch(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> ExpertRows:
+        """The rows of the experts of this rank."""
         local = slots.topk_experts - self.first_expert if self.first_expert else slots.topk_experts
         permutation = sort_by_expert(
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
         )
-        given = {} if slots.w_router is None else {"w_router": slots.w_router}
-        out = experts(tokens, slots.topk_weights, permutation, **given)
-        return Dispatched(out, permutation.offsets)
+        return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets, slots.w_router)
+
+    def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
+        """Start to bring the experts' outputs back to their tokens."""
+        return Finished(out, rows.offsets)

@@ -1,35 +1,59 @@
-"""The experts: the parameters of E feed-forwards, and one call into `moe_kernels`.
+"""The parameters of E expert feed-forwards, and one call into `moe_kernels`.
 
 Weights are [E, out, in], like nn.Linear with an expert axis in front. `w_up` [E, 2F, D] holds the gate rows, then the
-up rows of each expert, or with a plain activation [E, F, D] the up rows alone; `w_down` is [E, D, F]. Biases are `b_up`
-[E, 2F] or [E, F], and `b_down` [E, D].
+up rows of each expert. With a plain activation it is [E, F, D], the up rows alone. `w_down` is [E, D, F]. Biases are
+`b_up` [E, 2F] or [E, F], and `b_down` [E, D].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import IMPLEMENTATIONS, RECOMPUTE, Activation, ExpertWeights, Permutation, as_activation, fused_experts
+from moe_kernels import Activation, Permutation
+from moe_kernels.activation_spec import as_activation
+from moe_kernels.experts.fused import RECOMPUTE, compute_experts
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.types import ExpertWeights
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
 
-Computation = Callable[[Tensor, Tensor, ExpertWeights], Tensor]  # of tokens [T, D], topk_weights [T, K] and weights
+
+class ChunkPlan(Protocol):
+    """Computes the experts' outputs chunk by chunk, while other chunks are in flight."""
+
+    def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor: ...
+
+
+class ExpertRows(NamedTuple):
+    """The input of the experts: tokens, and where their slots are among the rows.
+
+    A named tuple, because FSDP2 finds the tensors of a module's arguments in these.
+    """
+
+    tokens: Tensor  # [T, D]
+    topk_weights: Tensor  # [T, K] float32
+    permutation: Permutation | None  # of the slots; None with a plan
+    offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
+    w_router: Tensor | None = None  # [E, D]: compute the router's gradient, too; see `router_gradient.py`
+    plan: ChunkPlan | None = None  # None for one call of `fused_experts`
+    route: NamedTuple | None = None  # what the dispatcher needs to bring the outputs back
 
 
 class GroupedExperts(nn.Module):
     """`num_experts` feed-forwards `w_down @ activation(w_up @ token)`, computed for all tokens together.
 
     Args:
-        activation: "swiglu" or another name or `Activation`. A gated one makes the experts gated.
-        bias: both projections have one.
-        weight_on_input: the routing weight multiplies the token before the expert, not its output.
-        recompute: "up" keeps no pre-activations for backward, at the price of one more GEMM there; None keeps them.
-        batch_invariant: the other tokens change no bit of a token's output, nor of its gradient.
-        init_std: standard deviation of the weights at first.
+        activation: a name (default "swiglu") or an `Activation`. A gated activation makes the experts gated.
+        bias: both projections have a bias.
+        weight_on_input: the routing weight multiplies the expert's input instead of its output.
+        recompute: "up" saves no pre-activations for backward, which costs one more GEMM there. Default None saves them.
+        batch_invariant: other tokens change no bit of a token's output or gradient.
+        init_std: initial standard deviation of the weights.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -57,7 +81,7 @@ class GroupedExperts(nn.Module):
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
         check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
         self.num_experts = num_experts
-        # Of a parameter, with its name, that several processes share.
+        # Maps a parameter that several ranks share, with its name, to this rank's part.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # see `fused_experts`
         self.activation = as_activation("GroupedExperts", activation)
@@ -78,7 +102,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weights from a normal distribution, by default with `init_std`; biases become zero."""
+        """Draw the weights from a normal distribution, with `init_std` by default, and zero the biases."""
         std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
             nn.init.normal_(weight, std=std)
@@ -93,30 +117,31 @@ class GroupedExperts(nn.Module):
             setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
 
-    def forward(
-        self,
-        tokens: Tensor,  # [T, D]
-        topk_weights: Tensor,  # [T, K] float32
-        permutation: Permutation | Computation,
-        w_router: Tensor | None = None,  # [E, D]; see `fused_experts`
-    ) -> Tensor:  # [T, D]
-        """`permutation` is that of the slots, or what computes them in its own way."""
+    def forward(self, rows: ExpertRows) -> Tensor:  # [T, D]
+        """Each token through its experts, summed with its routing weights."""
+        topk_weights = rows.topk_weights
         if topk_weights.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
                 "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
             )
+        parameters = {"w_up": self.w_up, "w_down": self.w_down}
+        if self.b_up is not None:
+            parameters |= {"b_up": self.b_up, "b_down": self.b_down}
+        if self.local_share is not None:
+            parameters = {name: self.local_share(name, parameter) for name, parameter in parameters.items()}
+        weights = ExpertWeights(**parameters)
 
-        def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *others: Tensor) -> Tensor:
-            if not isinstance(permutation, Permutation):
-                return permutation(tokens, topk_weights, ExpertWeights(w_up, w_down, *others))
-            return fused_experts(
+        def experts(tokens: Tensor, *operands: Tensor | None) -> Tensor:
+            *given, w_router = operands
+            if rows.plan is not None:
+                return rows.plan(tokens, topk_weights, ExpertWeights(*given))
+            return compute_experts(
                 tokens,
                 topk_weights,
-                permutation,
-                w_up,
-                w_down,
-                **dict(zip(optional, others, strict=True)),
+                rows.permutation,
+                ExpertWeights(*given),
+                w_router=w_router,
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
                 recompute=self.recompute,
@@ -125,14 +150,7 @@ class GroupedExperts(nn.Module):
                 implementation=self.implementation,
             )
 
-        optional = {} if self.b_up is None else {"b_up": self.b_up, "b_down": self.b_down}
-        weights = self.w_up, self.w_down, *optional.values()
-        if self.local_share is not None:
-            weights = map(self.local_share, ("w_up", "w_down", *optional), weights)
-        if w_router is not None:
-            optional["w_router"] = w_router
-            weights = *weights, w_router
-        return call_with_autocast_rules(experts, tokens, *weights)
+        return call_with_autocast_rules(experts, rows.tokens, *weights, rows.w_router)
 
     def extra_repr(self) -> str:
         num_experts, d_model, d_ff = self.w_down.shape

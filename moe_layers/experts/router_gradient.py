@@ -1,12 +1,12 @@
-"""When the experts pass on to the tokens what the router's choice of weights owes them.
+"""Decides whether the experts compute the part of the tokens' gradient that comes through the routing weights.
 
-The gradient of a layer's input has two parts: through the experts' products, and through the routing weights. Where
-weights are a softmax over the logits of the chosen experts, the op of the experts can add the second to the first for
-next to nothing, instead of a product with the gradient of all logits and a pass that adds it. The router then gets the
-tokens without their graph. That is right only if nobody but the experts reads what the router returns, and reads
-it as the router returned it: so in training with auxiliary losses, with hooks on either of them, or where `forward`
-returns the routing, autograd has to find its own way. A hook that comes or goes between a checkpointed forward and its
-recomputation changes what is kept, and PyTorch reports that as an error.
+The gradient of a layer's input has two parts: through the experts' products, and through the routing weights. Where the
+weights are a softmax over the logits of the chosen experts, the experts' op can add the second part where it sums the
+rows of the first. That replaces a product with the gradient of all logits, and an addition. The router then gets
+detached tokens. The result is right only if the experts alone read the router's output, unchanged. So autograd computes
+the second part where an auxiliary loss, a hook on the router or the experts, or the caller reads the routing. A hook
+that is added or removed between a checkpointed forward and its recomputation changes what is saved, which PyTorch
+reports as an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import runs_kernels
+from moe_kernels.runtime.dispatch import runs_kernels
 
 from ..routing.router import TopKRouter
 from .dispatcher import LocalDispatcher
@@ -23,11 +23,8 @@ from .grouped import GroupedExperts
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def experts_can_pass_it_on(layer: nn.Module, tokens: Tensor) -> bool:
-    """Whether the layer's parts are such, and there is a gradient to pass on.
-
-    Subclasses of the parts, and what wraps them, may do anything.
-    """
+def can_fuse_router_gradient(layer: nn.Module, tokens: Tensor) -> bool:
+    """Whether the layer's parts allow it and the tokens need a gradient. Subclasses of the parts never allow it."""
     router, experts = layer.router, layer.experts
     return (
         tokens.requires_grad

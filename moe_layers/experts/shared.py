@@ -1,4 +1,4 @@
-"""The shared expert: a feed-forward that every token passes."""
+"""The shared expert: a feed-forward that processes every token."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_kernels import (
-    IMPLEMENTATIONS,
-    Activation,
-    RouterSpec,
-    as_activation,
-    fused_experts,
-    gated_activation,
-    plain_activation,
-    scored_linear_routing,
-    sort_by_expert,
-)
+from moe_kernels import Activation, RouterSpec, apply_activation, fused_experts, linear_routing, sort_by_expert
+from moe_kernels.activation_spec import as_activation
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
 
-_GATE = RouterSpec(score="sigmoid", normalize=False)  # of one expert
+_GATE = RouterSpec(score="sigmoid", normalize=False)  # for a single expert
 
 
 class SharedExpert(nn.Module):
@@ -30,10 +22,10 @@ class SharedExpert(nn.Module):
     With a plain activation `w_up` is [F, D].
 
     Args:
-        gate: the output of a token is multiplied by sigmoid(w_gate @ token), with `w_gate` [1, D].
-        batch_invariant: the other tokens change no bit of a token's output, nor of its gradient. The gate is then
+        gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D].
+        batch_invariant: other tokens change no bit of a token's output or gradient. The gate is then computed in
             float32.
-        init_std: standard deviation of the weights at first.
+        init_std: initial standard deviation of the weights.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -67,7 +59,7 @@ class SharedExpert(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw every weight from a normal distribution, by default with `init_std`."""
+        """Draw every weight from a normal distribution, with `init_std` by default."""
         for weight in self.parameters():
             nn.init.normal_(weight, std=self.init_std if std is None else std)
 
@@ -80,17 +72,16 @@ class SharedExpert(nn.Module):
         return call_with_autocast_rules(expert, tokens, *weights)
 
     def _expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
-        activate = gated_activation if self.activation.gated else plain_activation
         preactivation = functional.linear(tokens, w_up)  # [T, 2F] or [T, F]
-        activated = activate(preactivation, self.activation, implementation=self.implementation)
+        activated = apply_activation(preactivation, self.activation, implementation=self.implementation)
         out = functional.linear(activated, w_down)
         return out * torch.sigmoid(functional.linear(tokens, *w_gate)) if w_gate else out
 
     def _as_routed_expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
-        """As the only expert of a layer, whose ops are batch-invariant; the gate is its routing weight."""
+        """Compute the shared expert as the only expert of a layer with batch-invariant ops; the gate is its weight."""
         options = {"batch_invariant": True, "implementation": self.implementation}
         if w_gate:
-            weights = scored_linear_routing(tokens, *w_gate, 1, _GATE, **options).topk_weights
+            weights = linear_routing(tokens, *w_gate, 1, _GATE, **options).topk_weights
         else:
             weights = tokens.new_ones(len(tokens), 1, dtype=torch.promote_types(tokens.dtype, torch.float32))
         first = torch.zeros(len(tokens), 1, dtype=torch.int32, device=tokens.device)

@@ -1,1 +1,1 @@
-"""Our experts inside other libraries' models. Each module here needs its library; nothing else imports them."""
+"""This package's experts in models of other libraries. Each module needs its library; nothing else imports it."""

@@ -1,4 +1,4 @@
-"""Collectives of the processes that share experts: PyTorch's functional ones, which checkpointed regions can save."""
+"""Collectives between the ranks that share experts. Functional ones, so that checkpointed regions save them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from moe_kernels.runtime.pytorch import assert_on_device
+
 from ..routing.activation_checkpointing import routing_ops
 
 _OPS = torch.ops._c10d_functional
 
-# What a checkpointed region saves, so that its recomputation need not communicate.
+# Saved by a checkpointed region, so that its recomputation need not communicate.
 COLLECTIVES = [
     _OPS.all_gather_into_tensor.default,
     _OPS.reduce_scatter_tensor.default,
@@ -29,30 +31,31 @@ COLLECTIVES = [
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a group, by the group's name, so that what holds them can be copied.
+    """The ranks of a group, stored by the group's name, so that objects holding them can be copied.
 
-    Each collective starts at once; every process must start the same ones in the same order. `all_gather` and its like
-    return what must go through `wait` before anything reads it; `gathering` and its like return a `AsyncCollective`.
+    Each collective starts at once; every rank must start the same collectives in the same order. Results of
+    `all_gather`, `reduce_scatter` and `all_to_all` must pass through `wait` before anything reads them. `gathering`,
+    `scattering` and `exchanging` return an `AsyncCollective`.
     """
 
     name: str
     size: int
-    rank: int  # of this process in the group
+    rank: int  # this process's rank in the group
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Ranks:
         return cls(group.group_name, group.size(), group.rank())
 
     def all_gather(self, tensor: Tensor) -> Tensor:  # [N, ...] -> [P * N, ...]
-        """The tensors of all, one after another; all must have the same shape."""
+        """Return all ranks' tensors, concatenated. They must have the same shape."""
         return _OPS.all_gather_into_tensor(tensor.contiguous(), self.size, self.name)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:  # [P * N, ...] -> [N, ...]
-        """This process's part of the sum over all."""
+        """Return this rank's part of the sum over all ranks."""
         return _OPS.reduce_scatter_tensor(tensor.contiguous(), "sum", self.size, self.name)
 
     def all_to_all(self, tensor: Tensor, received: list[int], sent: list[int]) -> Tensor:  # [sum(sent), ...]
-        """`sent[p]` of the rows, in turn, go to process p; `received[p]` of the result, in turn, came from it."""
+        """Send `sent[p]` rows, in turn, to rank p. `received[p]` rows of the result, in turn, come from rank p."""
         return _OPS.all_to_all_single(tensor.contiguous(), received, sent, self.name)
 
     def gathering(self, tensor: Tensor) -> AsyncCollective:
@@ -67,20 +70,19 @@ class Ranks:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """The result of a collective, for use on the current stream. Does not wait for the GPU."""
+    """Return the result of a collective for use on the current stream, without host synchronisation."""
     return _OPS.wait_tensor(tensor)
 
 
 class AsyncCollective:
-    """A tensor under way, whose gradient travels the way back.
+    """A tensor in flight whose gradient is sent back by the dual collective.
 
-    What runs between the departure and `wait` does so while the tensor travels. In backward, where autograd runs what
-    forward ran last first, its gradient does so while the gradient travels; PyTorch's own gradients of collectives wait
-    for each other.
+    Work between the start and `wait` overlaps with the transfer. In backward, autograd runs that work in reverse order,
+    so its gradients overlap with the transfer of the gradient. PyTorch's own gradients of collectives do not overlap.
 
     Args:
         there: starts a collective on the tensor.
-        back: starts its dual on the gradient.
+        back: starts the dual collective on the gradient.
     """
 
     def __init__(self, tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]):
@@ -92,8 +94,8 @@ class AsyncCollective:
 
 
 class _GradientHandoff:
-    """Hands the gradient under way from one end of the trip to the other: its shape may be another than autograd wants
-    between them. Holds no tensor in forward."""
+    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`, because its shape may differ from the
+    shape that autograd expects between them. Holds no tensor in forward."""
 
     def __init__(self, start: Callable[[Tensor], Tensor]):
         self.start = start
@@ -128,19 +130,19 @@ class _WaitCollective(torch.autograd.Function):
 
 
 def check_on_device(condition: Tensor, message: str) -> None:
-    """Raises ValueError unless the condition holds. On a GPU an assertion fails there instead: nothing waits for it,
-    no later kernel runs, and PyTorch raises RuntimeError at the next occasion."""
+    """Raise ValueError unless the condition holds. On a GPU, a device-side assertion fails instead, without host
+    synchronisation: no later kernel runs, and PyTorch raises RuntimeError at a later call."""
     if condition.device.type == "cpu":
         if not condition:
             raise ValueError(message)
     else:
-        torch._assert_async(condition, message)
+        assert_on_device(condition, message)
 
 
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """`save_routing` for a region with `ExpertParallel` layers that also keeps what they received.
+    """Return `save_routing` for regions with `ExpertParallel` layers that also keeps what the layers received.
 
-    The recomputation then communicates nothing, but for what the "overlapped" dispatcher copies from GPU to GPU. With
-    `save_routing` alone it sends everything again, with the same choice and so the same sizes.
+    The recomputation then communicates nothing, except for the "overlapped" dispatcher's copies between GPUs. With
+    `save_routing` alone it sends everything again, with the same choice and therefore the same sizes.
     """
     return create_selective_checkpoint_contexts([*routing_ops(), *COLLECTIVES])

@@ -1,7 +1,7 @@
-"""Expert parallelism: the processes of a mesh hold the experts of a layer between them.
+"""Expert parallelism: the ranks of a mesh share the experts of a layer.
 
-Experts become DTensors sharded along their first axis. Router, shared expert and all else stay as they are, replicated,
-to be averaged like the rest of the model, by FSDP2 for instance:
+Experts become DTensors sharded along their first axis. Router, shared expert and everything else stay replicated, and
+are averaged like the rest of the model, for instance by FSDP2:
 
     mesh = init_device_mesh("cuda", (num_processes // 8, 8), mesh_dim_names=("efsdp", "ep"))
     parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
@@ -10,9 +10,9 @@ to be averaged like the rest of the model, by FSDP2 for instance:
         fully_shard(layer, mesh=all_processes)
     fully_shard(model, mesh=all_processes)
 
-Each process has tokens of its own. With n processes that share a batch, an average over them divides gradients by n.
-The gradient of an expert already is a sum over the P processes of its mesh, and FSDP2 divides it by n / P; so the layer
-divides it by P, and all parameters have the gradient of the mean of the processes' losses.
+Each rank has its own tokens. If n ranks share a batch, averaging divides their gradients by n. The gradient of an
+expert is already a sum over the P ranks of its mesh, and FSDP2 divides it by n / P. The layer divides it by P, so that
+all parameters get the gradient of the ranks' mean loss.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 class ExpertParallel(ParallelStyle):
     """Shard the experts of a `MoEFeedForward` over a mesh: a plan for PyTorch's `parallelize_module`.
 
-    A layer that holds all experts keeps its share of them; they come from the first process, or with
-    `parallelize_module(..., src_data_rank=None)` from every process's own parameters, without communication. A layer
-    that was built or loaded with `keep_local_experts` of just this share keeps what it has. Parameters that two layers
-    share become two. `reset_parameters` afterwards draws other experts in each process on GPUs, but the same in all on
-    CPUs, as PyTorch then warns.
+    A layer that holds all experts keeps its share of them. The values come from the first rank, or with
+    `parallelize_module(..., src_data_rank=None)` from each rank's own parameters, without communication. A layer built
+    or loaded with `keep_local_experts` of exactly this share keeps what it holds. Parameters that two layers share
+    become two parameters. `reset_parameters` afterwards draws different experts on each rank on GPUs, but the same on
+    all ranks on CPUs, as PyTorch then warns.
 
-    Inside the layer nothing waits for the GPU but as said below. All processes of the mesh must call the layer equally
-    often, in forward and backward. Under `fully_shard` with mixed precision the experts need
-    `cast_forward_inputs=False`: routing weights are float32.
+    The layer synchronises the host only where stated below. All ranks of the mesh must call the layer equally often, in
+    forward and backward. Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False`,
+    because routing weights are float32.
 
     Args:
-        dispatcher: "alltoall" sends each token to the processes of its experts; the host waits once per forward.
-            "allgather" sends all tokens to all processes, and needs equally many in each; the host waits for a count
-            while the tokens are under way. "auto" is the latter while P is at most top_k, where it moves no more.
-            "overlapped" is like "allgather", and hides part of the communication behind what is computed; the GPUs
-            must be of one host and keep P times their tokens for it, see `OverlappedDispatcher`.
-        average_gradients: gradients are averaged over the processes, as FSDP2 does; False where they are summed.
-        max_rows_factor: a rank computes at most so many times its even share of each chunk's rows, in buffers of
-            that size; more is an error, which P times never is. With "alltoall" it bounds what each process sends to
-            each, by so many times T * top_k / P rows, and all must have equally many tokens. Nothing waits for the GPU
-            then, and CUDA graphs capture the layer. None for no bound.
-        chunks: parts of the tokens, of which one travels while another is computed; with more parts the weights are
-            read more often, and but for "overlapped", whose first part is smaller, the gradient of the experts is a sum
-            over the parts. None for 1, or for "overlapped" 2 from 4 processes on.
-        reserved_sms: of the GPU, that the experts' GEMMs leave to communication. Results stay the same bit by bit.
-            None for 0, or for "overlapped" 2.
+        dispatcher: "alltoall" sends each token to the ranks of its experts, with one host synchronisation per forward.
+            "allgather" sends all tokens to all ranks and needs equally many on each; the host waits for a count while
+            the tokens are in flight. "auto", the default, chooses "allgather" while P is at most top_k, where it moves
+            no more data. "overlapped" works like "allgather" but overlaps part of the communication with computation.
+            Its GPUs must share one host, and keep P times their tokens for it: see `OverlappedDispatcher`.
+        average_gradients: gradients are averaged over the ranks, as FSDP2 does (default); False if they are summed.
+        max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
+            Buffers have that size; more rows are an error, which P never causes. With "alltoall" each rank sends each
+            other rank at most that multiple of T * top_k / P rows, and all ranks must have equally many tokens. There
+            is then no host synchronisation, and CUDA graphs can capture the layer. Default: no limit.
+        chunks: parts of the tokens; one is sent while another is computed. With more chunks the weights are read more
+            often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and its first
+            chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
+        reserved_sms: SMs that the experts' GEMMs leave to communication. Results stay bitwise equal. Default: 0, or 2
+            for "overlapped".
 
     Raises:
-        NotImplementedError: when applied with "overlapped", or called later: weights on the input, `recompute`,
-            `batch_invariant`.
-        ValueError: an unknown dispatcher, `max_rows_factor` is less than 1, `chunks` is not positive or `reserved_sms`
-            negative. When applied: the module is no layer with experts, the mesh has several dimensions, its size does
-            not divide the experts, or they are sharded already. When called: a parameter of the experts was replaced by
-            a plain one.
+        NotImplementedError: "overlapped" with weights on the input, `recompute` or `batch_invariant`, when applied or
+            called.
+        ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
+            `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
+            does not divide the number of experts, or they are sharded already. When called: a plain parameter has
+            replaced a parameter of the experts.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ExpertParallel(ParallelStyle):
             check_overlaps(experts)
         for name, parameter in list(experts.named_parameters()):
             sharded = nn.Parameter(self._shard(parameter, device_mesh, share), requires_grad=parameter.requires_grad)
-            sharded.__dict__.update(parameter.__dict__)  # what others noted on it
+            sharded.__dict__.update(parameter.__dict__)  # keep attributes set by others
             setattr(experts, name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
@@ -129,7 +129,7 @@ class ExpertParallel(ParallelStyle):
         if self.src_data_rank is not None and len(held) > len(share):
             return distribute_tensor(held, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         if len(held) > len(share):
-            held = held[share.start : share.stop].clone()  # which lets go of the others
+            held = held[share.start : share.stop].clone()  # a clone, so that the other experts' memory is freed
         return DTensor.from_local(held, mesh, [Shard(0)], run_check=False)
 
 
@@ -141,10 +141,10 @@ _DISPATCHERS = {
 
 
 def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
-    """The experts that this process holds.
+    """Return the experts that this rank holds.
 
     Raises:
-        ValueError: the mesh has several dimensions or lacks this process, or its size does not divide `num_experts`.
+        ValueError: the mesh has several dimensions or lacks this rank, or its size does not divide `num_experts`.
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -152,10 +152,10 @@ def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
             f"{list(mesh.shape)}"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"ExpertParallel: this process must be in the mesh, got {mesh}")
+        raise ValueError(f"ExpertParallel: this rank must be in the mesh, got {mesh}")
     if num_experts % mesh.size():
         raise ValueError(
-            f"ExpertParallel: num_experts must be a multiple of the mesh's {mesh.size()} processes, got {num_experts}"
+            f"ExpertParallel: num_experts must be a multiple of the mesh's {mesh.size()} ranks, got {num_experts}"
         )
     num_local = num_experts // mesh.size()
     first = mesh.get_local_rank() * num_local
@@ -163,23 +163,23 @@ def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
 
 
 def _check_held(op: str, module: nn.Module, share: range) -> None:
-    """Raises ValueError unless the layer holds all experts, or just these."""
+    """Raise ValueError unless the layer holds all experts or exactly this share."""
     experts = module.experts
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
         raise ValueError(f"{op}: experts must be plain parameters, got DTensors: apply it once, before fully_shard")
     first = module.dispatcher.first_expert if isinstance(module.dispatcher, LocalDispatcher) else 0
     held = range(first, first + len(experts.w_up))
     if held not in (range(module.num_experts), share):
-        raise ValueError(f"{op}: the layer must hold all experts or those of this process, {share}, got {held}")
+        raise ValueError(f"{op}: the layer must hold all experts or those of this rank, {share}, got {held}")
 
 
 def local_share(name: str, parameter: Tensor) -> Tensor:
-    """This process's part of a sharded parameter. FSDP2 gathers the experts before their forward, and leaves a DTensor.
-    Raises ValueError if the parameter is none."""
+    """Return this rank's part of a sharded parameter. FSDP2 gathers the experts before their forward and leaves a
+    DTensor. Raise ValueError if the parameter is not a DTensor."""
     if not isinstance(parameter, DTensor):
         raise ValueError(
             f"ExpertParallel: {name} must be a DTensor, got {type(parameter).__name__} {list(parameter.shape)}; "
-            "load_state_dict(..., assign=True) of plain tensors replaces what is sharded, where "
-            "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True fills it"
+            "load_state_dict(..., assign=True) of plain tensors replaces sharded parameters; instead, fill them by "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
         )
     return parameter.to_local()

@@ -1,4 +1,4 @@
-"""Clipping gradients of a model whose parameters are sharded over different meshes."""
+"""Gradient clipping for models whose parameters are sharded over different meshes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .collectives import Ranks, wait
 
-Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # the mesh, and its dimensions over which a tensor is sharded
+Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # the mesh and the dimensions that shard a tensor
 
 
 @torch.no_grad()
@@ -24,20 +24,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:  # scalar
-    """`torch.nn.utils.clip_grad_norm_`, which refuses parameters of different meshes, for any of them together.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, but also parameters of different meshes together.
 
-    The norm is that of the whole model: of a sharded gradient all shards count, of a replicated one a single copy. It
-    is the same in every process, bit by bit, and of the dtype that all gradients promote to. Gradients must be averaged
-    already. All processes must call it, with parameters in the same order. Does not wait for the GPU, unless
-    `error_if_nonfinite`.
+    The norm is that of the whole model: all shards of a sharded gradient count, and one copy of a replicated one. It is
+    bitwise equal on all ranks, in the dtype that all gradients promote to. Gradients must already be averaged. All
+    ranks must call the function, with parameters in the same order. Only `error_if_nonfinite` synchronises the host.
 
     Returns:
         the norm before clipping.
 
     Raises:
-        ValueError: a gradient is a sum that is still to be made (`Partial`), or `norm_type` is not positive. (PyTorch
-            takes 0, too: how many tensors have a gradient that is not zero.)
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        ValueError: a gradient is an unreduced sum (`Partial`), or `norm_type` is not positive. PyTorch also accepts 0,
+            the number of tensors with a nonzero gradient.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -74,22 +73,22 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
-    """The norm of tensors that are sharded alike, from the shards here."""
+    """Return the norm of equally sharded tensors, from the shards on this rank."""
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
-    # That of all, also where a process holds nothing of some: processes must gather the same.
+    # Promoted over all shards, also where a rank holds nothing of some, because all ranks must gather the same dtype.
     norm = norm.to(reduce(torch.promote_types, (shard.dtype for shard in shards)))
     if sharding is not None:
         mesh, dims = sharding
         for dim in dims:
-            # Gathered and not reduced, so that all processes add in the same order.
+            # Gathered instead of reduced, so that all ranks add in the same order.
             norms = wait(Ranks.of(mesh.get_group(dim)).all_gather(norm.view(1)))
             norm = torch.linalg.vector_norm(norms, norm_type)
     return norm
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Those that a foreach op takes together."""
+    """Return the parameters in groups that a foreach op accepts."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None

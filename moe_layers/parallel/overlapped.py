@@ -1,57 +1,63 @@
-"""Expert parallelism by all-gather in which communication hides behind what is computed."""
+"""Expert parallelism by all-gather, with communication overlapped with computation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import reduce
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_kernels import ExpertsInParts, ExpertWeights, Permutation, TileTable, runs_kernels, sort_by_expert
+from moe_kernels import Permutation, sort_by_expert
+from moe_kernels.experts.chunked import ExpertsInParts
+from moe_kernels.runtime.dispatch import runs_kernels
+from moe_kernels.runtime.pytorch import unseen_by_modes
+from moe_kernels.types import ExpertWeights, TileTable
 
-from ..experts.grouped import GroupedExperts
+from ..experts.dispatcher import Pending
+from ..experts.grouped import ExpertRows, GroupedExperts
 from ..routing.capacity import Slots
 from .allgather import AllGatherDispatcher, local_permutations
 from .collectives import Ranks, wait
 from .rank_dispatcher import split
-from .symmetric_memory import Scattering, Transport, transport_for, unseen_by_modes
+from .symmetric_memory import Scattering, Transport, transport_for
 
-_MOST_PIECES = 4  # of columns
-_TILE_COLUMNS = 256  # of a GEMM, of which a piece should have whole ones
+_MOST_PIECES = 4  # column slices
+_TILE_COLUMNS = 256  # tile width of a GEMM; slices should hold whole tiles
 
 
 class OverlappedDispatcher(AllGatherDispatcher):
-    """Gather the tokens of all processes, compute the slots of the experts that are here, and scatter the sums.
+    """Gather the tokens of all ranks, compute the slots of local experts, and reduce-scatter the sums, overlapped.
 
-    As `AllGatherDispatcher`, but a chunk's tokens travel while the chunk before it is computed, and its outputs while
-    the next one is. The first chunk, whose way nothing hides, has a third of the tokens of each of the others, and the
-    outputs of the last one leave in pieces. In backward the gradients of outputs travel so, and those of tokens while
-    the gradients of the weights are computed, of all chunks in one product each: chunks cost no second gradient. On
-    GPUs the tokens are copied from GPU to GPU, see `PeerCopies`. What a checkpointed region computes again it also
-    communicates again. Forward hooks of the experts see outputs that have not arrived yet.
+    Works like `AllGatherDispatcher`, but sends a chunk's tokens while the previous chunk is computed, and its outputs
+    while the next chunk is computed. Nothing hides the first chunk's transfer, so it has a third of the tokens of each
+    other chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of outputs in the same
+    order, and those of tokens during the weight gradients. These are one product over all chunks, so chunks cost no
+    second gradient. On GPUs the tokens are copied between GPUs, see `PeerCopies`. A checkpointed region communicates
+    again when it recomputes. Forward hooks of the experts see outputs that have not arrived yet.
 
-    With the reference implementation it is an `AllGatherDispatcher` of as many chunks.
+    With the reference implementation it works like an `AllGatherDispatcher` with as many chunks.
     """
 
     transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
 
-    def start(
-        self, tokens: Tensor, slots: Slots, experts: GroupedExperts
-    ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
-        check_overlaps(experts)  # again, as they may have changed since the dispatcher was chosen
+    def pending(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Iterator[Pending]:
+        check_overlaps(experts)  # again, because the experts may have changed since the dispatcher was chosen
         whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
         if not runs_kernels(experts.implementation, whole[0][0]):
-            return super().start(tokens, slots, experts)
-        # Only bounds are of each chunk.
+            yield from super().pending(tokens, slots, experts)
+            return
+        # Only limits depend on the chunks.
         chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
         plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, bounds, experts)
-        out = experts(tokens, slots.topk_weights, plan)
-        return [lambda: plan.wait(out)], offsets
+        out = experts(ExpertRows(tokens, slots.topk_weights, None, plan=plan))
+        yield _Overlapping(out, reduce(torch.add, offsets), plan)
 
     def lengths(self, num_tokens: int) -> list[int]:
         shares = 3 * self.chunks - 2
@@ -59,15 +65,26 @@ class OverlappedDispatcher(AllGatherDispatcher):
         return [end - start for start, end in pairwise([0, *ends])]
 
 
+class _Overlapping(NamedTuple):
+    """The outputs of all chunks in flight."""
+
+    out: Tensor  # [T, D], written by `wait`
+    offsets: Tensor
+    plan: _Plan
+
+    def wait(self) -> Tensor:
+        return self.plan.wait(self.out)
+
+
 def check_overlaps(experts: GroupedExperts) -> None:
-    """Raises NotImplementedError if the experts have an option that they cannot have with this dispatcher."""
+    """Raise NotImplementedError if the experts have an option that this dispatcher does not support."""
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
         raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
 
 
 class _Plan:
-    """Of one call: which rows there are, and how they are computed by these experts."""
+    """The rows of one call, and how these experts compute them."""
 
     def __init__(
         self,
@@ -75,7 +92,7 @@ class _Plan:
         transport: Transport,
         topk_experts: Tensor,  # [T, K] int32
         lengths: list[int],  # of the chunks
-        bounds: list[int] | None,  # rows of each chunk at most; None where the host is to wait for their number
+        bounds: list[int] | None,  # limit on the rows of each chunk; None to synchronise with the host for their number
         experts: GroupedExperts,
     ):
         self.ranks = ranks
@@ -86,11 +103,11 @@ class _Plan:
         self.reserved_sms = experts.reserved_sms
         self._topk_experts = topk_experts
         self._bounds = bounds
-        # Parts and columns of the outputs, while they are under way.
+        # Chunks and columns of the outputs in flight.
         self.scatterings: list[tuple[int, slice, Scattering]] = []
 
     def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor:  # [T, D]
-        """Has its values after `wait`."""
+        """Compute the experts. The result is written by `wait`."""
         with torch.cuda.device_of(tokens):
             return _Overlapped.apply(self, tokens, topk_weights.float(), *weights)
 
@@ -103,7 +120,9 @@ class _Plan:
         return out
 
     def columns(self, part: int, tokens: Tensor) -> list[slice]:
-        """In which the outputs of a part leave: of the last one in pieces, as nothing follows that would hide them."""
+        """Return the column slices in which a chunk's output is sent.
+
+        The last chunk is split, because no compute is left to hide its transfer."""
         if part < len(self.lengths) - 1:
             return [slice(None)]
         d_model = tokens.shape[1]
@@ -111,18 +130,18 @@ class _Plan:
         return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
-        """For what travels in backward, which forward asks for, too: memory that is outgrown is not given back."""
+        """Reserve memory for backward's transfers already in forward, because outgrown memory is never freed."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
     def gather_slots(self, topk_weights: Tensor) -> Tensor:  # [P * T, 2 * K] int32
-        """Choices and the bits of their weights, under way: in one collective, which takes the host longer than the
-        GPU."""
+        """Start to gather the choices and the bits of their weights. One collective carries both, because a collective
+        takes the host longer than the GPU."""
         return self.ranks.all_gather(torch.cat([self._topk_experts, topk_weights.view(torch.int32)], 1))
 
     def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
-        """The weights and choices [P * n, K] of each chunk, and the permutation of its slots. Waits for the GPU, unless
-        there are bounds."""
+        """Return each chunk's weights and choices [P * n, K], and the permutation of its slots. Synchronises the host,
+        unless there are limits."""
         by_process = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_process.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
@@ -131,7 +150,7 @@ class _Plan:
         return topk_weights, choices, permutations
 
     def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:
-        """Of the slots of all chunks, one after another."""
+        """Return the permutation of the slots of all chunks, one after another."""
         if len(parts) == 1:
             return parts[0]
         num_rows = sum(len(part.row_to_token) for part in parts)
@@ -167,7 +186,7 @@ class _Overlapped(torch.autograd.Function):
                 plan.scatterings.append((part, columns, transport.scatter(out)))
             del tokens_of_part, preactivation, activated
         ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
-        # The choices, too: a recomputation may come to others, and keeps nothing until then.
+        # Saves the choices, too: a recomputation may choose others, and saves nothing until then.
         of_parts = topk_weights, preactivations, choices, *zip(*map(_integers, parts), strict=True)
         ctx.save_for_backward(gathering.whole, *weights, *chain(*of_parts))
         return torch.empty_like(tokens)
@@ -180,6 +199,8 @@ class _Overlapped(torch.autograd.Function):
         weights, saved, num_parts, transport = saved[:4], saved[4:], len(plan.lengths), plan.transport
         of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
         topk_weights, preactivations, choices, *integers = of_parts
+        ctx.maybe_clear_saved_tensors()  # so that the pre-activations are free as soon as they are dropped here
+        del saved
         parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
         _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad
         dtopk_weights = topk_weights[0].new_empty(len(dout), topk_weights[0].shape[1])
@@ -187,17 +208,19 @@ class _Overlapped(torch.autograd.Function):
         gathering = transport.gather(dout, plan.lengths)
         backward = plan.experts(weights, parts).backward(plan.whole(choices, parts))
         of_topk_weights, of_tokens = [], []
-        for part, operands in enumerate(zip(topk_weights, preactivations, strict=True)):
+        for part, weights_of_part in enumerate(topk_weights):
             dout_of_part = gathering.wait(part)
             with unseen_by_modes():
-                share = backward.backward_part(part, dout_of_part, *operands)
+                share = backward.backward_part(part, dout_of_part, weights_of_part, preactivations.pop(0))
             of_topk_weights.append(transport.scatter(share))
         if needs_tokens:
             with unseen_by_modes():
                 shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
             of_tokens = list(map(transport.scatter, shares))
         with unseen_by_modes():
-            gradients = backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), tuple(needed))
+            gradients = backward.weight_gradients(
+                tokens, gathering.whole, torch.cat(topk_weights), ExpertWeights(*needed)
+            )
         _arrive(of_topk_weights, dtopk_weights, plan.lengths)
         dtokens = torch.empty_like(dout) if needs_tokens else None
         _arrive(of_tokens, dtokens, plan.lengths)
@@ -213,6 +236,6 @@ def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
 
 
 def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
-    """Write what they bring to `out`, one part after another."""
+    """Wait for each part, and write it to `out`."""
     for scattering, part in zip(scatterings, out.split(lengths) if scatterings else (), strict=True):
         scattering.wait(part)

@@ -1,32 +1,36 @@
-"""What the dispatchers of expert parallelism have in common: chunks, waiting for outputs, the scale of gradients."""
+"""Common parts of the dispatchers of expert parallelism: chunks, pending outputs, the scale of gradients."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from ..experts.dispatcher import Dispatched
-from ..experts.grouped import GroupedExperts
+from moe_kernels.runtime.pytorch import disable_dynamo
+
+from ..experts.dispatcher import Pending
+from ..experts.grouped import ExpertRows, GroupedExperts
 from ..precision import autocast
 from ..routing.capacity import Slots
 from .collectives import Ranks
 
-Chunk = tuple[Tensor, Slots]  # some neighbouring tokens [T, D], in the dtype in which they travel, and their slots
+Chunk = tuple[Tensor, Slots]  # neighbouring tokens [T, D], in the dtype in which they are sent, and their slots
 
 
 class RankDispatcher(ABC):
-    """Brings tokens to the processes of their experts, and outputs back.
+    """Sends tokens to the ranks of their experts, and sends the outputs back.
 
     Args:
-        ranks: that share the experts, as many for each.
-        max_rows_factor: see each dispatcher; None where as much is sent and computed as there is.
-        chunks: parts of the tokens, of which one travels while another is computed.
-        gradient_scale: of the experts' parameters. It multiplies what travels in backward, which is smaller than they
-            are, and is divided out of the gradients of tokens and weights: exactly, if it is a power of two.
+        ranks: the ranks that share the experts, with equally many experts each.
+        max_rows_factor: see each dispatcher. Default None sends and computes exactly the rows that there are.
+        chunks: parts of the tokens; one is sent while another is computed.
+        gradient_scale: scale of the gradients of the experts' parameters. It multiplies the data sent in backward,
+            which
+            is smaller than these gradients. The gradients of tokens and weights are divided by it, which is exact for
+            powers of two.
     """
 
     def __init__(
@@ -37,43 +41,43 @@ class RankDispatcher(ABC):
         self.chunks = chunks
         self.gradient_scale = gradient_scale
 
-    @torch.compiler.disable
-    def __call__(
-        self,
-        tokens: Tensor,  # [T, D]
-        slots: Slots,
-        experts: GroupedExperts,
-    ) -> Dispatched:
+    @disable_dynamo
+    def run(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Pending:  # tokens [T, D]
+        """Dispatch each chunk, compute it, and start to combine it."""
         tokens = _scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=_scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
-        returning, offsets = self.start(tokens, slots, experts)
-        return Dispatched(_Arrival(returning, self.gradient_scale), reduce(torch.add, offsets))
+        return PendingChunks(list(self.pending(tokens, slots, experts)), self.gradient_scale)
 
-    def start(
-        self, tokens: Tensor, slots: Slots, experts: GroupedExperts
-    ) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
-        """What waits for the outputs, part after part, which are under way, and offsets [E] that add up."""
-        return self.dispatch(split(tokens, slots, self.lengths(len(tokens))), experts)
+    def pending(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Iterator[Pending]:
+        """Yield the outputs of each chunk, in flight."""
+        chunks = split(tokens, slots, self.lengths(len(tokens)))
+        for rows in self.dispatch(chunks, experts):
+            yield self.combine(experts(rows), rows)
 
     def lengths(self, num_tokens: int) -> list[int]:
-        """Of the chunks, which differ by one token at most."""
+        """Return the number of tokens of each chunk. The numbers differ by at most one."""
         return [(num_tokens + self.chunks - 1 - chunk) // self.chunks for chunk in range(self.chunks)]
 
     @abstractmethod
-    def dispatch(self, chunks: list[Chunk], experts: GroupedExperts) -> tuple[list[Callable[[], Tensor]], list[Tensor]]:
-        """Of each chunk what waits for its outputs, which are under way, and the offsets [E] of its sorted slots."""
+    def dispatch(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> Iterator[ExpertRows]:
+        """Start to send all chunks, then yield each chunk's rows as soon as they have arrived."""
+
+    @abstractmethod
+    def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
+        """Start to send a chunk's outputs back to their tokens."""
 
     def num_slots(self, slots: Slots) -> int:
-        """That reach an expert at most."""
+        """Return an upper bound on the slots that reach an expert."""
         return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
 
 
 def row_bytes(tokens: Tensor) -> int:
-    """What every process must have alike, whatever its number of tokens: a collective would mix them up, or hang."""
+    """Return the bytes of a token. They must be equal on all ranks, or a collective would mix tokens up or hang."""
     return tokens.shape[1] * tokens.element_size()
 
 
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
+    """Split tokens and slots into chunks of these lengths."""
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):  # as the experts would
         tokens = autocast(tokens, device_type)
@@ -85,16 +89,17 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]
 
 
-class _Arrival:
-    """Waits for the outputs of all chunks, and is nothing that a compiler looks into."""
+class PendingChunks:
+    """The outputs of all chunks, in flight."""
 
-    def __init__(self, returning: list[Callable[[], Tensor]], gradient_scale: float):
-        self.returning = returning
+    def __init__(self, chunks: list[Pending], gradient_scale: float):
+        self.chunks = chunks
         self.gradient_scale = gradient_scale
+        self.offsets = reduce(torch.add, [chunk.offsets for chunk in chunks])
 
-    @torch.compiler.disable
-    def __call__(self) -> Tensor:  # [T, D]
-        parts = [part() for part in self.returning]
+    @disable_dynamo
+    def wait(self) -> Tensor:  # [T, D]
+        parts = [chunk.wait() for chunk in self.chunks]
         return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
 
 

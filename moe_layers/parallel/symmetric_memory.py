@@ -1,8 +1,8 @@
-"""Gathering tokens in parts, and adding up what all processes computed for them, while something else is computed.
+"""Gather of tokens in parts, and reduction of all ranks' results for them, both overlapped with computation.
 
-`CollectiveTransport` does so by PyTorch's collectives. `PeerCopies` does so by copies between the memories of the GPUs
-of one host, which their copy engines make: a GEMM beside them keeps all its multiprocessors but the few that the
-barriers need. NCCL's kernels take 16 to 32, and a GEMM that fills the GPU lets them wait, or waits for them.
+`CollectiveTransport` uses PyTorch's collectives. `PeerCopies` uses copies between the memories of one host's GPUs,
+which their copy engines execute. A concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels
+take 16 to 32 SMs; a GEMM that fills the GPU makes them wait, or waits for them.
 """
 
 from __future__ import annotations
@@ -18,50 +18,48 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, _symmetric_memory
 
-from moe_kernels import sum_shares
+from moe_kernels.permutation.partial_sums import sum_shares
+from moe_kernels.runtime.pytorch import unseen_by_modes
 
 from .collectives import Ranks, wait
 
-# What launches and caches do on the host depends on what was before, and selective checkpointing raises where a
-# recomputation does more than its forward did. So its mode, like any other, sees no more of them here than inside of a
-# registered op. A name for what PyTorch calls `no_dispatch`, which takes a microsecond.
-unseen_by_modes = torch._C._DisableTorchDispatch
+# Host-side launches and caches depend on earlier calls, and selective checkpointing raises if a recomputation runs more
+# ops than its forward did: `unseen_by_modes` hides them from all modes.
 
 
 class Gathering(ABC):
-    """Of all processes' tensors. `whole` holds part after part, and of each part process after process."""
+    """A gather of all ranks' tensors. `whole` holds part after part, and within each part rank after rank."""
 
     whole: Tensor  # [P * N, ...]
 
     @abstractmethod
     def wait(self, part: int) -> Tensor:  # [P * n, ...]
-        """That part of `whole`, which may be read now on the current stream. To be called for each part, in turn."""
+        """Return that part of `whole`, ready to be read on the current stream. Call it for each part, in turn."""
 
 
 class Scattering(ABC):
-    """Of the sums over all processes."""
+    """A reduction of all ranks' tensors."""
 
     @abstractmethod
     def wait(self, out: Tensor) -> None:  # [n, ...]
-        """Write this process's part of the sum. To be called once."""
+        """Write this rank's part of the sum. Call it once."""
 
 
 class Transport(ABC):
-    """Every process must start the same in the same order. Tensors are contiguous, and alike in all processes."""
+    """Every rank must start the same operations in the same order. Tensors are contiguous and equal in shape."""
 
     @abstractmethod
     def begin(self, *sizes: int) -> None:
-        """Tensors of so many bytes will be gathered, or scattered, by each process. What was started before has
-        arrived, or never will: the recomputation of a checkpointed region ends when it has what backward needs."""
+        """Announce tensors of these sizes in bytes, which each rank will gather or scatter. Earlier operations have
+        arrived or never will: a recomputation ends as soon as it has what backward needs."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
-        """Start to gather [N, ...] in parts of so many rows."""
+        """Start to gather [N, ...] in parts of the given numbers of rows."""
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to add up [P * n, ...] and to keep this process's [n, ...]. What starts first after `begin` is a
-        gather."""
+        """Start to sum [P * n, ...] and to keep this rank's [n, ...]. The first operation after `begin` is a gather."""
 
 
 class CollectiveTransport(Transport):
@@ -97,21 +95,21 @@ class _CollectiveScattering(Scattering):
 
 
 class PeerCopies(Transport):
-    """Through memory that all GPUs of the group map: what is gathered is read from the others, a share of a sum is
-    written to the process that adds it up, in float32.
+    """Transport through memory that all GPUs of the group map. A gather reads from the other ranks. A reduction writes
+    each share to the rank that sums it, in float32.
 
-    Beside it runs a stream of its own. There each gathering waits for all processes (so nobody reads what is not
-    written, or writes what is still read since the last `begin`), and each end does, too. The memory is used by turns:
-    a call on another stream waits for what the last one did on its own. Replays of CUDA graphs on another stream than
-    the calls around them are for the user to order, as ever.
+    The copies run on a separate stream. Each gather starts and each operation ends with a barrier. So no rank reads
+    unwritten memory, or overwrites memory that is still read since the last `begin`. Calls take turns in using the
+    memory: a call on another stream waits for the previous call's stream. The user must order replays of CUDA graphs
+    on another stream than the surrounding calls.
 
     Raises:
-        RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A process that does not come to a
-            barrier within the group's timeout fails the others on the GPU. Also if a sum is to arrive after the next
-            `begin`, which gave its memory away.
+        RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A rank that does not reach a barrier
+            within the group's timeout makes the other ranks fail on the GPU. Also raised if a reduction is still in
+            flight at the next `begin`, which reuses its memory.
 
-    An error in one process alone, between the barriers of a call, leaves the processes out of step, as with any
-    collective: the group is of no further use.
+    An error on one rank alone, between the barriers of a call, leaves the ranks out of step, as with any collective.
+    The group can then no longer be used.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -121,17 +119,17 @@ class PeerCopies(Transport):
         self.timeout_ms = int(timeout.total_seconds() * 1000)
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
-        self._outgrown: list[Tensor] = []  # kept, as CUDA graphs may go on using it
-        self.under_way: set[object] = set()  # what has not arrived, and so its tensors, which the stream uses
+        self._outgrown: list[Tensor] = []  # kept, because CUDA graphs may still use it
+        self.under_way: set[object] = set()  # operations in flight; keeps their tensors alive for the stream
         self._used_bytes = 0
         self.num_begun = 0
-        self.all_have_begun = False  # in the stream's order
-        self._last: torch.cuda.Event | None = None  # of the stream, if nobody has waited for it
-        self._user = self._current_stream()  # that of the last `begin`
+        self.all_have_begun = False  # in the order of the stream
+        self._last: torch.cuda.Event | None = None  # end of the stream's last operation, until something waits for it
+        self._user = self._current_stream()  # stream of the last `begin`
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
-        """One for all layers: its memory is used by turns."""
+        """Return the one instance for all layers, which take turns in using its memory."""
         group = distributed.distributed_c10d._resolve_process_group(ranks.name)
         if group not in _PEER_COPIES:
             _PEER_COPIES[group] = cls(group, device)
@@ -146,12 +144,12 @@ class PeerCopies(Transport):
             if self._memory is not None:
                 self._outgrown.append(self._memory)
             self._memory, self._handle = memory, handle
-            # The same sizes come in every step.
+            # Every step uses the same sizes.
             self._views = lru_cache(_MOST_VIEWS)(partial(_views_of, handle, self.size))
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # Only then: a CUDA graph under capture must not wait for what was before.
+        # Only now: a CUDA graph under capture must not wait for earlier work.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()
@@ -169,20 +167,20 @@ class PeerCopies(Transport):
         return _CopiedScattering(self, shares)
 
     def buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Memory of each process for such a tensor, none of it used since `begin`."""
+        """Return memory of each rank for such a tensor, unused since `begin`."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
         assert self._used_bytes <= self._memory.numel(), "begin was told of less"
         return self._views(shape, dtype, start // dtype.itemsize)
 
     def others(self) -> list[int]:
-        """In an order in which no two processes turn to the same one."""
+        """Return the other ranks in an order in which no two ranks access the same rank at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """On the stream, behind what the current one has been given."""
-        # torch.cuda.stream() asks for the current device and stream again, and takes three times as long.
+        """Run the context on the copy stream, after the work already queued on the current stream."""
+        # torch.cuda.stream() queries the current device and stream again, and takes three times as long.
         user = self._current_stream()
         self.stream.wait_stream(user)
         torch.cuda.set_stream(self.stream)
@@ -196,7 +194,7 @@ class PeerCopies(Transport):
         self.all_have_begun = True
 
     def end(self) -> torch.cuda.Event:
-        """Of something on the stream, when all processes have come to it."""
+        """End an operation on the stream, once all ranks have reached it. Return its event."""
         self.barrier()
         self._last = self.stream.record_event()
         return self._last
@@ -207,7 +205,7 @@ class PeerCopies(Transport):
             self._last = None
 
     def _current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device.index)  # a device takes several times as long
+        return torch.cuda.current_stream(self.device.index)  # passing a device takes several times as long
 
 
 _PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()
@@ -216,7 +214,7 @@ _MOST_VIEWS = 1024
 
 
 def _views_of(handle: object, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-    with unseen_by_modes(), torch.inference_mode(False):  # whose tensors training could not write to
+    with unseen_by_modes(), torch.inference_mode(False):  # training could not write to inference tensors
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
 
@@ -247,7 +245,7 @@ class _CopiedGathering(Gathering):
                 self._events.append(copies.stream.record_event())
             copies.end()
         for place, own in zip(places, tensor.split(lengths), strict=True):
-            place[copies.rank].copy_(own)  # while the others' travel
+            place[copies.rank].copy_(own)  # while the other ranks' copies are in flight
 
     def wait(self, part: int) -> Tensor:
         self._copies.wait(self._events[part])
@@ -262,7 +260,7 @@ class _CopiedScattering(Scattering):
         copies.under_way.add(self)
         self._shares = _by_process(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
-        self._received = buffers[copies.rank]  # but for its own
+        self._received = buffers[copies.rank]  # all but its own share
         assert copies.all_have_begun, "or somebody may still read what is written here"
         with copies.beside():
             for peer in copies.others():
@@ -272,8 +270,8 @@ class _CopiedScattering(Scattering):
     def wait(self, out: Tensor) -> None:
         if self._copies.num_begun != self._number:
             raise RuntimeError(
-                "ExpertParallel: outputs under way were lost, as another layer with the overlapped dispatcher began "
-                "to use their memory; let each call return before the next one"
+                "ExpertParallel: outputs in flight were lost, because another layer with the overlapped dispatcher "
+                "reused their memory; let each call return before the next one"
             )
         self._copies.wait(self._event)
         own = self._shares[self._copies.rank]

@@ -1,29 +1,31 @@
-"""What activation checkpointing must not change: a forward is counted once, and chooses its experts once."""
+"""Activation checkpointing support: each forward is counted once, and chooses its experts once."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from moe_kernels.runtime.pytorch import is_in_backward
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The `context_fn` of a checkpointed region whose recomputation reuses the experts that its forward chose.
+    """Return the `context_fn` of a checkpointed region, so that recomputation reuses the forward's experts.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_routing)
 
-    A recomputed logit may differ in its last bit, for instance where another kernel runs, and with it the choice of a
-    token at the cut: its gradient would then go to experts that it never passed. So what the routing ops return is kept
-    from forward to backward: [T, K] experts and weights, and [T, E] logits. All else is recomputed. Each region keeps
-    its own, however many are in flight. Counts of a global batch are kept, too.
+    A recomputed logit may differ in its last bit, for instance if another kernel runs. A token near a tie would then
+    change its expert, and its gradient would go to experts that it never passed. The region therefore keeps the results
+    of the routing ops from forward to backward: [T, K] experts and weights, and [T, E] logits. It also keeps the counts
+    of a global batch. It recomputes everything else. Several regions in flight keep separate results.
     """
     return create_selective_checkpoint_contexts(routing_ops())
 
 
-def routing_ops() -> list[OpOverload]:
+def routing_ops() -> list[Any]:
     kernels, layers = torch.ops.moe_kernels, torch.ops.moe_layers
     return [
         kernels.linear_routing.default,
@@ -36,16 +38,11 @@ def routing_ops() -> list[OpOverload]:
     ]
 
 
-def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward, as the recomputation of a checkpointed region does."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# Registered ops, so that what they ask is asked whenever compiled code runs, and not while it is traced.
+# Registered ops, so that compiled code checks `is_in_backward` at each run instead of once while it is traced.
 @torch.library.custom_op("moe_layers::add_once", mutates_args=("total",))
 def add_once(total: Tensor, amount: Tensor) -> None:
-    """`total += amount`, but not in a recomputation."""
-    if not is_recomputing():
+    """Compute `total += amount`, except in a recomputation."""
+    if not is_in_backward():
         total.add_(amount)
 
 
@@ -56,8 +53,8 @@ def _(total, amount):
 
 @torch.library.custom_op("moe_layers::minimum_once", mutates_args=("total",))
 def minimum_once(total: Tensor, amount: Tensor) -> None:
-    """`total = min(total, amount)`, but not in a recomputation."""
-    if not is_recomputing():
+    """Compute `total = min(total, amount)`, except in a recomputation."""
+    if not is_in_backward():
         torch.minimum(total, amount, out=total)
 
 
@@ -70,8 +67,8 @@ def _(total, amount):
 def replayed_choice(
     topk_experts: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, K] int32
-    """The choice as it is: an op whose result `save_routing` keeps, so that a recomputation need not know it."""
-    if is_recomputing():
+    """Return the choice, as an op whose result `save_routing` keeps, so that a recomputation need not know it."""
+    if is_in_backward():
         raise ValueError(
             "RoutingReplay.replay: a checkpointed region must have context_fn=save_routing, got a recomputation without"
         )

@@ -1,19 +1,19 @@
-"""Which expert computes which token, where it is not each token's own top-k.
+"""Assignments: which expert computes which token, where this is not each token's own top-k.
 
-An assignment takes the place of the router's choice. The way to the logits stays, and so does the router's way from
-scores to weights, with gradients through them; a slot of no expert is -1 and weighs nothing.
+An assignment replaces the router's choice. The computation of logits stays the same, and so does the router's function
+from scores to weights, with its gradients. A slot without an expert is -1 and has weight zero.
 
-| assignment | a token's experts | looks at other tokens |
+| assignment | a token's experts | depends on other tokens |
 |---|---|---|
-| `RoundRobinAssignment` | `top_k`, in turn, whatever the logits | at how many tokens come before, if there is padding |
-| `CustomAssignment` | what the callable says | as the callable does |
-| `ExpertChoice` | 0 to E, the same number of tokens for each expert | at all of the call: not causal |
-| `TokenRounding` | its top-k, less or more so that tiles are full | at all of the call: not causal |
+| `RoundRobinAssignment` | `top_k`, in turn, independent of the logits | on the number of tokens before it |
+| `CustomAssignment` | decided by the callable | as the callable does |
+| `ExpertChoice` | 0 to E, the same number of tokens for each expert | on the whole call: not causal |
+| `TokenRounding` | its top-k, plus or minus some, so that tiles are full | on the whole call: not causal |
 
-Where an expert looks at the tokens of a call, a token's result depends on how a batch is split into calls and on which
-sequences it comes with; a sampler that sees one token at a time computes something else. `layer.router.assignment =
-None` gives the choice back to the router. Padding is never chosen, and changes nothing for the others but the number of
-tokens that `ExpertChoice` counts.
+If the experts look at all tokens of a call, a token's result depends on how a batch is split into calls and on the
+other sequences. A sampler that processes one token at a time then computes something else. Set
+`layer.router.assignment = None` to return the choice to the router. Padding is never chosen. It changes nothing for the
+other tokens, except the number of tokens that `ExpertChoice` counts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .capacity import Slots
 
 
 class Assignment(ABC):
-    """Decides experts and weights in place of a router. See each for what it depends on."""
+    """Decides experts and weights in place of a router. Subclasses document what their decision depends on."""
 
-    decides_counts = False  # how many tokens an expert gets
+    decides_counts = False  # whether it decides how many tokens an expert gets
 
     @abstractmethod
     def __call__(
@@ -41,11 +41,11 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """What it decides from the logits of `routed`, whose own choice has `top_k` experts. Does not wait."""
+        """Decide from the logits of `routed`, whose own choice has `top_k` experts. No host synchronisation."""
 
     @abstractmethod
     def num_slots(self, num_experts: int, top_k: int) -> int | None:
-        """K', the slots of each token; None where the logits decide it: no choice can be replayed then."""
+        """Return K', the slots of each token; None if it depends on the logits, which rules out replay."""
 
     def weigh(
         self,
@@ -53,11 +53,11 @@ class Assignment(ABC):
         topk_experts: Tensor,  # [T, K'] int32; -1 for none
         spec: RouterSpec,
     ) -> Tensor:  # [T, K']
-        """The weights of a choice that may be another's. Asked where `num_slots` is known."""
+        """Return the weights of a choice, which may be a replayed one. Called only if `num_slots` is known."""
         return routing_weights(logits, topk_experts, spec)
 
     def check(self, owner: str, spec: RouterSpec) -> None:
-        """Raises ValueError unless it can act on a router of this kind."""
+        """Raise ValueError unless the assignment supports a router of this kind."""
         if self.decides_counts and (spec.num_groups > 1 or spec.sparsemixer_jitter is not None):
             raise ValueError(
                 f"{owner}: {type(self).__name__} needs a router without groups that is no SparseMixer, got {spec}"
@@ -66,9 +66,9 @@ class Assignment(ABC):
 
 @dataclass(frozen=True)
 class RoundRobinAssignment(Assignment):
-    """The experts take turns: numbers of slots differ by at most one. For benchmarks.
+    """Assigns the experts in turn, so that their numbers of slots differ by at most one. For benchmarks.
 
-    A token's experts depend on how many tokens come before it, and on nothing else; their weights are the router's.
+    A token's experts depend only on the number of tokens before it. Their weights are the router's.
     """
 
     def num_slots(self, num_experts: int, top_k: int) -> int:

@@ -1,4 +1,4 @@
-"""An assignment that a user's function decides, as slots or as a list of token-expert pairs."""
+"""An assignment decided by a user's function, as slots or as a list of token-expert pairs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .capacity import Slots
 
 
 class TokenExpertPairs(NamedTuple):
-    """Any number of experts per token, none included. Pairs come in any order; one that comes twice counts twice.
+    """Any number of experts per token, including none, in any order. A repeated pair counts repeatedly.
 
-    A pair whose token or expert does not exist is left out.
+    Pairs whose token or expert does not exist are ignored.
     """
 
     tokens: Tensor  # [P] int32 or int64
@@ -32,13 +32,13 @@ def slots_of_pairs(
     num_tokens: int,
     max_experts_per_token: int,
 ) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
-    """The pairs of each token in the order of the list, then -1. Differentiable in the weights.
+    """Return each token's pairs in list order, filled up with -1. Differentiable in the weights.
 
-    No [P, D] rows come from it: `sort_by_expert(..., max_rows=P)` sorts the slots to as many rows as there are pairs.
-    Deterministic, does not wait for the GPU.
+    No [P, D] rows are needed: `sort_by_expert(..., max_rows=P)` sorts the slots to as many rows as there are pairs.
+    Deterministic, without host synchronisation.
 
     Args:
-        max_experts_per_token: K'. Further pairs of a token are left out.
+        max_experts_per_token: K'. A token's further pairs are ignored.
 
     Raises:
         ValueError: a shape or dtype is wrong.
@@ -56,7 +56,7 @@ def slots_of_pairs(
     ordered, order = torch.where(exists, tokens.long(), num_tokens).sort(stable=True)
     pair = torch.arange(len(tokens), device=tokens.device)
     rank = pair - torch.searchsorted(ordered, ordered)
-    # Pairs that are left out go behind the slots, each to its own place, and are cut off.
+    # Ignored pairs get positions after the slots, each a separate one, and are cut off.
     num_slots = num_tokens * max_experts_per_token
     has_slot = (rank < max_experts_per_token) & (ordered < num_tokens)
     slot = torch.where(has_slot, ordered * max_experts_per_token + rank, num_slots + pair)  # [P]
@@ -71,17 +71,17 @@ def slots_of_pairs(
 class CustomAssignment(Assignment):
     """Calls `route(logits)` for (experts [T, K'] int32, weights [T, K']), or for `TokenExpertPairs`.
 
-    Logits are [T, E], float32 unless the layer is float64, those of padding included; what is said of padding is
-    dropped. A slot whose expert lies outside [0, E) adds nothing, and its weight gets no gradient. Gradients flow
-    through the weights to whatever they were computed from. The layer keeps its promise not to wait for the GPU if
-    `route` does not. A choice cannot be replayed: its weights come with it.
+    Logits are [T, E], in float32 unless the layer is float64, and include padding tokens, whose result is dropped. A
+    slot whose expert lies outside [0, E) adds nothing, and its weight gets no gradient. Gradients flow through the
+    weights to their inputs. The layer synchronises with the GPU only if `route` does. The choice cannot be replayed,
+    because `route` also computes its weights.
 
     Args:
-        route: a function; a module would hide its parameters from the layer's.
-        max_experts_per_token: of pairs; further ones of a token are left out. None for the number of experts.
+        route: a function; a module's parameters would not be registered in the layer.
+        max_experts_per_token: limit for pairs; a token's further pairs are ignored. Default: the number of experts.
 
     Raises:
-        ValueError: `route` is a module or not callable, or the number is not positive; in forward, `route` returns a
+        ValueError: `route` is a module or not callable, or the number is not positive. In forward: `route` returns a
             wrong shape, dtype or device.
     """
 
@@ -131,17 +131,17 @@ class CustomAssignment(Assignment):
 
 
 def check_slot_dtypes(op: str, experts: Tensor, weights: Tensor) -> None:
-    """Raises ValueError unless experts are int32 and weights float32 or float64."""
+    """Raise ValueError unless experts are int32 and weights float32 or float64."""
     if experts.dtype != torch.int32 or weights.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"{op}: experts must be int32 and weights float32 or float64, got {experts.dtype} and {weights.dtype}"
         )
 
 
-def as_assignment(assignment: Assignment | Callable | None) -> Assignment | None:
-    """The assignment; that of a function where it is one. Raises ValueError for a class, which is callable, too."""
+def as_assignment(owner: str, assignment: Assignment | Callable | None) -> Assignment | None:
+    """Return the assignment, wrapping a function in `CustomAssignment`. Raise ValueError for a class, also callable."""
     if assignment is None or isinstance(assignment, Assignment):
         return assignment
     if isinstance(assignment, type):
-        raise ValueError(f"assignment must be an object or a function, got the class {assignment.__name__}")
+        raise ValueError(f"{owner}: assignment must be an object or a function, got the class {assignment.__name__}")
     return CustomAssignment(assignment)

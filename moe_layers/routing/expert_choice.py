@@ -1,4 +1,4 @@
-"""Assignments in which an expert looks at all tokens of a call: expert choice, and token rounding."""
+"""Assignments in which an expert looks at all tokens of a call: expert choice and token rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .result import SCORES, spread_slots
 
 
 class _AcrossTokens(Assignment):
-    """Any number of experts per token, as E slots: slot e has expert e, or none."""
+    """Any number of experts per token, as E slots: slot e holds expert e or none."""
 
     decides_counts = True
 
@@ -25,14 +25,14 @@ class _AcrossTokens(Assignment):
     def takes(
         self,
         routed: Routing,
-        order: Tensor,  # [E, T] int64: each expert's tokens by falling score, the first on ties, padding last
+        order: Tensor,  # [E, T] int64: each expert's tokens by falling score, ties in token order, padding last
         token_mask: Tensor | None,  # [T]
     ) -> Tensor:  # [E, T] bool, in this order
-        """Whether the expert takes the token. Padding need not be left out."""
+        """Return whether the expert takes the token. Padding need not be excluded."""
 
     @abstractmethod
     def max_rows(self, num_tokens: int, num_experts: int, top_k: int) -> int:
-        """How many tokens all experts take together at most."""
+        """Return an upper bound on the tokens that all experts take together."""
 
     def num_slots(self, num_experts: int, top_k: int) -> int:
         return num_experts
@@ -55,21 +55,21 @@ class _AcrossTokens(Assignment):
 
 @dataclass(frozen=True)
 class ExpertChoice(_AcrossTokens):
-    """Each expert takes the tokens of the call that score it highest, ceil(factor * T * top_k / num_experts) of them.
+    """Each expert takes the ceil(factor * T * top_k / num_experts) tokens of the call that score it highest.
 
-    Balance is perfect, and a token gets as many experts as take it, none perhaps: then the residual connection alone
+    Balance is perfect. A token gets as many experts as take it, possibly none; then only the residual connection
     carries it. T counts padding, which is never taken. Tokens compete by the router's scores (a softmax over the
-    experts, or a sigmoid); on ties the first is taken; NaN counts as the highest score. A selection bias would favour
-    no token of an expert over another, and does not act. Weights follow the router's rule over the experts that took
-    the token; those of the paper, scores as they are, have `normalize=False`.
+    experts, or a sigmoid); the first token wins ties, and NaN counts as the highest score. A selection bias is ignored,
+    because it would not change an expert's order of tokens. Weights follow the router's rule over the experts that took
+    the token. For the paper's weights, the plain scores, set `normalize=False`.
 
-    Rows of the experts, and what they keep for backward, are as many as the experts take. The routing is [T, E]: its
-    weights are saved, too.
+    Forward and backward memory have as many rows as the experts take. The routing is [T, E], and its weights are also
+    saved.
 
     Source: https://arxiv.org/abs/2202.09368.
 
     Args:
-        factor: the paper's capacity factor, over top_k: 1 computes as much as top-k does.
+        factor: the paper's capacity factor divided by top_k. The default 1 computes as much as top-k.
 
     Raises:
         ValueError: `factor` is not a positive number.
@@ -91,26 +91,27 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# What is added to a count before it is rounded down to the multiple.
+# Added to a count before it is rounded down to the multiple.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
 @dataclass(frozen=True)
 class TokenRounding(_AcrossTokens):
-    """Each token's top-k, then each expert's number of tokens rounded to a multiple, so that no tile is part empty.
+    """Rounds each expert's number of tokens, from each token's top-k, to a multiple, so that no tile is partly empty.
 
-    An expert that has too many drops those that score it lowest, the last on ties; one that has too few takes, of the
-    tokens that did not choose it, those that score it highest. So a token may get fewer experts than top_k, none
-    perhaps, or more. Weights follow the router's rule over the experts that it gets. With fewer tokens than the
-    multiple no expert gets any: it is for training, with many more.
+    An expert with too many tokens drops those that score it lowest, the last on ties. An expert with too few takes the
+    tokens that score it highest among those that did not choose it. A token may therefore get fewer experts than top_k,
+    possibly none, or more. Weights follow the router's rule over the experts that it gets. With fewer tokens than the
+    multiple, no expert gets any: use it for training, with many more tokens.
 
-    Rows of the experts are at most T * top_k plus what rounding may add. The routing is [T, E]: its weights are saved.
+    Experts have at most T * top_k rows plus those that rounding adds. The routing is [T, E], and its weights are saved.
 
     Source: https://arxiv.org/abs/2512.14080.
 
     Args:
-        multiple: the height of a tile.
-        rounding: "nearest" (half a tile goes up), "down" (drops only) or "up" (adds only, where there are tokens).
+        multiple: the height of a tile; 128 by default.
+        rounding: "nearest" (default; half a tile rounds up), "down" (only drops) or "up" (only adds, while tokens
+            last).
 
     Raises:
         ValueError: `multiple` is not a positive integer, or `rounding` is unknown.
@@ -133,12 +134,12 @@ class TokenRounding(_AcrossTokens):
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
         position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
         token_to_position = torch.empty_like(order).scatter(1, order, position)
-        # Not gathered by `order`: Inductor of PyTorch 2.11 does not compile a sum over what it loads indirectly.
+        # Not gathered by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
-        num_chosen = is_chosen.cumsum(1)  # [E, T] up to each, in order
+        num_chosen = is_chosen.cumsum(1)  # [E, T] running count, in order
         counts = num_chosen[:, -1:]
-        # The chosen come first, then the others, both by falling score.
+        # Chosen tokens precede the others, both by falling score.
         rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)
         rounded = (counts + _ADDED[self.rounding](self.multiple)) // self.multiple * self.multiple
         return rank < rounded.clamp(max=available // self.multiple * self.multiple)

@@ -1,4 +1,4 @@
-"""Noise that lets a router explore, in training mode only."""
+"""Router noise for exploration, in training mode only."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_kernels import RouterSpec, scored_routing
+from moe_kernels import RouterSpec, topk_routing
 
 
 @dataclass(frozen=True)
 class RouterNoise:
-    """What a router adds to its view in training mode. It draws from PyTorch's generator of the device.
+    """Noise that a router adds in training mode, drawn from PyTorch's generator of the device. Evaluation has none.
 
-    A recomputed forward draws the same numbers where activation checkpointing preserves the state of the generator, as
-    it does unless told otherwise. In evaluation there is none.
+    A recomputed forward draws the same numbers if activation checkpointing preserves the generator's state, as it does
+    by default.
 
     Args:
-        input_jitter: the router, and it alone, sees each number of the tokens times an own uniform one from
-            [1 - input_jitter, 1 + input_jitter). It changes choice, weights, logits and losses, and gradients flow
-            through the product. Source: https://arxiv.org/abs/2101.03961.
-        gumbel: logits plus this multiple of independent standard Gumbel numbers decide who is chosen. With 1 and
-            softmax scores that draws experts without replacement by their probabilities. Weights, losses and gradients
-            are those of the logits without noise; a replayed choice stays. Source: https://arxiv.org/abs/1903.06059.
+        input_jitter: the router alone sees each token element multiplied by an independent uniform number from
+            [1 - input_jitter, 1 + input_jitter). This changes choice, weights, logits and losses, and gradients flow
+            through the product. Default: 0. Source: https://arxiv.org/abs/2101.03961.
+        gumbel: the logits plus this multiple of independent standard Gumbel numbers decide which experts are chosen.
+            With 1 and softmax scores, this draws experts without replacement by their probabilities. Weights, losses
+            and gradients use the logits without noise, and a replayed choice is kept. Default: 0. Source:
+            https://arxiv.org/abs/1903.06059.
 
     Raises:
         ValueError: `input_jitter` is not in [0, 1), or `gumbel` is negative or not finite.
@@ -43,7 +44,7 @@ class RouterNoise:
         self,
         tokens: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        """The tokens as the router sees them, in their dtype. The factors are float32 or longer."""
+        """Return the tokens with jitter, in their dtype. The factors are float32 or longer."""
         if not self.input_jitter:
             return tokens
         dtype = torch.promote_types(tokens.dtype, torch.float32)
@@ -58,17 +59,17 @@ class RouterNoise:
         selection_bias: Tensor | None,  # [E]
         implementation: str | None,
     ) -> Tensor:  # [T, K] int32
-        """The choice that the router makes of the noisy logits."""
-        # The logarithm of an exponential number is that of a Gumbel number, negated.
+        """Return the router's choice for the noisy logits."""
+        # The negated logarithm of an exponential number is a Gumbel number.
         noise = -torch.empty_like(logits).exponential_().log()
         noisy = logits.detach() + self.gumbel * noise
-        shaped = replace(spec, logit_multiplier=1.0, logit_softcap=None)
-        return scored_routing(
+        shaped = replace(spec, logit_softcap=None)
+        return topk_routing(
             noisy, top_k, shaped, selection_bias=selection_bias, implementation=implementation
         ).topk_experts
 
     def check(self, owner: str, spec: RouterSpec, assigned: bool) -> None:
-        """Raises ValueError unless a router of this kind has a choice of its own for the Gumbel noise to act on."""
+        """Raise ValueError if Gumbel noise is set but the router makes no top-k choice for it to act on."""
         if self.gumbel and (assigned or spec.sparsemixer_jitter is not None):
             raise ValueError(
                 f"{owner}: Gumbel noise acts on a top-k choice, not on an assignment or a SparseMixer, "

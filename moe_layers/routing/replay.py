@@ -1,4 +1,4 @@
-"""Which experts a run chose, kept and used again elsewhere: by the training of a model whose samples another drew."""
+"""Capture of a run's expert choices and their replay elsewhere, such as when training on another model's samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .activation_checkpointing import is_recomputing, replayed_choice
+from moe_kernels.runtime.pytorch import is_in_backward
+
+from .activation_checkpointing import replayed_choice
 from .router import TopKRouter, watches_choice
 
 
@@ -21,13 +23,14 @@ class RoutingReplay:
         with record.replay(policy):
             loss(policy(tokens)).backward()
 
-    A replayed router computes its own logits, and weighs the experts of the record by its own scores; gradients flow to
-    those scores, as if they had been its choice: see `moe_kernels.routing_weights`.
+    A replayed router computes its own logits, and weighs the recorded experts by its own scores. Gradients flow to
+    those scores as if the router had chosen these experts: see `moe_kernels.routing_weights`.
 
-    `choices` holds, under the name of each router in its model, one [T, K] int32 tensor per forward: what the router
-    chose, before padding and capacities, which act again. It can be filled by hand, and sent or saved like any tensors.
+    `choices` maps each router's name in its model to one [T, K] int32 tensor per forward. It holds the router's choice
+    before padding and capacities, which apply again on replay. It can be filled by hand, sent or saved like any
+    tensors.
 
-    Hooks do the work: models that `torch.compile` has compiled must be captured and replayed without it.
+    Capture and replay use hooks, so models compiled by `torch.compile` must run uncompiled for them.
 
     Raises:
         ValueError: a choice is not [T, K] int32.
@@ -44,15 +47,15 @@ class RoutingReplay:
                     )
 
     def to(self, device: torch.device | str) -> RoutingReplay:
-        """A record of the same choices on another device."""
+        """Return a record with the same choices on another device."""
         return RoutingReplay({name: [choice.to(device) for choice in kept] for name, kept in self.choices.items()})
 
     @contextmanager
     def capture(self, model: nn.Module) -> Iterator[None]:
-        """Inside, every forward of a router of `model` is added to the record. Recomputed forwards are not.
+        """Add every forward of a router of `model` inside the context to the record, except recomputed forwards.
 
         Raises:
-            ValueError: `model` has no router, or at the end, none of them ran.
+            ValueError: `model` has no router, or no router ran.
         """
         routers = _routers("capture", model)
         captured = 0
@@ -61,7 +64,7 @@ class RoutingReplay:
             @watches_choice
             def add(router, inputs, routed):
                 nonlocal captured
-                if not is_recomputing():
+                if not is_in_backward():
                     self.choices.setdefault(name, []).append(routed.topk_experts)
                     captured += 1
 
@@ -78,13 +81,14 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the forwards of each router of `model` take their experts from the record, in its order.
+        """Replay the record, in its order, in the forwards of each router of `model` inside the context.
 
-        A checkpointed region must have `context_fn=save_routing`, and its backward must be inside, too.
+        A checkpointed region needs `context_fn=save_routing`, and its backward must also run inside the context.
 
         Raises:
-            ValueError: the model has other routers than the record; a router runs more often than in the record, or at
-                the end, less often; or a choice does not fit its tokens.
+            ValueError: the model has other routers than the record; a router runs more or less often than in the
+            record;
+                or a choice does not fit its tokens.
         """
         routers = _routers("replay", model)
         missing, unexpected = sorted(set(routers) - set(self.choices)), sorted(set(self.choices) - set(routers))
@@ -111,7 +115,7 @@ class RoutingReplay:
 
 
 class _Replay:
-    """The choices of one router, handed out one by one."""
+    """The choices of one router, returned one per forward."""
 
     def __init__(self, name: str, router: TopKRouter, choices: list[Tensor]):
         self.name, self.router = name, router
@@ -120,7 +124,7 @@ class _Replay:
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
         tokens = inputs[0] if inputs else named_inputs["tokens"]
-        choice = self._of_recomputation(tokens) if is_recomputing() else self._next(tokens)
+        choice = self._of_recomputation(tokens) if is_in_backward() else self._next(tokens)
         return inputs, {**named_inputs, "topk_experts": replayed_choice(choice)}
 
     def _next(self, tokens: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ class _Replay:
             )
         choice = self.choices[self.position]
         expected = (len(tokens), self.router.num_slots)
-        if choice.shape != expected and self.router.num_slots is not None:  # else the router raises
+        if choice.shape != expected and self.router.num_slots is not None:  # None: the router raises
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "
                 f"got {list(choice.shape)}"
@@ -139,7 +143,7 @@ class _Replay:
         return choice
 
     def _of_recomputation(self, tokens: Tensor) -> Tensor:
-        """Any choice of this shape: the region has saved the right one."""
+        """Return any choice of this shape: the region has saved the right one."""
         return next(choice for choice in self.choices if len(choice) == len(tokens))
 
 

@@ -1,8 +1,8 @@
-"""What a layer's forward decided, and what the caller said of its tokens: all that an auxiliary loss needs."""
+"""The routing of one forward and the settings of its tokens: everything that an auxiliary loss needs."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..checks import check_kind
 
-# The positive scores, up to the factor that makes those of a token sum to one.
+# Positive scores, before they are normalised to a sum of one per token.
 SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
@@ -19,23 +19,23 @@ SCORES = {
 
 
 class LayerRouting(NamedTuple):
-    """What the router decided in one forward of a layer; T counts the tokens over all leading axes.
+    """The router's decision in one forward of a layer; T counts the tokens over all leading axes.
 
-    An expert is chosen by the router and gets what it was chosen for, up to its capacity. Padding tokens choose none.
+    The router chooses an expert; the expert gets the tokens that chose it, up to its capacity. Padding chooses none.
     """
 
-    topk_experts: Tensor  # [T, K] int32; -1 for a slot beyond an expert's capacity, or of a padding token
+    topk_experts: Tensor  # [T, K] int32; -1 for a slot beyond an expert's capacity or of a padding token
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E] float32
-    tokens_per_expert: Tensor  # [E] int32: what the experts got; E counts the zero experts too
-    chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before capacity; None where there is none
+    tokens_per_expert: Tensor  # [E] int32: tokens that the experts got; E includes the zero experts
+    chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before capacity; None without one
     chosen_per_expert: Tensor | None = None  # [E] int32: `tokens_per_expert` before capacity; None likewise
     token_mask: Tensor | None = None  # [T] bool: False for padding; None for no padding
     sequence_lengths: Tensor | int | None = None  # [N] integers, or one length for all
 
     @property
     def choices(self) -> Tensor:  # [T, K] int32
-        """What the router chose, whatever the capacity."""
+        """The router's choice before capacities."""
         return self.topk_experts if self.chosen_experts is None else self.chosen_experts
 
     @property
@@ -44,7 +44,7 @@ class LayerRouting(NamedTuple):
 
     @property
     def num_tokens(self) -> int | Tensor:
-        """Tokens that are not padding; counted on the device where there is a mask."""
+        """The number of tokens that are not padding; with a mask, counted on the device."""
         return len(self.logits) if self.token_mask is None else self.token_mask.sum()
 
 
@@ -53,24 +53,43 @@ def spread_slots(
     values: Tensor | int,  # [T, K], or one for all
     num_experts: int,
 ) -> Tensor:  # [T, E]
-    """The sum of an expert's slots in its column, zero where there are none. Differentiable in `values`."""
-    # Slots of no expert go to one more column, which is cut off.
+    """Return the sum of each expert's slots in its column, zero without slots. Differentiable in `values`."""
+    # Slots without an expert go to an extra column, which is cut off.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
     empty = torch.zeros(len(choices), num_experts + 1, dtype=dtype, device=choices.device)
-    # An assignment may name an expert twice. Sums of two are the same in any order; those of more need PyTorch's
+    # An assignment may name an expert twice. Sums of two values are the same in any order; sums of more need PyTorch's
     # deterministic mode on a GPU.
     values = values if isinstance(values, Tensor) else empty.new_full(choices.shape, values)
     return empty.scatter_add(1, column, values)[:, :num_experts]
 
 
-def facts_of_tokens(
+class TokenInfo(NamedTuple):
+    """Settings of the tokens of one forward."""
+
+    all_tokens: Tensor  # [T, D], padding included
+    shape: torch.Size  # of the layer's input, [..., D]
+    token_mask: Tensor | None  # [T] bool: False for padding; None for no padding
+    sequence_lengths: Tensor | int | None  # [N] integers, or one length for all
+    num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the tokens of this call
+
+    @property
+    def sequence_length(self) -> int:
+        """Length of the last axis but one, 1 without it. A capacity holds for so many tokens."""
+        return self.shape[-2] if len(self.shape) > 1 else 1
+
+
+def token_info(
     x: Tensor,  # [..., D]
     token_mask: Tensor | None,  # [...]
     sequence_lengths: Tensor | None,  # [N]
     num_tokens: int | Tensor | None,
-) -> dict[str, Any]:
-    """What the caller said of the tokens, for LayerRouting. Raises ValueError unless it fits."""
+) -> TokenInfo:
+    """Check and flatten the arguments of `MoEFeedForward.forward` that describe tokens.
+
+    Raises:
+        ValueError: one of them does not fit the input.
+    """
     if num_tokens is not None:
         check_num_tokens("MoEFeedForward", num_tokens)
     if sequence_lengths is not None:
@@ -86,11 +105,11 @@ def facts_of_tokens(
         token_mask = token_mask.reshape(-1)
     if sequence_lengths is None and x.dim() > 2:
         sequence_lengths = x.shape[-2]
-    return {"token_mask": token_mask, "sequence_lengths": sequence_lengths}
+    return TokenInfo(x.reshape(-1, x.shape[-1]), x.shape, token_mask, sequence_lengths, num_tokens)
 
 
 def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
-    """Raises ValueError unless this is a number of tokens, here or on the device."""
+    """Raise ValueError unless this is a number of tokens, on the host or on the device."""
     if isinstance(num_tokens, Tensor):
         if num_tokens.numel() != 1:
             raise ValueError(f"{op}: num_tokens must be a scalar, got {list(num_tokens.shape)}")
@@ -99,7 +118,7 @@ def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
 
 
 def check_sequence_lengths(op: str, lengths: Tensor, device: torch.device) -> None:
-    """Raises ValueError unless these are lengths of sequences; their values are not read."""
+    """Raise ValueError unless these are lengths of sequences. Their values are not read."""
     is_integer = lengths.dtype in (torch.int32, torch.int64)
     if lengths.dim() != 1 or not len(lengths) or not is_integer or lengths.device != device:
         raise ValueError(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_kernels import IMPLEMENTATIONS, RouterSpec, Routing, linear_routing, routing_weights, scored_linear_routing
+from moe_kernels import RouterSpec, Routing, linear_routing, routing_weights
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ..checks import check_choice, check_kind, check_positive
 from ..precision import call_with_autocast_rules
@@ -23,17 +24,15 @@ class TopKRouter(nn.Module):
     """Chooses `top_k` experts per token and weighs them. Logits and weights are float32.
 
     The weight may stay float32 beside shorter tokens, as some models keep theirs: all products are float32 then.
-    Parameters are `weight` [E, D] and, where the spec asks for them, `bias` [E], `input_scale` [D] and
+    Parameters are `weight` [E, D] and, where the settings ask for them, `bias` [E], `input_scale` [D] and
     `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
     converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
     balancing is in `expert_counts` [E] int64, which no state dict holds. It is no buffer, as every process has its own,
     and DistributedDataParallel would overwrite it with the first one's.
 
     Args:
-        normalize: short for `spec=RouterSpec(normalize=...)`: the weights of a token sum to one (softmax over the
-            chosen experts, as in Mixtral and Qwen3); otherwise they are probabilities under the softmax over all
-            experts (as in OLMoE).
-        spec: the facts of any other router. Its `weight_on_input` concerns the experts, not the router.
+        router: the settings; None for `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
+            Mixtral and Qwen3. `weight_on_input` concerns the experts, not the router.
         assignment: chooses in place of the top-k: an `Assignment`, or a function as of `CustomAssignment`.
         noise: in training mode.
         batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
@@ -41,8 +40,8 @@ class TopKRouter(nn.Module):
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, `spec` cannot choose `top_k` of `num_experts`, it is given besides
-            `normalize=False`, or it does not go with the assignment or the noise.
+        ValueError: a size is not positive, or `router` cannot choose `top_k` of `num_experts` or does not go with the
+            assignment or the noise.
     """
 
     selection_bias: Tensor | None
@@ -55,8 +54,7 @@ class TopKRouter(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        normalize: bool = True,
-        spec: RouterSpec | None = None,
+        router: RouterSpec | None = None,
         assignment: Assignment | Callable | None = None,
         noise: RouterNoise | None = None,
         batch_invariant: bool = False,
@@ -68,19 +66,13 @@ class TopKRouter(nn.Module):
         super().__init__()
         check_positive("TopKRouter", d_model=d_model, num_experts=num_experts, top_k=top_k)
         check_choice("TopKRouter", "implementation", implementation, (*IMPLEMENTATIONS, None))
-        if top_k > num_experts:
-            raise ValueError(f"TopKRouter: top_k must be at most num_experts={num_experts}, got {top_k}")
-        if spec is None:
-            spec = RouterSpec(normalize=normalize)
-        elif not normalize:
-            raise ValueError("TopKRouter: normalize=False must be said in spec when there is one, got both")
-        check_kind("TopKRouter", "spec", spec, RouterSpec)
+        spec = RouterSpec() if router is None else router
+        check_kind("TopKRouter", "router", spec, RouterSpec)
         spec.check_sizes("TopKRouter", num_experts, top_k)
         self.num_experts = num_experts
         self.top_k = top_k
         self._spec = spec
-        self._is_plain_softmax = spec.is_plain_softmax
-        self.assignment = as_assignment(assignment)
+        self.assignment = as_assignment("TopKRouter", assignment)
         self.noise = noise
         if self.assignment is not None:
             self.assignment.check("TopKRouter", spec)
@@ -106,18 +98,14 @@ class TopKRouter(nn.Module):
 
     @property
     def spec(self) -> RouterSpec:
-        """Fixed, as the parameters are those that it asks for."""
+        """The settings. They are fixed, because they decide which parameters there are."""
         return self._spec
-
-    @property
-    def normalize(self) -> bool:
-        return self.spec.normalize
 
     @property
     def is_softmax_of_chosen(self) -> bool:
         """Whether the weights are just that: a softmax over the logits of the chosen experts, linear in the tokens."""
         acts = (self.assignment, self.noise, self.input_scale, self.per_expert_scale)
-        return self._is_plain_softmax and self.spec.normalize and all(part is None for part in acts)
+        return self.spec.is_plain_softmax and self.spec.normalize and all(part is None for part in acts)
 
     @property
     def num_slots(self) -> int | None:
@@ -155,26 +143,14 @@ class TopKRouter(nn.Module):
         Raises:
             ValueError: a shape, dtype or device disagrees with the signature or the parameters.
         """
-        if topk_experts is not None and self.num_slots is None:
-            raise ValueError("TopKRouter: a CustomAssignment's choice must not be replayed, got topk_experts")
         if topk_experts is not None:
-            check_kind("TopKRouter", "topk_experts", topk_experts, Tensor)
-        if topk_experts is not None and topk_experts.shape != (len(tokens), self.num_slots):
-            raise ValueError(
-                f"TopKRouter: topk_experts must be {[len(tokens), self.num_slots]}, got {list(topk_experts.shape)}"
-            )
-        noise = self.noise if self.training else None
-        if noise is not None:
-            tokens = noise.jitter(tokens)
-        if self.input_scale is not None:
-            d_model = tokens.shape[-1]
-            normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
-            tokens = normed * (self.input_scale * d_model**-0.5)
-        routed = call_with_autocast_rules(self._route, tokens, self.weight)
+            self._check_replayed(topk_experts, len(tokens))
+        routed = call_with_autocast_rules(self._route, self._prepared(tokens), self.weight)
         if topk_experts is None and self.assignment is not None:
             routed = self.assignment(routed, self.spec, token_mask)
-        elif topk_experts is None and noise is not None and noise.gumbel:
-            topk_experts = noise.choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
+        elif topk_experts is None and self.training and self.noise is not None and self.noise.gumbel:
+            choose = self.noise.choose
+            topk_experts = choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
         if topk_experts is not None:
             weigh = routing_weights if self.assignment is None else self.assignment.weigh
             routed = Routing(topk_experts, weigh(routed.logits, topk_experts, self.spec), routed.logits)
@@ -185,12 +161,36 @@ class TopKRouter(nn.Module):
             routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])
         return routed
 
+    def _check_replayed(self, topk_experts: Tensor, num_tokens: int) -> None:
+        if self.num_slots is None:
+            raise ValueError("TopKRouter: a CustomAssignment's choice must not be replayed, got topk_experts")
+        check_kind("TopKRouter", "topk_experts", topk_experts, Tensor)
+        if topk_experts.shape != (num_tokens, self.num_slots):
+            raise ValueError(
+                f"TopKRouter: topk_experts must be {[num_tokens, self.num_slots]}, got {list(topk_experts.shape)}"
+            )
+
+    def _prepared(self, tokens: Tensor) -> Tensor:  # [T, D]
+        """The input of the linear map: with noise in training mode, and normalised if the router does that."""
+        if self.training and self.noise is not None:
+            tokens = self.noise.jitter(tokens)
+        if self.input_scale is not None:
+            d_model = tokens.shape[-1]
+            normed = functional.rms_norm(tokens, (d_model,), eps=self.spec.input_norm_epsilon)
+            tokens = normed * (self.input_scale * d_model**-0.5)
+        return tokens
+
     def _route(self, tokens: Tensor, weight: Tensor) -> Routing:
-        options = {"batch_invariant": self.batch_invariant, "implementation": self.implementation}
-        if self._is_plain_softmax:
-            return linear_routing(tokens, weight, self.top_k, normalize=self.spec.normalize, **options)
-        options |= {"logit_bias": self.bias, "selection_bias": self.selection_bias}
-        return scored_linear_routing(tokens, weight, self.top_k, spec=self.spec, **options)
+        return linear_routing(
+            tokens,
+            weight,
+            self.top_k,
+            self.spec,
+            logit_bias=self.bias,
+            selection_bias=self.selection_bias,
+            batch_invariant=self.batch_invariant,
+            implementation=self.implementation,
+        )
 
     def count(
         self,

@@ -1,4 +1,4 @@
-"""The golden cases: small random models in the layout of the hub, outputs and gradients beside them."""
+"""Golden cases: small random models in the hub's layout, with outputs and gradients."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-# Where the kernels themselves are not the question; the interpreter is slow.
+# Used where the kernels themselves are not tested, because the interpreter is slow.
 FASTEST = None if torch.cuda.is_available() else "reference"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
 
@@ -21,6 +21,6 @@ class Golden:
         self.config = json.loads((self.directory / "config.json").read_text())
 
     def tensors(self, name):
-        """`name` is "model", "golden", "grads" or "dequant"."""
+        """Return the tensors of "model", "golden", "grads" or "dequant"."""
         path = self.directory / f"{name}.safetensors"
         return load_file(path) if path.is_file() else {}

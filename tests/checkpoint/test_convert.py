@@ -17,7 +17,7 @@ from .tiny_models import LAYER, save_model
 
 
 def read_model(directory):
-    """All tensors, by whatever files."""
+    """Return all tensors, from however many files."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return load_file(directory / "model.safetensors")
@@ -67,7 +67,7 @@ def test_every_case_converts(case, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 class TestZeroExperts:
-    """transformers writes gates and ups for the zero experts of LongCat-Flash, which nothing reads."""
+    """transformers writes gates and ups for the zero experts of LongCat-Flash; nothing reads them."""
 
     @pytest.mark.parametrize("layout", ["per_expert", "fused", "transposed", "stacked", "flat"])
     @pytest.mark.parametrize("save_original_format", [True, False])
@@ -136,7 +136,7 @@ def test_float8_outside_of_the_experts_is_dequantised_too(tmp_path):
 
 
 def test_composite_model(tmp_path):
-    """Quantisation may be stated for the language model alone; other parts may have names like those of scales."""
+    """The quantisation may apply to the language model alone; other parts may have names like those of scales."""
     model = Golden("gpt_oss_mxfp4").tensors("model")
     model["vision.position_blocks"] = torch.arange(4.0)
     save_file(model, tmp_path / "model.safetensors")
@@ -186,7 +186,7 @@ def test_mixed_dtypes_are_refused(tmp_path):
 
 
 class TestLayerThatIsTheBlockItself:
-    """In some models the experts lie beside the attention."""
+    """In some models the experts are stored next to the attention, without a block name."""
 
     def save(self, directory):
         model = {name.replace(".mlp.", "."): tensor for name, tensor in Golden("qwen3_moe").tensors("model").items()}
@@ -210,7 +210,7 @@ class TestLayerThatIsTheBlockItself:
 
 
 def test_a_router_with_more_rows_than_experts(tmp_path):
-    """The layout "flat" does not say how many experts there are, and such a router does not either."""
+    """Neither the layout "flat" nor such a router tells the number of experts."""
     model = Golden("mixtral").tensors("model")
     router = next(name for name in model if name.endswith(".gate.weight"))
     model[router] = torch.cat([model[router], model[router][:2]])
@@ -228,7 +228,7 @@ def test_command_converts_a_directory_of_checkpoints(tmp_path, capsys):
     assert "tensor" in capsys.readouterr().err  # the progress bar
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == CASES
     assert main(["inspect", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.count("fused (D)") == len(CASES) + 2  # two of them have two blocks
+    assert capsys.readouterr().out.count("fused (D)") == len(CASES) + 2  # two of the models have two blocks
 
 
 def test_command_converts_one_checkpoint(tmp_path):
@@ -266,7 +266,7 @@ def test_command_reports_errors(tmp_path, capsys):
     [("qwen3_moe", "fused"), ("mixtral", "fused"), ("gpt_oss", "interleaved"), ("llama4", "transposed")],
 )
 def test_transformers_loads_what_was_converted(case, layout, tmp_path):
-    """Through another layout and into the one that transformers' own modules have: the same logits."""
+    """Convert to another layout and back to that of transformers' modules: the logits do not change."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The report proves that a layer is loaded completely; whatever does not fit is refused by name."""
+"""The report proves that a layer is loaded completely; errors name everything that does not fit."""
 
 import dataclasses
 import json
@@ -177,7 +177,7 @@ def test_other_architectures_are_refused_by_name(model_type, reason, tmp_path):
 
 
 def square(tensors):
-    """Fused tensors with 2F == D, whose orientation no shape tells."""
+    """Return fused tensors with 2F == D, whose orientation does not follow from the shape."""
     for name in list(tensors):
         if ".mlp.experts." in name:
             del tensors[name]
@@ -186,7 +186,7 @@ def square(tensors):
 
 
 def test_square_in_an_unknown_layout_is_ambiguous(tmp_path):
-    """Qwen3-MoE is published as [E, 2F, D]; the other orientation has to be stated."""
+    """Qwen3-MoE is published as [E, 2F, D]; the other orientation must be stated."""
 
     def change(tensors):
         square(tensors)
@@ -199,7 +199,7 @@ def test_square_in_an_unknown_layout_is_ambiguous(tmp_path):
         _, report = load(tmp_path, return_report=True)
         assert report.layout == layout
     copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32, "moe_layers_layout": "flat"})
-    refuses(tmp_path, "must have the layout of config.json, 'flat'|layout 'flat', which it has not")
+    refuses(tmp_path, "must have the layout of config.json, 'flat'|layout 'flat' for .* have another")
 
 
 def test_square_in_the_published_layout_is_read_as_published(tmp_path):
@@ -215,7 +215,7 @@ def test_square_in_the_published_layout_is_read_as_published(tmp_path):
 
 
 def test_gpt_oss_is_not_guessed_to_be_concatenated(tmp_path):
-    """Its rows alternate wherever they were seen; [E, 2F, D] without a word about them could be either."""
+    """Its rows alternate in all known checkpoints; [E, 2F, D] alone could mean either order."""
     prefix = Golden("gpt_oss").prefix
 
     def change(tensors):

@@ -8,11 +8,12 @@ from safetensors.torch import save_file
 
 from moe_layers import MoEFeedForward
 
+from ..layers import moe_layer
 from .golden import FASTEST, GOLDEN, Golden
 
 
 def copy_case(case, directory, change=lambda tensors: None, config=None):
-    """A golden case as one file, after `change` had the tensors and with fields of the configuration replaced."""
+    """Write a golden case as one file, changed by `change`, with fields of the configuration replaced."""
     golden = Golden(case)
     tensors = golden.tensors("model")
     change(tensors)
@@ -23,7 +24,7 @@ def copy_case(case, directory, change=lambda tensors: None, config=None):
 
 
 def shard(directory, num_files=3):
-    """Spread the tensors of model.safetensors over files, neighbours into different ones."""
+    """Distribute the tensors of model.safetensors over files, neighbours into different ones."""
     from safetensors.torch import load_file
 
     tensors = load_file(directory / "model.safetensors")
@@ -64,7 +65,7 @@ def test_dtype(dtype, expected, device):
 
 
 def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
-    """As ERNIE-4.5 keeps its own; it is computed so, and saved so."""
+    """Like ERNIE-4.5's router, it computes in float32 and is saved in float32."""
 
     def shorten(tensors):
         for name in tensors:
@@ -158,7 +159,7 @@ def test_float8_blocks(d_model, d_ff, block, tmp_path, device):
 
 @pytest.mark.parametrize("case", ["mixtral", "llama4", "gpt_oss", "dbrx", "gpt_oss_mxfp4", "deepseek_v3", "qwen2_moe"])
 def test_a_range_of_experts(case, device):
-    """Each rank's layer holds its experts only, and the ranks' outputs sum to the whole layer's."""
+    """Each rank's layer holds only its experts, and the ranks' outputs sum to the whole layer's."""
     golden = Golden(case)
     options = {"dtype": torch.float32, "device": device, "implementation": FASTEST}
     whole = MoEFeedForward.from_checkpoint(golden.directory, golden.layer, **options)
@@ -189,7 +190,7 @@ def test_bad_ranges(experts):
 
 
 def test_layer_by_prefix():
-    """In an encoder-decoder a number means the encoder's layer; the decoder's is reached by its prefix."""
+    """In an encoder-decoder, a number means an encoder layer; a prefix selects the decoder's."""
     golden = Golden("switch_transformers")
     model = golden.tensors("model")
     encoder, decoder = "encoder.block.0.layer.1.mlp.", "decoder.block.0.layer.2.mlp."
@@ -200,7 +201,7 @@ def test_layer_by_prefix():
 
 
 def test_layers_beside_the_model_are_told_apart(tmp_path):
-    """Layers for predicting several tokens have experts too."""
+    """Layers for multi-token prediction have experts, too."""
 
     def add_mtp(tensors):
         for name in list(tensors):
@@ -214,7 +215,7 @@ def test_layers_beside_the_model_are_told_apart(tmp_path):
 
 
 def test_numbers_of_experts_are_not_sorted_as_strings():
-    golden = Golden("deepseek_v3")  # 16 experts: "10" < "2"
+    golden = Golden("deepseek_v3")  # 16 experts: as strings, "10" < "2"
     layer = MoEFeedForward.from_checkpoint(golden.directory, 1)
     model = golden.tensors("model")
     for e in range(16):
@@ -228,7 +229,7 @@ def test_parameters_are_aligned_and_contiguous():
 
 
 def test_composite_models(tmp_path):
-    """The language model of a vision-language model, with the prefixes of both times."""
+    """Load the language model of a vision-language model, with old and new prefixes."""
     for number, prefix in enumerate(["language_model.model.", "model.language_model."]):
 
         def rename(tensors, prefix=prefix):
@@ -262,10 +263,10 @@ def test_experts_are_kept_once(device):
 
 @pytest.mark.parametrize("options", [{}, {"num_zero_experts": 2}, {"capacity": 3, "top_k": 1}], ids=str)
 def test_parts_know_the_routing_of_all_experts(options, device):
-    """Gradients too are those of the whole layer, part by part."""
+    """Gradients of the parts also add up to those of the whole layer."""
     torch.manual_seed(0)
     options = {"d_model": 8, "d_ff": 4, "num_experts": 6, "top_k": 2, "init_std": 0.5, **options}
-    whole = MoEFeedForward(**options, device=device, implementation=FASTEST)
+    whole = moe_layer(**options, device=device, implementation=FASTEST)
     x = torch.randn(2, 9, 8, device=device, requires_grad=True)
     y, routing = whole(x, return_routing=True)
     gradients = torch.autograd.grad(y.sin().sum(), [x, *whole.experts.parameters()])

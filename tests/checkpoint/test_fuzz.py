@@ -1,4 +1,4 @@
-"""Whatever stands in a configuration or among the names: a layer, or a ValueError that says why."""
+"""Any configuration and any tensor names give a layer, or a ValueError with the reason."""
 
 import json
 
@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_layers import MoEFeedForward
-from moe_layers.checkpoint.architectures import ARCHITECTURES, REFUSED, BlockSpec, find_architecture
+from moe_layers import MoEConfig, MoEFeedForward
+from moe_layers.architectures import ARCHITECTURES, REFUSED, ModelConfig, read_config
 from moe_layers.checkpoint.blocks import find_blocks, matching_layouts
-from moe_layers.checkpoint.config import Config, float8_block, read_config
+from moe_layers.checkpoint.quantization import float8_block
 
 from .golden import CASES, Golden
 from .test_from_checkpoint import copy_case
@@ -35,14 +35,14 @@ FIELDS = sorted(
     values=st.dictionaries(st.sampled_from(FIELDS), VALUES),
 )
 def test_any_configuration(model_type, values):
-    config = Config({**values, "model_type": model_type}, layer=1)
+    values = {**values, "model_type": model_type}
     try:
-        spec = find_architecture(config).block(config)
+        config = MoEConfig.from_hf(values, layer=1)
     except ValueError as error:
         assert str(error)
     else:
-        assert isinstance(spec, BlockSpec)
-    for source in (config.values, {"quantization_config": values.get("dtype")}):
+        assert MoEConfig.from_dict(config.to_dict()) == config
+    for source in (values, {"quantization_config": values.get("dtype")}):
         try:
             float8_block(source, read_config(source, 0))
         except ValueError as error:
@@ -101,9 +101,9 @@ def test_any_names(names, suffix):
 @pytest.mark.parametrize("quantization", ["fp8", 3, ["fp8"], True], ids=str)
 def test_quantisation_that_is_not_an_object(quantization):
     with pytest.raises(ValueError, match=r"quantization_config in config\.json must hold an object, got"):
-        float8_block({"quantization_config": quantization}, Config({}))
+        float8_block({"quantization_config": quantization}, ModelConfig({}))
 
 
 def test_json_that_no_configuration_has():
     assert read_config(json.loads('{"text_config": {"model_type": "x", "text_config": 3}}'), 0).model_type == "x"
-    assert torch.Size(float8_block({"quantization_config": None}, Config({}))) == (128, 128)
+    assert torch.Size(float8_block({"quantization_config": None}, ModelConfig({}))) == (128, 128)

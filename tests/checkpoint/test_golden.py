@@ -1,4 +1,4 @@
-"""Every golden case: the same experts, output and gradients as the modules of transformers that made it."""
+"""Every golden case: the same experts, output and gradients as the original modules of transformers."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def relative_error(actual, expected):
 
 
 def assert_close(actual, expected, limit, dtype, name):
-    """The limits that came with the cases: absolute in float32, relative root mean square in bfloat16."""
+    """Apply the limits of the cases: absolute in float32, relative root mean square in bfloat16."""
     assert actual.shape == expected.shape, name
     if dtype == torch.float32:
         assert (actual.cpu() - expected).abs().max() < limit * max(1, expected.square().mean().sqrt()), name
@@ -34,7 +34,7 @@ def test_output_and_choice(case, dtype, device):
     assert_close(y, expected["y"], 2e-5, dtype, "y")
     ids, weights = sort_by_id(routing.topk_experts.cpu().long(), routing.topk_weights.cpu())
     expected_ids, expected_weights = sort_by_id(expected["topk_idx"], expected["topk_weight"].float())
-    kept = expected_ids >= 0  # dropped tokens have the id -1
+    kept = expected_ids >= 0  # dropped tokens have id -1
     assert (~kept).sum() == (2 if case == "switch_transformers" else 0)
     assert torch.equal(ids[kept], expected_ids[kept])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -42,13 +42,13 @@ def test_output_and_choice(case, dtype, device):
 
 
 def sort_by_id(ids, weights):
-    """The order of the k slots is open."""
+    """Sort the slots by id, because the order of the k slots is unspecified."""
     order = ids.argsort(-1)
     return ids.gather(-1, order), weights.gather(-1, order)
 
 
 # Rounding parameters to bfloat16 moves values across the kinks of these activations (relu, clamps), where the gradient
-# jumps: their gradients are compared with those of the rounded parameters in float64.
+# jumps. Their gradients are therefore compared with those of the rounded parameters in float64.
 KINKED = ("gpt_oss", "switch_transformers")
 
 
@@ -74,7 +74,7 @@ def test_gradients(case, dtype, device, tmp_path):
 
 
 def gradients_on_disk(moe, x, dy, directory):
-    """Of sum(y * dy), as `save_checkpoint` writes what is in the place of the parameters; and that of x."""
+    """Return the gradients of sum(y * dy) as `save_checkpoint` would write the parameters, and that of x."""
     x = x.clone().requires_grad_()
     moe(x).backward(dy)
     for parameter in moe.parameters():

@@ -1,4 +1,4 @@
-"""Peak memory of loading and converting, measured in a process of its own."""
+"""Peak memory of loading and converting, measured in a separate process."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 MIB = 2**20
 EXPERTS, D_MODEL, D_FF = 16, 1024, 1024
 LAYER_BYTES = EXPERTS * 3 * D_MODEL * D_FF * 4  # 192 MiB
-# Files are unmapped whenever 32 MiB of them were read; the rest is for the allocator and the program's own pages.
+# Files are unmapped after every 32 MiB read; the rest is for the allocator and the program's own pages.
 SLACK = (32 + 16) * MIB
 
 MEASURE = """
@@ -35,7 +35,7 @@ print((kib("VmHWM") - before) * 1024)
 
 def peak_bytes(action):
     code = MEASURE.replace("{action}", action)
-    # What is freed goes back to the system at once: what is held is measured, not what the allocator keeps for later.
+    # Return freed memory to the system at once, so that the allocator's reserve is not measured.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -45,7 +45,7 @@ def peak_bytes(action):
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """Two layers of a Mixtral, fused and per expert, in one file each."""
+    """Write two layers of a Mixtral, fused and per expert, in one file each."""
     directory = tmp_path_factory.mktemp("big")
     config = {"model_type": "mixtral", "hidden_size": D_MODEL, "intermediate_size": D_FF, "num_experts_per_tok": 2}
     config |= {"num_local_experts": EXPERTS}
@@ -86,6 +86,6 @@ def test_a_range_of_experts_takes_no_more_than_these(layout, big):
 
 
 def test_converting_holds_one_shard(big, tmp_path):
-    shard_bytes = 96 * MIB  # of 384
+    shard_bytes = 96 * MIB  # of 384 MiB
     action = f"convert({str(big / 'fused')!r}, {str(tmp_path / 'out')!r}, 'per_expert', max_shard_bytes={shard_bytes})"
     assert shard_bytes - 2 * D_MODEL * D_FF * 4 <= peak_bytes(action) < 2 * shard_bytes

@@ -10,6 +10,7 @@ from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.convert import convert
 from moe_layers.checkpoint.layouts import LAYOUTS
 
+from ..layers import moe_layer
 from .golden import CASES, FASTEST, Golden
 from .test_convert import read_model
 from .test_from_checkpoint import copy_case, same_state
@@ -19,14 +20,12 @@ GATED = sorted({layout.name for layout in LAYOUTS if layout.gated and not layout
 
 def make_layer(**options):
     torch.manual_seed(0)
-    return MoEFeedForward(
-        **{"d_model": 8, "d_ff": 5, "num_experts": 3, "top_k": 2, "implementation": FASTEST, **options}
-    )
+    return moe_layer(**{"d_model": 8, "d_ff": 5, "num_experts": 3, "top_k": 2, "implementation": FASTEST, **options})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_names_and_layout_of_the_source(case, tmp_path):
-    """What was read is written back under the same names, bit by bit."""
+    """A loaded layer is written back under the same names, bit by bit."""
     golden = Golden(case)
     layer = MoEFeedForward.from_checkpoint(golden.directory, golden.layer)
     layer.save_checkpoint(tmp_path / "out")
@@ -51,7 +50,7 @@ def test_every_layout_of_a_loaded_layer(case, tmp_path):
 
 
 def test_whatever_the_default_device(tmp_path):
-    """Tensors on their way from file to file are in host memory."""
+    """Tensors between two files are always in host memory."""
     golden = Golden("deepseek_v3")
     expected = MoEFeedForward.from_checkpoint(golden.directory, golden.layer)
     with torch.device("meta"):
@@ -68,7 +67,7 @@ OPTIONS = {
     "gated_shared": {"shared_d_ff": 7, "shared_gate": True},
     "plain_shared": {"shared_d_ff": 7, "shared_activation": "relu"},
     "bias": {"bias": True, "activation": Activation("gpt_oss", limit=2.0), "router": RouterSpec(logit_bias=True)},
-    "router": {"router": RouterSpec.deepseek_v3(3, 2, scale=2.5, excluded_score=0.0)},
+    "router": {"router": RouterSpec.deepseek_v3(3, 2, scale=2.5, logit_softcap=3.0)},
     "latent": {"latent_dim": 6, "activation": "relu_squared", "shared_d_ff": 7},
     "zero": {"num_zero_experts": 2, "router": RouterSpec.ernie(normalize=False)},
     "capacity": {"capacity": 3, "top_k": 1},
@@ -89,7 +88,7 @@ def test_layer_that_was_not_read_from_a_checkpoint(options, layout, tmp_path):
 
 @pytest.mark.parametrize("layout", ["per_expert", "fused", "flat"])
 def test_zero_experts_convert(layout, tmp_path):
-    """The layout "flat" leaves the number of experts to the router, which has rows for zero experts too."""
+    """The layout "flat" leaves the number of experts to the router, which also has rows for zero experts."""
     layer = make_layer(num_zero_experts=2)
     layer.save_checkpoint(tmp_path / "flat", layout="flat")
     convert(tmp_path / "flat", tmp_path / "out", layout)
@@ -97,7 +96,7 @@ def test_zero_experts_convert(layout, tmp_path):
 
 
 def test_converts_keep_sharing_nothing(tmp_path):
-    """Saving a loaded layer in another layout records it; the configuration is otherwise the source's."""
+    """Saving a loaded layer in another layout records the layout; the rest of the configuration stays the source's."""
     golden = Golden("deepseek_v3")
     layer = MoEFeedForward.from_checkpoint(golden.directory, 1)
     layer.save_checkpoint(tmp_path / "out", layout="fused")
@@ -119,7 +118,7 @@ def test_unknown_layout(tmp_path):
 
 @pytest.mark.parametrize("layout", ["stacked", "linear"])
 def test_a_layer_that_is_the_block_itself(layout, tmp_path):
-    """Names that do not begin with "experts." could not be told from those of the layer's other parts."""
+    """Names that do not begin with "experts." could not be distinguished from the layer's other parts."""
 
     def move(tensors):
         for name in list(tensors):
@@ -149,7 +148,7 @@ SIZES = st.fixed_dictionaries(
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(sizes=SIZES, layouts=st.lists(st.sampled_from(["per_expert", "fused", "transposed", "interleaved"]), max_size=4))
 def test_any_sizes_through_any_layouts(sizes, layouts, tmp_path_factory):
-    """Bit by bit, also where F == D or 2F == D."""
+    """Conversions keep every bit, also if F == D or 2F == D."""
     directory = tmp_path_factory.mktemp("chain")
     torch.manual_seed(sizes.pop("seed"))
     first = layer = MoEFeedForward(**sizes, top_k=1, activation="gpt_oss")

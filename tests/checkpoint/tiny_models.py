@@ -1,4 +1,4 @@
-"""Small random models of published architectures, built and saved by transformers itself."""
+"""Small random models of published architectures, built and saved by transformers."""
 
 import random
 import re
@@ -20,7 +20,7 @@ LATENT_ATTENTION = {
 }
 LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
 
-# By model type, the fields in which it differs from the common ones in `config_fields`.
+# By model type, the fields that differ from the common ones in `config_fields`.
 MODELS = {
     "mixtral": {},
     "minimax": {"layer_types": ["full_attention"] * 2, "block_size": 4},
@@ -75,7 +75,7 @@ LAYER = 1
 
 
 def config_fields(model_type):
-    """Fields of the configuration with sizes drawn anew for every architecture, and multiples of nothing."""
+    """Return configuration fields with random sizes per architecture that are no round numbers."""
     draw = random.Random(model_type)
     num_groups, top_k = draw.choice([2, 3]), draw.choice([2, 3])
     num_experts = num_groups * draw.choice([3, 4, 5])
@@ -106,14 +106,14 @@ def config_fields(model_type):
 
 
 def known_fields(config_class, fields):
-    """Those of the fields that the configuration class has."""
+    """Return the fields that the configuration class has."""
     default = config_class()
     known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
     return {name: value for name, value in fields.items() if name in known}
 
 
 def save_model(model_type, directory, *, save_original_format=True, **changes):
-    """Write a random model in the layout of the hub, in small shards; returns its MoE block, a function of x."""
+    """Write a random model in the hub's layout, in small shards. Return its MoE block, a function of x."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -133,7 +133,7 @@ def save_model(model_type, directory, *, save_original_format=True, **changes):
     config = config_class(**fields)
     if model_type == "dbrx":
         config.attn_config.rope_theta = 1e4
-    # Other implementations of the experts want aligned sizes.
+    # Other implementations of the experts need aligned sizes.
     model = model_class(model_type)._from_config(config, experts_implementation="eager").eval()
     block = Block(model)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def save_model(model_type, directory, *, save_original_format=True, **changes):
 
 
 def model_class(model_type):
-    """The class with a head, whose names are those of the hub, where there is one."""
+    """Return the class with a head, if there is one, because its names are those of the hub."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -161,12 +161,12 @@ def model_class(model_type):
 
 
 class Block(nn.Module):
-    """The MoE block of layer 1 as one function of x; a shared expert beside the block counts as its part."""
+    """The MoE block of layer 1 as one function of x, including a shared expert stored next to the block."""
 
     def __init__(self, model):
         super().__init__()
         modules = dict(model.named_modules())
-        number = re.compile(rf"[^\d]*\b{LAYER}\b")  # the first one in the name counts layers
+        number = re.compile(rf"[^\d]*\b{LAYER}\b")  # the first number in the name counts layers
         name = next(name for name in modules if self.is_moe(modules[name]) and number.match(name))
         self.moe = modules[name]
         self.shared_mlp = modules.get(name.rpartition(".")[0] + ".shared_mlp")

@@ -1,4 +1,4 @@
-"""The benchmark of two versions tells them apart."""
+"""The comparison of two versions distinguishes them."""
 
 import json
 import os

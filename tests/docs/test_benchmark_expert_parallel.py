@@ -30,7 +30,6 @@ from benchmarks.parallel_layers import (
 )
 from benchmarks.parallel_memory import peak_bytes
 from benchmarks.shapes import TINY, Shape
-from moe_kernels import Permutation
 from moe_layers.parallel.collectives import Ranks, wait
 
 from ..processes import failures_fixture
@@ -60,7 +59,7 @@ def small_run(device):
 
 
 def rows_of_the_busiest(device):
-    """All rows of both processes go to the first."""
+    """All rows of both ranks go to the first rank."""
     mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
     layer, ranks = make_layer(TINY, mesh, dtype), Ranks.of(mesh.get_group())
     sent, received = rows_between(layer, make_tokens(layer, TINY, "first", dtype), ranks)
@@ -95,7 +94,7 @@ class Wrong(torch.nn.Module):
 
 
 def what_differs_in_one_process_is_not_timed(device):
-    error = 0.01 if dtype_for(device) == torch.float32 else 0.05  # in bfloat16 2 % are allowed
+    error = 0.01 if dtype_for(device) == torch.float32 else 0.05  # in bfloat16, 2 % are allowed
 
     def make(name, *arguments):
         made = make_implementation(name, *arguments)
@@ -108,7 +107,7 @@ def what_differs_in_one_process_is_not_timed(device):
 
 
 def parameters_are_shared(device):
-    """By all implementations and the layer alone; none leaves a gradient."""
+    """All implementations share the parameters, and none leaves a gradient."""
     mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
     layer = make_layer(TINY, mesh, dtype)
     others = [make_implementation(name, layer, mesh) for name in IMPLEMENTATIONS]
@@ -125,7 +124,7 @@ def parameters_are_shared(device):
 
 
 def experts_are_others_in_each_process(device):
-    """Or it would not show where rows go to the wrong process. Routers are the same."""
+    """Experts differ between ranks, so that rows sent to a wrong rank show. Routers are equal."""
     mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
     layer = make_layer(TINY, mesh, dtype)
     ranks = Ranks.of(mesh.get_group())
@@ -140,9 +139,9 @@ def experts_are_others_in_each_process(device):
 
 
 def stand_ins_have_the_shapes_of_the_others(device):
-    """So that what is compiled without communication is what then runs with it."""
+    """Fake ranks give the same shapes, so that code compiled without communication is the code that runs."""
     mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
-    shape = replace(TINY, num_tokens=64)  # of which every chunk is even, too
+    shape = replace(TINY, num_tokens=64)  # every chunk of which is also even
     layer = make_layer(shape, mesh, dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
     for name in STYLES:
@@ -151,9 +150,10 @@ def stand_ins_have_the_shapes_of_the_others(device):
             module, shapes = kind(make_implementation(name, layer, mesh)), []
 
             def note(_, inputs, out, to=shapes):
-                rows, weights, slots = inputs
-                indices = [slots.slot_to_row, slots.row_to_token] if isinstance(slots, Permutation) else []
-                to.append([tensor.shape for tensor in (rows, weights, *indices, out)])
+                (rows,) = inputs
+                slots = rows.permutation
+                indices = [] if slots is None else [slots.slot_to_row, slots.row_to_token]
+                to.append([tensor.shape for tensor in (rows.tokens, rows.topk_weights, *indices, out)])
 
             handle = module.experts.register_forward_hook(note)
             shapes += [tensor.shape for tensor in results(module, tokens, tokens)]
@@ -164,7 +164,7 @@ def stand_ins_have_the_shapes_of_the_others(device):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that were alive at once, of what was made inside."""
+    """Records the most bytes alive at once, of tensors made inside the context."""
 
     def __init__(self):
         super().__init__()
@@ -186,10 +186,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def memory_is_within_the_plan(device):
-    """Of `grouped_mm`, which takes the most, with all that stays beside it."""
+    """Checks `grouped_mm`, which takes the most memory, together with all memory that stays allocated."""
     mesh, dtype = expert_parallel.expert_mesh(device, 2), dtype_for(device)
     for shape in (Shape("many rows", 512, 64, 32, 8, 4), Shape("large experts", 32, 128, 256, 16, 2)):
-        for routing in ("even", "first"):  # the latter sends all rows to one process
+        for routing in ("even", "first"):  # "first" sends all rows to one rank
             with LiveBytes() as seen:
                 layer = make_layer(shape, mesh, dtype)
                 tokens = make_tokens(layer, shape, routing, dtype)
@@ -234,7 +234,7 @@ def test_two_processes_stand_for_eight(name):
 
 
 def test_a_stopped_run_leaves_whole_results(tmp_path):
-    """Stopped in its second configuration."""
+    """The run is stopped in its second configuration."""
     path = tmp_path / "results" / "some.json"
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     measure, calls = expert_parallel.measure, []
@@ -282,13 +282,13 @@ def test_the_best_form_is_the_simplest_of_the_fastest():
     rows = [about | {"routing": r, "implementation": name, "ms": ms} for r in "ab" for name, ms in times.items()]
     rows += [{"shape": "other", "ep": 4, "routing": "even", "skipped": "no time"}, {"collective": "all_gather"}]
     rows += [about | {"routing": "a", "implementation": "alltoall/2 chunks", "ms": 16.0}]
-    rows[2]["ms"] = 6.0  # two chunks of the first routing
+    rows[2]["ms"] = 6.0  # two chunks with the first routing
     (best,) = parallel_best.best_forms(rows)
     assert best == about | {"best": "allgather/2 chunks", "times_whole": 20.2 / 16, "times_baseline": 10 / 16}
 
 
 def test_the_best_form_was_timed_for_every_routing():
-    """One that was left out of a routing, as it differed or had no time, would have the smaller sum."""
+    """A form that one routing left out, for an error or lack of time, would have the smaller sum."""
     about = {"shape": "some", "ep": 2, "pass": "forward"}
     times = {"a": {"allgather": 10.0, "alltoall": 8.0, BASELINE: 16.0}, "b": {"allgather": 10.0, BASELINE: 16.0}}
     rows = [about | {"routing": r, "implementation": n, "ms": ms} for r, of in times.items() for n, ms in of.items()]

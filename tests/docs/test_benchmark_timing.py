@@ -1,4 +1,4 @@
-"""How benchmarks take turns."""
+"""The order in which benchmarks take turns."""
 
 from collections import Counter
 from itertools import pairwise
@@ -23,4 +23,4 @@ def test_every_function_is_timed_in_every_round():
         {name: lambda name=name: calls.update([name]) for name in ("a", "b", "c")}, "cpu", rounds=2, round_ms=0.1
     )
     assert set(timings) == {"a", "b", "c"} and all(0 < t.ms_p20 <= t.ms <= t.ms_p80 for t in timings.values())
-    assert min(calls.values()) >= 3 + 3 + 2 * 3  # to warm up, to find out how many, and in the rounds
+    assert min(calls.values()) >= 3 + 3 + 2 * 3  # warm-up, estimate of the number of calls, and the rounds

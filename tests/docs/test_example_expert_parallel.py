@@ -16,7 +16,7 @@ from ..parallel.expert_parallel_cases import implementation_of
 from ..processes import run_cases, run_torchrun
 
 ROOT = Path(__file__).parents[2]
-# As when it runs as a script: the example finds its neighbours beside it.
+# As in a script run: the example imports modules from its own folder.
 sys.path.insert(0, str(ROOT / "examples"))
 language_model = import_module("_language_model")
 single = import_module("train_language_model")
@@ -42,7 +42,7 @@ def tiny_text(device):
 
 
 def losses_equal_one_process(device):
-    """By either dispatcher, with experts shared by all processes or held by each, and resumed between the two."""
+    """With either dispatcher, experts sharded over all ranks or replicated, and a resume in between."""
     text, implementation = tiny_text(device), implementation_of(device)
     one = single.start_run(TINY, text, implementation)
     for _ in range(TINY.steps):
@@ -83,7 +83,7 @@ def test_expert_processes_must_divide_the_processes(count, capsys, monkeypatch):
 
 
 def test_under_torchrun(tmp_path):
-    """The command of its docstring, in two processes."""
+    """Run the command of its docstring in two processes."""
     script = ["examples/train_expert_parallel.py", "--preset", "cpu", "--steps", "1", "--output", str(tmp_path)]
     result = run_torchrun(script, 2, ROOT)
     assert result.returncode == 0, result.stderr

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
 
-# As when it runs as a script: the example finds its neighbour beside it.
+# As in a script run: the example imports modules from its own folder.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 language_model = import_module("_language_model")
 example = import_module("fine_tune_hugging_face")

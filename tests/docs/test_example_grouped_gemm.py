@@ -1,4 +1,4 @@
-"""The short examples run as they are, with no more than a CPU."""
+"""The short examples run unchanged, with only a CPU."""
 
 import os
 import subprocess

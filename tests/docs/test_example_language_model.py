@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ..gpu import waiting_is_an_error
 
-# As when it runs as a script: the example finds its neighbour beside it.
+# As in a script run: the example imports modules from its own folder.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 language_model = import_module("_language_model")
 example = import_module("train_language_model")
@@ -58,7 +58,7 @@ def start(text, implementation):
 
 @pytest.fixture
 def call_main(monkeypatch, tmp_path, text, implementation):
-    """Calls main on the tiny model, with its files in tmp_path."""
+    """Call main on the tiny model, with its files in tmp_path."""
     preset = "gpu" if text.training.is_cuda else "cpu"
     monkeypatch.setitem(example.PRESETS, preset, TINY)
     monkeypatch.setattr(example, "load_text", lambda root, device: text)
@@ -66,7 +66,7 @@ def call_main(monkeypatch, tmp_path, text, implementation):
 
 
 def interrupt_in_step(monkeypatch, step):
-    """Ctrl-C between the backward of this step and the update of its weights."""
+    """Press Ctrl-C between the backward of this step and the update of its weights."""
     clip = torch.nn.utils.clip_grad_norm_
     calls = []
 
@@ -80,7 +80,7 @@ def interrupt_in_step(monkeypatch, step):
 
 
 def count_steps(monkeypatch):
-    """The list that will hold the number of every step drawn from now on."""
+    """Return a list that will receive the number of every step drawn from now on."""
     draw_batch = example.draw_batch
     steps = []
 
@@ -107,7 +107,7 @@ def test_text_is_split_by_file(tmp_path):
             (tmp_path / folder / f"{i}.py").write_bytes(f"{folder}/{i}\n".encode())
     text = language_model.load_text(tmp_path)
     files = [bytes(part.tolist()).split(language_model.END_OF_FILE) for part in text]
-    assert [part.pop() for part in files] == [b"", b""]  # every file is ended
+    assert [part.pop() for part in files] == [b"", b""]  # every file has its end marker
     training, held_out = (set(part) for part in files)
     assert training.isdisjoint(held_out)
     assert training | held_out == {f"{folder}/{i}\n".encode() for folder in ("", "email") for i in range(60)}
@@ -212,7 +212,7 @@ def test_interrupt_ends_the_step_and_saves(start, tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """As in a terminal: a shell's background jobs start out deaf to interrupts."""
+    """Enable interrupts as in a terminal, because a shell's background jobs ignore them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -263,12 +263,12 @@ def test_main_writes_what_it_says(call_main, start, tmp_path, capsys):
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     pixels = pytest.importorskip("matplotlib.image").imread(tmp_path / "training.png")
     assert pixels.shape == (960, 1080, 4)
-    assert len({tuple(pixel) for pixel in pixels[::4, ::4].reshape(-1, 4).tolist()}) > 20  # not an empty page
+    assert len({tuple(pixel) for pixel in pixels[::4, ::4].reshape(-1, 4).tolist()}) > 20  # the page is not empty
 
 
 def test_sample(start):
     run = start()
-    text = example.sample(run, b"def ", num_bytes=40)  # past the context of 32 bytes
+    text = example.sample(run, b"def ", num_bytes=40)  # beyond the context of 32 bytes
     assert isinstance(text, bytes)
     assert text.startswith(b"def ")
     assert len(text) == 44

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# As when it runs as a script: the example finds its neighbour beside it.
+# As in a script run: the example imports modules from its own folder.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 language_model = import_module("_language_model")
 example = import_module("plot_expert_load")

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_kernels import RouterSpec
 from moe_kernels.testing import check_accuracy
 
-# As when it runs as a script: the example finds its neighbour beside it.
+# As in a script run: the example imports modules from its own folder.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 language_model = import_module("_language_model")
 example = import_module("upcycle_dense")
@@ -35,7 +36,7 @@ TINY = dataclasses.replace(
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_upcycled_feed_forward_is_the_same_function(top_k, device):
-    """Also of the gradient with respect to its input: the routers' part of it is zero."""
+    """The gradient with respect to the input is the same, too, because the routers' part of it is zero."""
     torch.manual_seed(0)
     dense = example.SwiGLU(32, 24).to(device)
     moe = example.upcycle(dense, num_experts=4, top_k=top_k)
@@ -71,6 +72,7 @@ def test_a_changed_function_is_seen(device, monkeypatch):
     dense = example.LanguageModel(TINY).to(device)
     windows = torch.randint(256, (2, 32), device=device)
     example.check_same_function(dense, TINY, windows)
-    monkeypatch.setattr(example, "MoEFeedForward", partial(example.MoEFeedForward, normalize=False))
+    not_normalized = partial(example.MoEFeedForward, router=RouterSpec.softmax(normalize=False))
+    monkeypatch.setattr(example, "MoEFeedForward", not_normalized)
     with pytest.raises(AssertionError, match="upcycling changed the logits"):
         example.check_same_function(dense, TINY, windows)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_example(name, arguments, says):
-    # The example itself asks for the interpreter where there is no GPU.
+    # Without a GPU, the example itself selects the interpreter.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]

@@ -1,4 +1,4 @@
-"""The README and the guides: each code block runs, and whatever they name exists."""
+"""The README and the guides: each code block runs, and every name in them exists."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from ..processes import run_torchrun
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
-# What torchrun tells the only process of a run.
+# Environment that torchrun gives to a single process.
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
@@ -43,12 +43,12 @@ def test_several_gpus_in_two_processes(tmp_path):
 
 
 def as_python(words):
-    """The command of each process that torchrun starts."""
+    """Return the command of each process that torchrun starts."""
     return ("python", *words[3:]) if words[:2] == ("torchrun", "--nproc-per-node") else words
 
 
 def source_of(words):
-    """The files that read the options of a command, or None for one that is not ours."""
+    """Return the files that read a command's options, or None for a command that is not ours."""
     if Path(words[0]).name != "python":
         return None
     if words[1] != "-m":

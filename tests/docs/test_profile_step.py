@@ -1,4 +1,4 @@
-"""The account of a step misses none of its GEMMs nor bytes, and explains a step to the last percent."""
+"""The profile of a step contains all of its GEMMs and bytes, and explains the complete time."""
 
 import json
 from pathlib import Path
@@ -29,17 +29,18 @@ def test_every_gemm_of_a_step_is_recorded(device):
 
     first, again = record_gemms(step), record_gemms(step)
     assert first == again
-    # Forward, the gradients of the rows, and those of the weights: d_model is 32, two halves of d_ff are as wide.
+    # Forward, gradients of the rows, gradients of the weights: d_model is 32, and so are the two halves of d_ff
+    # together.
     sizes = [(20, 32, 32), (20, 16, 32), (20, 32, 16), (20, 32, 32), (20, 32, 16), (20, 32, 32)]
     assert sorted(gemm[2:] for gemm in first) == sorted(sizes)
 
 
 @needs_triton
-def test_a_gemm_launched_with_its_kernel_is_recorded(device):
+def test_a_gemm_is_recorded(device):
     a, b = torch.randn(6, 16, device=device), torch.randn(2, 16, 8, device=device)
     offsets = torch.tensor([2, 6], dtype=torch.int32, device=device)
     args = GroupedGemmArguments(a, b, torch.empty(6, 8, device=device), offsets=offsets)
-    (gemm,) = record_gemms(lambda: selection.launch(selection.select(args), args))
+    (gemm,) = record_gemms(lambda: selection.run(args))
     assert gemm[1:] == ("gemm K=16 N=8", 6, 16, 8)
 
 
@@ -61,13 +62,13 @@ def test_gemms_and_bytes_are_those_of_the_variant(variant, device):
 
     has_bias = layer.experts.b_up is not None
     bias = num_experts * width + rows if has_bias else 0  # and the expert of each row
-    # H, dA', dH and A_w; of each slot its row, its weight and the gradient of that.
+    # H, dA', dH and A_w; per slot its row, its weight and the gradient of the weight.
     middle = 4 * (2 * rows * width + 2 * rows * d_ff + 3 * rows + bias)
     assert moved["_weighted_activation_backward_kernel"] == [middle]
-    if "_activation_kernel" in moved:  # where no GEMM applies the activation
+    if "_activation_kernel" in moved:  # if no GEMM applies the activation
         assert moved["_activation_kernel"] == [4 * (rows * width + rows * d_ff + bias)]
     if has_bias:
-        # Of dout by the rows' tokens and weights, and of dH.
+        # Gradient by the rows' tokens and weights of dout, and of dH.
         bounds = num_experts + 2
         db_down = 4 * (TINY.num_tokens * d_model + 2 * rows + bounds + num_experts * d_model)
         db_up = 4 * (rows * width + bounds + num_experts * width)
@@ -82,11 +83,11 @@ def test_gemms_and_bytes_are_those_of_the_variant(variant, device):
 def test_labels_follow_the_order_of_the_launches():
     gemms = [Gemm("gemm_kernel", "gemm K=4 N=2", 8, 4, 2)]
     added = "at::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>"
-    names = ["_spread_kernel", "gemm_kernel", "_spread_kernel", "_combine_dweights_kernel", added, "nvjet"]
+    names = ["_permute_kernel", "gemm_kernel", "_permute_kernel", "_combine_dweights_kernel", added, "nvjet"]
     names += ["_activation_kernel", "at::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"]
     launches = [(name, 1.0) for name in names]
     moved = {
-        "_spread_kernel": [100, 7],
+        "_permute_kernel": [100, 7],
         "_combine_dweights_kernel": [50],
         "_activation_kernel": [9],
         "gemm_kernel": [3],
@@ -101,7 +102,7 @@ def test_labels_follow_the_order_of_the_launches():
         ("activation", None, 9),
         ("PyTorch elementwise", None, None),
     ]
-    with pytest.raises(AssertionError, match="_spread_kernel"):
+    with pytest.raises(AssertionError, match="_permute_kernel"):
         label(launches[:2] + launches[3:], gemms, moved, 60)
 
 
@@ -114,8 +115,8 @@ STEP = [
     row("gemm", "up", 5.0, 4.0, 600.0),
     row("gemm", "down", 1.0, 2.0, 600.0),
     row("gemm", "up", 1.0, 1.0, 600.0),
-    row("spread", "copies", 1.5, 1.0),
-    row("spread", "copies", 0.5, 0.75),  # faster than a copy
+    row("permute", "copies", 1.5, 1.0),
+    row("permute", "copies", 0.5, 0.75),  # faster than a copy
     row("sort", "others", 0.5, 0.25),
     row("nvjet", "others", 0.25),
     row("idle", "between kernels", 0.25),

@@ -27,7 +27,7 @@ def kernels_of(key, device):
 
 def test_small_run_writes_a_results_file(tmp_path, capsys, device):
     ordered = {key: [kernel.metadata.kernel_name for kernel in kernels_of(key, device)] for key in KEYS}
-    # The rule's first choice is also the table's for the first key; elsewhere the table has its last.
+    # The table's entry for the first key is the rule's first choice; for other keys it is the rule's last.
     table = {key: names[-1 if i else 0] for i, (key, names) in enumerate(ordered.items())}
     write(tmp_path / "table.json", Table(table, {}))
     output = tmp_path / "new" / "results.json"

@@ -1,4 +1,4 @@
-"""Checks cases again: python -m tests.fuzz "Experts(num_tokens=3, ...)" """
+"""Check cases again: python -m tests.fuzz "Experts(num_tokens=3, ...)" """
 
 from __future__ import annotations
 

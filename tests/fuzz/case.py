@@ -1,7 +1,7 @@
-"""A fuzzing case: plain values that print as one line, and a check that they are held to.
+"""A fuzzing case: plain values that print as one line, and a check.
 
-The kernels are held to the reference by the error budget of `assert_accurate`. In float64, where no kernel computes,
-the reference is held to a formula that is written without sorting, to the precision of float64.
+Kernels are compared with the reference by the error budget of `assert_accurate`. In float64, where no kernel computes,
+the reference is compared with a formula without sorting, to the precision of float64.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from torch import Tensor
 
 from moe_kernels.testing import Errors, check_accuracy, measure_errors, run_with_grads
 
-FLOAT64_PRECISION = 1e-12  # of the largest value
+FLOAT64_PRECISION = 1e-12  # relative to the largest value
 
 CASES: dict[str, type[Case]] = {}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Its fields are literals, so that `parse` reads what `repr` prints."""
+    """A case whose fields are literals, so that `parse` reads what `repr` prints."""
 
     def __init_subclass__(cls) -> None:
         if not cls.__name__.startswith("_"):
             CASES[cls.__name__] = cls
 
     def check(self, device: str) -> None:
-        """Raises AssertionError where a result is wrong."""
+        """Raise AssertionError if a result is wrong."""
         raise NotImplementedError
 
     @property
     def command(self) -> str:
-        """What to type to check this case again."""
+        """Return the command that checks this case again."""
         return f'python -m tests.fuzz "{self!r}"'
 
     @property
     def integers(self) -> bool:
-        """Whether values are integers, so that float32 sums are exact: see `Random`."""
+        """Return whether values are integers, so that float32 sums are exact: see `Random`."""
         return self.dtype == "float32"
 
 
 def sums_decide(limit: float | None, dtype: str) -> bool:
-    """Whether rounding decides what an activation with this limit clamps, unless the sums before it are exact."""
+    """Return whether rounding decides what an activation with this limit clamps, unless earlier sums are exact."""
     return limit is not None and dtype in ("float16", "bfloat16")
 
 
 def parse(text: str) -> Case:
-    """The case of a line that `repr` printed.
+    """Return the case of a line that `repr` printed.
 
     Raises:
-        ValueError: the line is none.
+        ValueError: the line is not a case.
     """
     try:
         call = ast.parse(text, mode="eval").body
@@ -65,7 +65,7 @@ def parse(text: str) -> Case:
 
 
 class Unchanged:
-    """Watches tensors: the whole storage of each, so that gaps between the elements are watched, too."""
+    """Checks that tensors do not change: the whole storage of each, including gaps between elements."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[Tensor, Tensor]] = []
@@ -91,12 +91,12 @@ def hold(
     names: tuple[str, ...],
     frozen: Collection[str] = (),
 ) -> None:
-    """Hold `op` to the reference, or in float64 to the formula: output and gradients. And inputs stay as they are.
+    """Compare `op` with the reference, or in float64 with the formula: output, gradients and unchanged inputs.
 
     Args:
-        draw: the inputs for a seed; those of float64 where the formula is to judge.
-        names: of the floating-point inputs, in order.
-        frozen: those of them that require no gradient.
+        draw: returns the inputs for a seed, in float64 if the formula is the standard.
+        names: names of the floating-point inputs, in order.
+        frozen: those inputs that require no gradient.
     """
     unchanged = Unchanged()
 
@@ -119,7 +119,7 @@ def hold(
             assert a.shape == e.shape, f"{name}: shape {list(a.shape)}, expected {list(e.shape)}"
             error, largest = (t.abs().max().item() if t.numel() else 0.0 for t in (a - e, e))
             assert error <= FLOAT64_PRECISION * max(largest, 1.0), f"{name}: error {error:.3e}, largest {largest:.3e}"
-    elif inputs[positions[0]].dtype == torch.float32:  # whose sums are exact: see `Random`
+    elif inputs[positions[0]].dtype == torch.float32:  # its sums are exact: see `Random`
         check_accuracy(judged, reference_op, watched, results, still)
     else:
         hold_to_budget(partial(measure_errors, judged, reference_op, watched, results, still))
@@ -127,10 +127,11 @@ def hold(
 
 
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
-    """Each error within its budget; or, where it is within two, within one on four times as many other elements.
+    """Check that each error is within its budget; an error within two budgets gets a second sample, four times as
+    large.
 
-    Of ten thousand cases a few overrun the budget by luck: where errors are sums of a few products, now and then the
-    largest of one sample is more than twice that of another, though they are drawn alike. What is wrong is wrong again.
+    In ten thousand cases a few exceed the budget by chance: where errors are sums of a few products, the largest of one
+    sample occasionally is more than twice that of an equally drawn one. A real error fails again.
     """
     errors = measure()
     for name, error in errors.items():
@@ -141,10 +142,10 @@ def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
 
 
 def with_upstream(out: Tensor, change: Callable[[Tensor], Tensor], *, integers: bool) -> Tensor:
-    """`out`, whose gradient is changed on its way in: to other strides, or to hold NaN where nobody may read it.
+    """Return `out`, whose gradient is changed on arrival: other strides, or NaN where nothing may read it.
 
     Args:
-        integers: it is rounded first, and so small that sums of its products with large ones fit float16.
+        integers: round the gradient first, to numbers so small that sums of products with large ones fit float16.
     """
     if out.requires_grad:
         out.register_hook(lambda dout: change(dout.round() / 32 if integers else dout))

@@ -1,4 +1,4 @@
-"""`fused_experts` and the sort before it."""
+"""Cases of `fused_experts` and the sort before it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Experts(Case):
     dropped: float  # share of the slots that reach no expert
     max_rows: int | None
     activation: str
-    limit: float | None  # of the activation; None for the published one
+    limit: float | None  # the activation's limit; None for the published one
     bias: bool
     weight_on_input: bool
     recompute: str | None
     frozen: tuple[str, ...]
-    layouts: tuple[str, ...]  # of tokens, topk_weights, w_up, w_down, the upstream gradient
+    layouts: tuple[str, ...]  # for tokens, topk_weights, w_up, w_down, the upstream gradient
     seed: int
 
     @property
@@ -42,7 +42,7 @@ class Experts(Case):
         return Activation(self.activation, limit=self.limit)
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
-        """tokens, topk_weights, topk_experts, w_up, w_down [, b_up, b_down]; NaN in tokens that reach no expert."""
+        """Return tokens, topk_weights, topk_experts, w_up, w_down [, b_up, b_down]; unrouted tokens hold NaN."""
         multiples = sums_decide(self.limit, self.dtype)
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers, multiples=multiples)
         sizes = self.num_tokens, self.num_experts
@@ -78,8 +78,7 @@ class Experts(Case):
             weight = topk_weights[t, k, None]
             h = (weight * tokens[t] if self.weight_on_input else tokens[t]) @ w_up[e].T
             h = h if b_up is None else h + b_up[e]
-            activate = reference.gated_activation if self.spec.gated else reference.plain_activation
-            y = activate(h, self.spec) @ w_down[e].T
+            y = reference.apply_activation(h, self.spec) @ w_down[e].T
             y = y if b_down is None else y + b_down[e]
             out = out.index_add(0, t, y if self.weight_on_input else weight * y)
         return out
@@ -98,7 +97,7 @@ class Experts(Case):
 
 
 def choose(logits: Tensor, top_k: int, dropped: float, random: Random) -> Tensor:  # [T, K] int32
-    """The top-k, with a share of the slots sent to no expert: below the first or behind the last."""
+    """Return the top-k, with a share of the slots sent to ids below the first or past the last expert."""
     experts = reference.topk_routing(logits, top_k).topk_experts
     nowhere = torch.where(random.chance(*experts.shape, of=0.5), -1, logits.shape[1]).int()
     return torch.where(random.chance(*experts.shape, of=dropped), nowhere, experts)
@@ -109,7 +108,7 @@ def sort_slots(
     num_experts: int,
     max_rows: int | None = None,
 ) -> Tensor:  # [T, K] int32; -1 for none
-    """The row of each slot in the order of (expert, slot); where there are too many, the last get none."""
+    """Return the row of each slot in (expert, slot) order; beyond the limit, the last slots get none."""
     flat = experts.flatten().tolist()
     order = [slot for e, slot in sorted((e, slot) for slot, e in enumerate(flat)) if 0 <= e < num_experts]
     rows = [-1] * len(flat)

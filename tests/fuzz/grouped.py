@@ -1,4 +1,4 @@
-"""`grouped_gemm` and `grouped_gemm_wgrad`, with all that they take."""
+"""Cases of `grouped_gemm` and `grouped_gemm_wgrad`, with all their options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .tensors import Random, ends, gaps_of, lay_out
 @dataclass(frozen=True)
 class _GroupedCase(Case):
     sizes: tuple[int, ...]  # rows of each group
-    tail: int  # rows behind the last group, which hold NaN
+    tail: int  # rows after the last group, which hold NaN
     size_k: int
     size_n: int
     dtype: str
     wide: bool  # a float32 result
-    into_out: bool  # through `out=`
+    into_out: bool  # use `out=`
     frozen: tuple[str, ...]
     layouts: tuple[str, ...]
     seed: int
@@ -37,22 +37,22 @@ class _GroupedCase(Case):
         return sum(self.sizes) + self.tail
 
     def out_dtype(self, operand: Tensor) -> torch.dtype | None:
-        # Of float64 operands, float64.
+        # float64 operands give float64.
         return torch.float32 if self.wide and operand.dtype.itemsize <= 4 else None
 
     def poisoned(self, rows: Tensor) -> Tensor:
-        """The same with NaN behind the last group."""
+        """Return the rows with NaN after the last group."""
         tail = torch.arange(len(rows), device=rows.device) >= sum(self.sizes)
         return torch.where(tail.view(-1, *[1] * (rows.dim() - 1)), torch.nan, rows)
 
-    def group_of_row(self, device: str | torch.device) -> Tensor:  # of the rows before the tail
+    def group_of_row(self, device: str | torch.device) -> Tensor:  # for rows before the tail
         sizes = torch.tensor(self.sizes, device=device)
         return torch.arange(len(sizes), device=device).repeat_interleave(sizes)
 
 
 @dataclass(frozen=True)
 class GroupedGemm(_GroupedCase):
-    """Layouts are those of a, b and out, or the upstream gradient."""
+    """A product. Layouts are those of a, b and out, or the upstream gradient."""
 
     bias: bool
     row_scale: bool
@@ -107,7 +107,7 @@ class GroupedGemm(_GroupedCase):
         if "row_scale" in options:
             rows = rows * options["row_scale"][head, None]
         if self.activation is not None:
-            rows = reference.gated_activation(rows, self.activation)
+            rows = reference.apply_activation(rows, self.activation)
         return torch.cat([rows, rows.new_zeros(self.tail, rows.shape[1])])
 
     def check(self, device: str) -> None:
@@ -126,7 +126,7 @@ class GroupedGemm(_GroupedCase):
 
 @dataclass(frozen=True)
 class GroupedWgrad(_GroupedCase):
-    """Layouts are those of a, dout and out, or the upstream gradient."""
+    """A weight gradient. Layouts are those of a, dout and out, or the upstream gradient."""
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)

@@ -1,4 +1,4 @@
-"""`MoEFeedForward`, with everything that it can be told."""
+"""Cases of `MoEFeedForward`, with all its options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from moe_kernels import Activation, RouterSpec, reference
-from moe_layers import CapacityFactor, MoEFeedForward
+from moe_layers import BalanceLosses, CapacityFactor, MoEFeedForward
 
+from ..layers import moe_layer
 from .case import Case, hold, sums_decide, with_upstream
 from .tensors import Random, lay_out
 
@@ -24,7 +25,7 @@ ROUTERS = {
     "logit_bias": RouterSpec(logit_bias=True),
     "gemma4": RouterSpec.gemma4(1e-6),
 }
-NEAR_TIE = 1e-6  # keys as near as this may be chosen in either order
+NEAR_TIE = 1e-6  # keys this close may be chosen in either order
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class Layer(Case):
     capacity: int | float | None  # a float is a capacity factor
     masked: float  # share of padding
     recompute: str | None
-    losses: bool  # load balancing and z loss
+    losses: bool  # load-balancing and z loss
     frozen: tuple[str, ...]  # "x", or parts of the layer
-    layouts: tuple[str, ...]  # of x, the upstream gradient
+    layouts: tuple[str, ...]  # for x, the upstream gradient
     seed: int
 
     def layer(self, device: str, implementation: str) -> MoEFeedForward:
         capacity = CapacityFactor(self.capacity) if isinstance(self.capacity, float) else self.capacity
-        coefficients = {"load_balancing_coefficient": 0.1, "z_loss_coefficient": 0.01} if self.losses else {}
-        layer = MoEFeedForward(
+        losses = BalanceLosses(switch=0.1, z=0.01) if self.losses else BalanceLosses()
+        layer = moe_layer(
             self.d_model,
             self.d_ff,
             self.num_experts,
@@ -68,10 +69,10 @@ class Layer(Case):
             latent_dim=self.latent_dim,
             capacity=capacity,
             recompute=self.recompute,
+            balance_losses=losses,
             implementation=implementation,
             device=device,
             dtype=getattr(torch, self.dtype),
-            **coefficients,
         ).eval()
         if (selection_bias := layer.router.selection_bias) is not None:
             selection_bias.copy_(Random("float32", device, self.seed).values(*selection_bias.shape, scale=0.3))
@@ -81,7 +82,7 @@ class Layer(Case):
         return any(name == part or name.startswith(f"{part}.") for part in self.frozen)
 
     def draw(self, layer: MoEFeedForward, device: str, seed: int) -> tuple[Tensor, ...]:
-        """x, the mask, the layer's own choice of experts, then its parameters."""
+        """Return x, the mask, the layer's own choice of experts, then its parameters."""
         multiples = sums_decide(self.limit, self.dtype)
         random = Random(self.dtype, device, 1000 * self.seed + seed, multiples=multiples)
         x = random.values(*self.leading, self.d_model)
@@ -92,7 +93,7 @@ class Layer(Case):
             named = dict(zip(self.names(layer), parameters, strict=True))
             routed = functional_call(layer, named, (x,), {"token_mask": mask, "return_routing": True})[1]
         self.check_choice(layer, routed, mask.flatten())
-        # Padding is said to choose some experts, which count for nothing.
+        # Padding tokens name some experts, which count for nothing.
         anything = torch.arange(self.top_k, device=device, dtype=torch.int32).expand_as(routed.choices)
         return x, mask, torch.where(routed.choices < 0, anything, routed.choices), *parameters
 
@@ -101,7 +102,7 @@ class Layer(Case):
         return [name for name, _ in layer.named_parameters()]
 
     def check_choice(self, layer: MoEFeedForward, routed, mask: Tensor) -> None:
-        """Distinct experts, and none that was left out has a higher key than one that was chosen."""
+        """Check that experts are distinct, and that no unchosen expert has a higher key than a chosen one."""
         spec, choices = ROUTERS[self.router], routed.choices.long()
         assert torch.equal((choices >= 0).all(1), mask) and torch.equal((choices >= 0).any(1), mask), "padding"
         keys = reference.selection_keys(routed.logits.double(), spec, layer.router.selection_bias)[mask]
@@ -119,7 +120,7 @@ class Layer(Case):
         return with_upstream(out, self.upstream, integers=False)
 
     def formula(self, layer: MoEFeedForward, x, mask, choice, *parameters) -> Tensor:
-        """The layer as a loop over experts, from its choice and its weights."""
+        """Compute the layer as a loop over experts, from its choice and its weights."""
         p = dict(zip(self.names(layer), parameters, strict=True))
         tokens = x.reshape(-1, self.d_model)
         weights, experts = self.weights(layer, p, tokens, choice), self.kept(choice, mask)
@@ -161,7 +162,7 @@ class Layer(Case):
             weights = weights * p["router.per_expert_scale"][choice.long()]
         return weights * spec.scale
 
-    def kept(self, choice: Tensor, mask: Tensor) -> Tensor:  # [T, K]; -1 for padding and beyond the capacity
+    def kept(self, choice: Tensor, mask: Tensor) -> Tensor:  # [T, K]; -1 for padding and slots beyond the capacity
         length = self.leading[-1] if self.leading else 1
         num_choices = self.num_experts + self.num_zero_experts
         capacity = self.capacity
@@ -197,8 +198,7 @@ def feed_forward(
     prefix: str,
     e: int | None = None,
 ) -> Tensor:
-    """One expert, or the shared one, which has no axis of experts and no biases."""
+    """Compute one expert, or the shared expert, which has no expert axis and no biases."""
     w_up, w_down = (p[prefix + name] if e is None else p[prefix + name][e] for name in ("w_up", "w_down"))
     b_up, b_down = (p[prefix + name][e] if prefix + name in p else 0.0 for name in ("b_up", "b_down"))
-    activate = reference.gated_activation if activation.gated else reference.plain_activation
-    return activate(rows @ w_up.T + b_up, activation) @ w_down.T + b_down
+    return reference.apply_activation(rows @ w_up.T + b_up, activation) @ w_down.T + b_down

@@ -1,4 +1,4 @@
-"""`grouped_gemm_list`, `jagged_gemm` and `batched_gemm`."""
+"""Cases of `grouped_gemm_list`, `jagged_gemm` and `batched_gemm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GemmList(Case):
     dtype: str
     wide: bool  # float32 results
     frozen: tuple[str, ...]
-    layouts: tuple[str, ...]  # of a and b, in turns over the problems
+    layouts: tuple[str, ...]  # for a and b, alternating over the problems
     seed: int
 
     @property
@@ -29,7 +29,7 @@ class GemmList(Case):
         return self.dtype != "float64" and (self.dtype == "float32" or self.wide)
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, Tensor]:
-        """The values of all matrices a, then of all b, one behind the other."""
+        """Return the values of all matrices a, then of all b, concatenated."""
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
         numbers = (sum(prod(shape) for shape in self.shapes(side)) for side in (0, 1))
         return tuple(random.values(number, most=most) for number, most in zip(numbers, (random.most, 2), strict=True))
@@ -69,14 +69,14 @@ class GemmList(Case):
 class JaggedGemm(Case):
     sizes: tuple[int, ...]  # rows of each group
     head: int  # rows before the first group, which hold NaN
-    tail: int  # rows behind the last, likewise
+    tail: int  # rows after the last group, which hold NaN
     size_k: int
     size_n: int
     dtype: str
     dtype_b: str
     long_offsets: bool
     frozen: tuple[str, ...]
-    layouts: tuple[str, ...]  # of a, b, the upstream gradient
+    layouts: tuple[str, ...]  # for a, b, the upstream gradient
     seed: int
 
     @property
@@ -131,7 +131,7 @@ class BatchedGemm(Case):
     dtype: str
     wide: bool  # a float32 result
     frozen: tuple[str, ...]
-    layouts: tuple[str, ...]  # of a, b, the upstream gradient
+    layouts: tuple[str, ...]  # for a, b, the upstream gradient
     seed: int
 
     @property

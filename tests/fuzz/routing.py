@@ -1,4 +1,4 @@
-"""From logits through sort, permute and combine back to the tokens: the way around the experts."""
+"""Cases of routing: from logits through sort, permute and combine back to tokens, without the experts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .case import Case, hold, with_upstream
 from .experts import sort_slots
 from .tensors import Random, lay_out
 
-# Those that choose by logit: the others' choice among near ties depends on how a score is rounded.
+# Routers that choose by logit. Other routers' choice among near ties depends on the rounding of scores.
 ROUTERS = {
     "topk": None,
     "dbrx": RouterSpec.dbrx(2.0),
     "softmax_scale": RouterSpec.softmax(normalize=False, scale=0.5),
     "llama4": RouterSpec.llama4(),
     "sigmoid_epsilon": RouterSpec.deepseek_v3(norm_epsilon=0.3, selection_bias=None, scale=2.5),
-    "biased_logit": RouterSpec(score="sigmoid", selection_bias="logit"),
 }
 
 
@@ -36,41 +35,39 @@ class RoutingAndCombine(Case):
     dtype: str
     routing: str
     router: str  # a key of ROUTERS
-    normalize: bool  # of "topk"
-    weighted: bool  # combine sums with the routing weights
+    normalize: bool  # option of "topk"
+    weighted: bool  # combine with the routing weights
     dropped: float  # share of the slots that reach no expert
     block_rows: int
-    max_rows: int | None  # of a sort that is compared integer by integer
+    max_rows: int | None  # limit of a sort that is compared integer by integer
     frozen: tuple[str, ...]
-    layouts: tuple[str, ...]  # of logits, tokens, the upstream gradient
+    layouts: tuple[str, ...]  # for logits, tokens, the upstream gradient
     seed: int
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
-        """logits, tokens, selection bias, which slots are dropped; NaN in tokens that reach no expert."""
+        """Return logits, tokens, selection bias and dropped slots, with NaN in tokens that reach no expert."""
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
         logits = make_logits(self.num_tokens, self.num_experts, self.routing, device, random.generator)
         is_dropped = random.chance(self.num_tokens, self.top_k, of=self.dropped)
         tokens = random.values(self.num_tokens, self.d_model)
         tokens[is_dropped.all(1)] = torch.nan
-        # An integer, so that it has no gradient; a sixteenth of it is exact in every dtype.
+        # An integer tensor has no gradient; a sixteenth of an integer is exact in every dtype.
         bias = random.values(self.num_experts, scale=8.0, most=32).int()
         layouts = self.layouts
         return lay_out(logits.to(random.dtype), layouts[0]), lay_out(tokens, layouts[1]), bias, is_dropped
 
     def route(self, logits: Tensor, bias: Tensor, *, module, **options) -> reference.Routing:
-        """By the public ops or the reference's, which have the same names."""
-        spec = ROUTERS[self.router]
-        if spec is None:
-            return module.topk_routing(logits, self.top_k, normalize=self.normalize, **options)
+        """Route by the public ops or the reference's, which have the same names."""
+        spec = ROUTERS[self.router] or RouterSpec(normalize=self.normalize)
         selection_bias = None if spec.selection_bias is None else bias.float() / 16
-        return module.scored_routing(logits, self.top_k, spec, selection_bias=selection_bias, **options)
+        return module.topk_routing(logits, self.top_k, spec, selection_bias=selection_bias, **options)
 
     def run(self, module, logits, tokens, bias, is_dropped, **options) -> Tensor:
         routed = self.route(logits, bias, module=module, **options)
         experts = torch.where(is_dropped, -1, routed.topk_experts)
         permutation = module.sort_by_expert(experts, self.num_experts, block_rows=self.block_rows, **options)
         rows = module.permute(tokens, permutation, **options)
-        # A token's experts: were its rows equal, no gradient of normalised weights would be left.
+        # Scale by a token's experts: with equal rows, normalised weights would have no gradient.
         row = torch.arange(len(rows), device=rows.device)
         rows = rows * (1 + torch.searchsorted(permutation.offsets.long(), row, right=True))[:, None]
         weights = routed.topk_weights if self.weighted else None
@@ -80,7 +77,7 @@ class RoutingAndCombine(Case):
         return with_upstream(out, partial(lay_out, layout=self.layouts[2]), integers=self.integers)
 
     def formula(self, logits, tokens, bias, is_dropped) -> Tensor:
-        """Each token times the weights and factors of its kept slots."""
+        """Return each token times the weights and factors of its kept slots."""
         experts, weights, _ = self.route(logits, bias, module=reference)
         kept = torch.where(is_dropped, 0, 1 + experts).to(weights.dtype)
         tokens = torch.where(is_dropped.all(1, keepdim=True), 0.0, tokens)
@@ -100,7 +97,7 @@ class RoutingAndCombine(Case):
         )
 
     def check_integers(self, device: str, implementation: str) -> None:
-        """The choice is the reference's, and the sort, cut off at `max_rows`, is a sort."""
+        """Check that the choice equals the reference's, and that the sort, cut at `max_rows`, is a sort."""
         logits, _, bias, is_dropped = self.draw(device, 0)
         routed = self.route(logits, bias, module=moe_kernels, implementation=implementation)
         assert torch.equal(routed.topk_experts, self.route(logits, bias, module=reference).topk_experts), "choice"

@@ -1,7 +1,7 @@
-"""What cases are drawn from.
+"""Hypothesis strategies for cases.
 
-A GPU compiles a kernel anew for each width, dtype and activation: there these come from small sets, and all that needs
-no compiler varies freely. The interpreter is slow: there sizes are tiny. The reference in float64 has neither limit.
+A GPU compiles a kernel for each width, dtype and activation, so these are drawn from small sets; everything that needs
+no compiler varies freely. The interpreter is slow, so sizes are tiny there. The float64 reference has neither limit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Draw = Callable[[st.SearchStrategy], object]
 
 @dataclass(frozen=True)
 class Space:
-    """Where cases are drawn from; None stands for anything small."""
+    """Sets to draw cases from; None means any small value."""
 
     dtypes: tuple[str, ...]
     widths: dict[str, tuple[tuple[int, int], ...]] | None  # by dtype: (d_model, d_ff)
     experts: tuple[tuple[int, int], ...] | None  # (num_experts, top_k)
     most_tokens: int
     most_groups: int
-    layouts: tuple[tuple[str, str], ...] | None  # of two operands, then again
+    layouts: tuple[tuple[str, str], ...] | None  # of two operands, repeated
     activations: tuple[str, ...]
-    routers: tuple[str, ...]  # of layers
+    routers: tuple[str, ...]  # for layers
 
     def two_widths(self, dtype: str) -> st.SearchStrategy[tuple[int, int]]:
         if self.widths is not None:
@@ -53,12 +53,12 @@ class Space:
         return st.sampled_from(self.layouts).map(lambda pair: (pair * number)[:number])
 
     def tokens(self) -> st.SearchStrategy[int]:
-        """Mostly enough for results that can be judged from one draw."""
+        """Draw numbers of tokens, mostly large enough to judge results from one draw."""
         usual = st.integers(self.most_tokens // 2, self.most_tokens)
         return st.one_of(st.integers(0, self.most_tokens), usual, usual)
 
     def sizes(self) -> st.SearchStrategy[tuple[int, ...]]:
-        """Rows of groups: some, none, and all in one."""
+        """Draw rows of groups: some, none, and all in one."""
         each = st.one_of(st.just(0), st.integers(0, self.most_tokens // 2), st.just(self.most_tokens))
         return st.lists(each, min_size=1, max_size=self.most_groups).map(tuple)
 
@@ -81,7 +81,7 @@ INTERPRETER = Space(
     most_groups=5,
     layouts=None,
     activations=tuple(ACTIVATION_KINDS),
-    # Without a parameter so small that its gradient can only be judged from many draws.
+    # Excludes parameters so small that their gradient can only be judged from many draws.
     routers=tuple(name for name in LAYER_ROUTERS if name not in ("logit_bias", "gemma4")),
 )
 GPU = Space(
@@ -99,19 +99,19 @@ GPU = Space(
     routers=tuple(LAYER_ROUTERS),
 )
 
-# Whose values of integers are integers.
+# Activations that map integers to integers.
 EXACT_ACTIVATIONS = ("relu", "relu_squared", "reglu")
 
 
 def activations(space: Space, exact: bool, *, gated: bool = False) -> st.SearchStrategy[str | None]:
-    """Those of the space; where float32 results are judged, those of exact values."""
+    """Draw activations of the space; where float32 results are judged, only those with exact values."""
     names = EXACT_ACTIVATIONS if exact else space.activations
     return st.sampled_from([name for name in names if ACTIVATION_KINDS[name].gated or not gated])
 
 
 SEEDS = st.integers(0, 99)
 ROUTINGS = st.sampled_from(["random", "even", "zipf", "first"])
-# Mostly none, now and then all.
+# Mostly 0, sometimes 1.
 SHARES = st.sampled_from([0.0, 0.0, 0.3, 0.9, 1.0])
 
 
@@ -126,7 +126,7 @@ def frozen(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
 
 
 def limits(activation: str, exact_inputs: bool) -> st.SearchStrategy[float | None]:
-    """The published one, or, where what goes in is not rounded before, one that clamps some values of unit scale."""
+    """Draw the published limit or, if inputs are exact, one that clamps some values of unit scale."""
     has = ACTIVATION_KINDS[activation].limit is not None
     return st.sampled_from([None, 0.5]) if has and exact_inputs else st.none()
 
@@ -244,12 +244,12 @@ def batched_gemms(draw: Draw, space: Space) -> BatchedGemm:
 
 
 def shorter(space: Space) -> st.SearchStrategy[str]:
-    """Where routing weights, which are no integers, take part: see `Random`."""
+    """Draw dtypes for cases with routing weights, which are not integers: see `Random`."""
     return st.sampled_from([dtype for dtype in space.dtypes if dtype != "float32"])
 
 
 def constant(top_k: int, names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """The frozen ones, and with one expert per token those behind a weight that may always be 1."""
+    """Return frozen inputs and, with one expert per token, inputs whose weight may be constantly 1."""
     return tuple(dict.fromkeys((*chosen, *names))) if top_k == 1 else chosen
 
 
@@ -308,7 +308,7 @@ def layers(draw: Draw, space: Space) -> Layer:
         capacity=draw(capacities),
         masked=draw(SHARES),
         recompute=draw(st.sampled_from([None, "up"])),
-        losses=dtype != "float64" and draw(st.booleans()),  # the formula has none
+        losses=dtype != "float64" and draw(st.booleans()),  # the formula has no losses
         frozen=constant(top_k, ("router",), draw(frozen(("x", "router", "experts", "experts.w_up", "shared_expert")))),
         layouts=draw(space.many_layouts(2)),
         seed=draw(SEEDS),

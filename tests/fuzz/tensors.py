@@ -1,4 +1,4 @@
-"""Tensors for fuzzing: random values, in every layout that an op takes, with NaN wherever nobody may read."""
+"""Tensors for fuzzing: random values in every layout that an op supports, with NaN wherever nothing may read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def lay_out(
     tensor: Tensor,  # [..., M, N]
     layout: str,
 ) -> Tensor:
-    """The same values in other memory.
+    """Return the same values in other memory.
 
-    "rows": contiguous. "columns": the transpose is. "padded": rows at odd distances, from an odd address on. "gaps": no
-    axis is contiguous. What lies between the elements is NaN.
+    "rows": contiguous. "columns": the transpose is contiguous. "padded": rows at odd distances, from an odd address on.
+    "gaps": no axis is contiguous. NaN fills the memory between the elements.
     """
     *batch, rows, columns = tensor.shape
     if layout == "rows":
@@ -35,7 +35,7 @@ def lay_out(
 
 
 def gaps_of(tensor: Tensor) -> Callable[[], Tensor]:
-    """What lies in a tensor's memory beside its own elements, whenever it is asked."""
+    """Return a function that reads the tensor's memory outside its own elements."""
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     beside = torch.ones_like(memory, dtype=torch.bool)
     beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
@@ -45,11 +45,11 @@ def gaps_of(tensor: Tensor) -> Callable[[], Tensor]:
 class Random:
     """Draws tensors of one dtype from a seed. Values of the shorter dtypes are exact in float64.
 
-    The error budget compares largest errors. Those of 16-bit results come from their last rounding. Those of float32
-    ones come from a few large sums, whose order is nobody's fault: luck. So there the values are integers, small enough
-    that every sum is exact in any order, and the budget is one unit in the last place. Where a result jumps, as the
-    gradient of a clamped activation does, the first sums must be exact for 16 bits, too: or luck decides on which side
-    one falls. There the values are multiples of a power of two.
+    The error budget compares largest errors. Errors of 16-bit results come from their last rounding. Errors of float32
+    results come from a few large sums, whose order is arbitrary, so they depend on chance. In float32, values are
+    therefore integers, small enough that every sum is exact in any order, and the budget is one unit in the last place.
+    Where a result jumps, as the gradient of a clamped activation does, the first sums must also be exact in 16 bits;
+    otherwise chance decides the side of the jump. There, values are multiples of a power of two.
 
     Args:
         integers: draw integers.
@@ -60,7 +60,7 @@ class Random:
         self.dtype, self.device = getattr(torch, dtype), device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.integers, self.multiples = integers, multiples
-        # Of what is float32 whatever the dtype of the rows, as routing weights are.
+        # For tensors that are float32 whatever the dtype of the rows, such as routing weights.
         self.wide = torch.promote_types(self.dtype, torch.float32)
 
     def values(
@@ -71,7 +71,8 @@ class Random:
         layout: str = "rows",
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Normal ones of this scale, integers up to `most`, or as many multiples of one next to the scale."""
+        """Draw normal values of this scale, integers up to `most`, or that many multiples of a number near the
+        scale."""
         if self.integers or self.multiples:
             values = torch.randint(-most, most + 1, shape, device=self.device, generator=self.generator)
             values = values * 2.0 ** round(log2(scale)) if self.multiples else values
@@ -81,20 +82,20 @@ class Random:
         return lay_out(values, layout) if len(shape) > 1 else values
 
     def factors(self, *shape: int) -> Tensor:
-        """Values of unit scale; of integers powers of two, to multiply them by."""
+        """Draw factors of unit scale; for integers, powers of two."""
         values = torch.randn(*shape, device=self.device, generator=self.generator)
         return (values.sign() * 2.0 ** values.round() if self.integers else values).to(self.wide)
 
     @property
     def most(self) -> int:
-        """The largest integer whose products with small ones a sum in fewer bits than float32's would round."""
+        """Return the largest integer whose products with small ones stay exact in sums of fewer bits than float32."""
         return {torch.float32: 4095, torch.float16: 2047}.get(self.dtype, 255)
 
     def chance(self, *shape: int, of: float) -> Tensor:
-        """True with this probability."""
+        """Draw True with this probability."""
         return torch.rand(*shape, device=self.device, generator=self.generator) < of
 
 
 def ends(sizes: tuple[int, ...], device: str) -> Tensor:  # [G] int32
-    """Exclusive end rows of groups of these sizes."""
+    """Return exclusive end rows of groups of these sizes."""
     return torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0).int()

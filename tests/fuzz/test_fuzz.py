@@ -1,7 +1,7 @@
-"""Random cases of every op and of the layer; `pytest --fuzz-cases N` sets how many there are in all.
+"""Random cases of every op and of the layer. `pytest --fuzz-cases N` sets their total number.
 
-Each part has a seed of its own, so that the cases are the same every time. What fails is made as small as it gets, and
-printed as a command that checks it again.
+Each part has a fixed seed, so the cases are the same every time. A failing case is reduced to a minimal one and printed
+as a command that checks it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_kernels.runtime.triton import HAS_TRITON
 from .case import Case
 from .strategies import GPU, INTERPRETER, KINDS, REFERENCE, Space
 
-# Of so many cases, how many run kernels, and how many the reference in float64.
+# Relative numbers of cases that run kernels, and of cases that run the float64 reference.
 IN_THE_INTERPRETER = {
     "experts": (28, 340),
     "grouped_gemm": (120, 250),
@@ -41,13 +41,13 @@ CASES_OF_A_PART = {"kernels": 60 if torch.cuda.is_available() else 10, "referenc
 
 
 def parts(mix: dict[str, tuple[int, int]], num_cases: int) -> list[tuple[str, str, int, int]]:
-    """(what runs, kind, number of the part, cases in it), `num_cases` in all."""
+    """Return (what runs, kind, number of the part, cases in it), `num_cases` in total."""
     total = sum(map(sum, mix.values()))
     found, given_out, passed = [], 0, 0
     for kind, numbers in mix.items():
         for runs, number in zip(("kernels", "reference"), numbers, strict=True):
             passed += number
-            # Rounded on the way, so that no case is lost.
+            # Rounded cumulatively, so that no case is lost.
             count = num_cases * passed // total - given_out
             given_out += count
             step = CASES_OF_A_PART[runs]
@@ -64,10 +64,10 @@ def pytest_generate_tests(metafunc):
 
 
 def search(cases: st.SearchStrategy[Case], number: int, part: int, device: str) -> None:
-    """Check so many cases.
+    """Check the given number of cases.
 
     Raises:
-        AssertionError: a result of the smallest case that fails is wrong; a note says how to check it again.
+        AssertionError: the smallest failing case has a wrong result; a note gives the command that checks it again.
     """
 
     @seed(part)

@@ -1,4 +1,4 @@
-"""The fuzzing itself: it draws what it says, finds what is wrong, and prints a command that finds it again."""
+"""The fuzzing itself: it draws the declared cases, finds errors, and prints a command that reproduces them."""
 
 import dataclasses
 import shlex
@@ -41,7 +41,7 @@ CASE = GroupedGemm(
     row_scale=False,
     activation=None,
 )
-# Enough rows that one draw can be judged.
+# Enough rows to judge from one draw.
 PRODUCTS = st.builds(
     BatchedGemm,
     batch=st.just(1),
@@ -103,9 +103,9 @@ def test_a_write_beside_an_input_is_seen():
     ("first", "again", "message"),
     [
         (1.0, None, None),
-        (1.5, 0.9, None),  # luck
+        (1.5, 0.9, None),  # by chance
         (1.5, 1.1, "c: error"),
-        (2.5, 0.9, "b: error"),  # too far for luck
+        (2.5, 0.9, "b: error"),  # too far for chance
         (float("nan"), 0.9, "b: error"),
     ],
 )
@@ -128,26 +128,20 @@ def test_an_error_beyond_its_budget_must_not_come_again(first, again, message):
 
 
 def plant(monkeypatch, change, *, everywhere=False):
-    """Let `change` act on what a kernel has written."""
+    """Apply `change` to the output of a kernel."""
     launch = selection._launch
 
-    def wrong(kernel, args):
-        launch(kernel, args)
-        if everywhere or args.A.shape[-1] == CASE.size_k:  # the product itself: its gradients sum over other axes
+    def wrong(args):
+        kernel = launch(args)
+        # The product itself: its gradients sum over other axes.
+        if kernel is not None and (everywhere or args.A.shape[-1] == CASE.size_k):
             change(args)
+        return kernel
 
-    monkeypatch.setattr(selection, "launch", wrong)
-    monkeypatch.setattr(selection, "run", lambda args: wrong(selection.select(args), args))
-
-    def wrong_if_supported(args):
-        if kernel := selection.find(args):
-            wrong(kernel, args)
-        return kernel is not None
-
-    monkeypatch.setattr(selection, "run_if_supported", wrong_if_supported)
+    monkeypatch.setattr(selection, "_launch", wrong)
 
 
-# One case of each kind, of which everything runs.
+# One case of each kind, on which every check runs.
 SIZES = {"num_tokens": 12, "num_experts": 3, "top_k": 2, "d_model": 16}
 GROUPS = {"sizes": (3, 0, 9), "tail": 2, "size_k": 21, "size_n": 6}
 PLAIN = {"dtype": "float32", "frozen": (), "seed": 0}
@@ -263,7 +257,7 @@ def test_a_planted_wrong_kernel_is_found_and_found_again(device, monkeypatch, ca
     (command,) = (line for line in failure.value.__notes__ if line.startswith("python -m tests.fuzz "))
     assert "\n" not in command
     case = parse(shlex.split(command)[3])
-    # The first row that is forgotten is the last one left, and nothing is left of what does not matter.
+    # The first forgotten row remains as the last one, and everything irrelevant is removed.
     assert case.size_m == 6 and case.seed == 0 and case.frozen == () and set(case.layouts) == {"rows"}
     with pytest.raises(AssertionError, match=r"error .* exceeds"):
         __main__.main([repr(case)])

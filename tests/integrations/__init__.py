@@ -1,4 +1,4 @@
-"""Nothing in here can be imported without transformers."""
+"""Tests that need transformers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Small random models of transformers, and a forward and backward of them."""
+"""Small random transformers models, and one forward and backward of them."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from ..checkpoint.tiny_models import config_fields, model_class
 
 transformers.logging.set_verbosity_error()
 
-# Whose eager experts compute in float32 whatever their dtype, so that a float64 run would not be exact.
+# Their eager experts always compute in float32, so that a float64 run would not be exact.
 FLOAT32_EAGER = {"openai_privacy_filter"}
 
 OWN_FIELDS = {
     "dbrx": {"d_model": 64, "hidden_size": 64},
-    "nemotron_h": {"hybrid_override_pattern": "*E"},  # its Mamba layers would look for kernels on the network
+    "nemotron_h": {"hybrid_override_pattern": "*E"},  # its Mamba layers would look for kernels online
     "step3p7_text": {"share_expert_dim": 24, "sliding_window": 8},
 }
 
@@ -59,10 +59,10 @@ def skip_old_dbrx(model_type):
 
 
 def build(model_type, device="cpu", dtype=torch.float32, **changes):
-    """A model in evaluation mode whose weights are of unit scale."""
+    """Return a model in evaluation mode with weights of unit scale."""
     torch.manual_seed(0)
     config = config_of(model_type, **changes)
-    plain = "batched_mm" if model_type in FLOAT32_EAGER else "eager"  # transformers' own in plain PyTorch
+    plain = "batched_mm" if model_type in FLOAT32_EAGER else "eager"  # transformers' own experts in plain PyTorch
     model = model_class_of(model_type)._from_config(config, experts_implementation=plain).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -72,7 +72,7 @@ def build(model_type, device="cpu", dtype=torch.float32, **changes):
                 tensor.copy_(torch.randn(tensor.shape) * 0.3)
     for module in model.modules():
         if hasattr(module, "limit"):
-            module.limit = 1.5  # values of unit scale meet it
+            module.limit = 1.5  # values of unit scale reach this limit
     return model.to(device, dtype)
 
 
@@ -82,7 +82,7 @@ def draw_tokens(model, batch=2, length=12, seed=0):
 
 
 def step(model, tokens, **options):
-    """Output, router logits if any and, by name, all gradients of a loss with random weights for every output."""
+    """Return output, router logits if any and, by name, all gradients of a loss with random weights per output."""
     model.zero_grad()
     options = {"output_router_logits": True, "use_cache": False, **options}
     result = model(input_ids=tokens, **options)
@@ -90,14 +90,14 @@ def step(model, tokens, **options):
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator).to(out)
     (out * dout).sum().backward()
-    parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}  # of a compiled model
+    parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}  # in a compiled model
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     router_logits = [logits.detach().flatten() for logits in getattr(result, "router_logits", None) or ()]
     return out.detach(), torch.cat(router_logits) if router_logits else out.new_empty(0), gradients
 
 
 def assert_same_step(actual, baseline, exact):
-    """The error budget on outputs, router logits, and on all gradients together, each relative to its largest value."""
+    """Apply the error budget to outputs, router logits and all gradients together, relative to their largest values."""
     for name, a, b, e in zip(("output", "router logits"), actual[:2], baseline[:2], exact[:2], strict=True):
         assert_accurate(a, b, e, name)
     assert actual[2].keys() == baseline[2].keys() == exact[2].keys()

@@ -1,4 +1,4 @@
-"""What `enable` and `disable` change in a model, and what they refuse."""
+"""What `enable` and `disable` change in a model, and what they reject."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ MODELS = ["qwen3_moe", "gpt_oss", "llama4_text"]
 
 
 def snapshot(model):
-    """Everything of a model that `disable` has to put back, with its output."""
+    """Return everything that `disable` must restore, and the model's output."""
     modules = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     config = model.config.to_dict(), model.config._experts_implementation
     return modules, config, model.state_dict(), model(input_ids=draw_tokens(model)).logits
@@ -131,7 +131,7 @@ def test_frozen_parameters(frozen, device):
     assert_same_step(actual, baseline, exact)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # 5.7 has no other
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
 @pytest.mark.parametrize(("model_type", "use_reentrant"), [("gpt_oss", False), ("qwen3_moe", True)])
 def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, device):
     model = build(model_type, device).train()
@@ -143,12 +143,12 @@ def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, devic
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     actual = step(model, tokens, output_router_logits=False)
-    assert len(calls) == 2  # it was computed again
+    assert len(calls) == 2  # it was recomputed
     assert torch.equal(actual[0], wanted[0])
     assert all(torch.equal(gradient, wanted[2][name]) for name, gradient in actual[2].items())
 
 
-# The compiler itself looks at the gradients of what passes from one graph of transformers to the next.
+# The compiler itself reads gradients of tensors that pass between transformers' graphs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
 def test_compiled_model_is_the_same(model_type, device):
@@ -160,7 +160,7 @@ def test_compiled_model_is_the_same(model_type, device):
     assert_same_step(step(compiled, tokens), baseline, exact)
     disable(model)
     plain = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    assert torch.equal(step(compiled, tokens)[0], step(plain, tokens)[0])  # what was compiled for ours is not used
+    assert torch.equal(step(compiled, tokens)[0], step(plain, tokens)[0])  # code compiled for ours is not reused
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], ids=["linear", "sequential"])
@@ -205,11 +205,11 @@ def test_an_implementation_must_be_known():
 
 def test_blocks_that_we_cannot_compute_are_refused_by_name():
     switch = model_class("switch_transformers")._from_config(config_of("switch_transformers"))
-    with pytest.raises(ValueError, match=r"can compute, got SwitchTransformersExperts, SwitchTransformersSparseMLP"):
+    with pytest.raises(ValueError, match=r"got unsupported SwitchTransformersExperts, SwitchTransformersSparseMLP"):
         enable(switch)
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 2}
     config = transformers.JetMoeConfig(**sizes, kv_channels=8, num_local_experts=4, vocab_size=8)
-    with pytest.raises(ValueError, match=r"can compute, got .*JetMoeMoE"):
+    with pytest.raises(ValueError, match=r"got unsupported .*JetMoeMoE"):
         enable(transformers.JetMoeForCausalLM(config))
 
 
@@ -219,7 +219,7 @@ def test_one_unknown_block_among_known_ones_is_refused():
 
     model = build("qwen3_moe")
     model.model.layers[0].mlp.experts = FancyExperts()
-    with pytest.raises(ValueError, match="got FancyExperts, Qwen3MoeSparseMoeBlock"):
+    with pytest.raises(ValueError, match="got unsupported FancyExperts, Qwen3MoeSparseMoeBlock"):
         enable(model)
 
 
@@ -334,7 +334,7 @@ def test_an_enabled_model_unpickles_in_a_new_process(model_type, tmp_path, devic
 
 
 class Around(nn.Module):
-    """It looks for what it does not have in what it holds, as the models of peft do."""
+    """Looks up missing attributes in the wrapped model, as peft's models do."""
 
     def __init__(self, model):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The experts of one block: every layout of parameters, by the error budget."""
+"""The experts of one block, with every layout of parameters, within the error budget."""
 
 import copy
 from functools import partial
@@ -13,7 +13,7 @@ from moe_layers.integrations.transformers import enable, experts_forward
 from ..dtypes import DTYPES
 from .models import build
 
-# Gated, with biases interleaved and transposed, with biases transposed, and plain.
+# Gated; biases, interleaved and transposed; biases, transposed; and plain.
 LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h"]
 NUM_TOKENS, TOP_K = 24, 3
 
@@ -23,7 +23,7 @@ def experts_of(model):
 
 
 def both(model_type, device, dtype=torch.float32, **options):
-    """The experts of a model as they are, and ours with the same parameters."""
+    """Return a model's own experts, and ours with the same parameters."""
     model = build(model_type, device, dtype)
     enabled = copy.deepcopy(model)
     enable(enabled, **options)
@@ -31,7 +31,7 @@ def both(model_type, device, dtype=torch.float32, **options):
 
 
 def draw_routing(experts, dtype, seed=0):
-    """Tokens, ids and weights for an experts module."""
+    """Return tokens, ids and weights for an experts module."""
     generator = torch.Generator().manual_seed(seed)
     d_model = experts.down_proj.shape[2] if experts.is_transposed else experts.down_proj.shape[1]
     num_experts, device = len(experts.down_proj), experts.down_proj.device
@@ -60,7 +60,7 @@ def test_experts_are_the_models_own(model_type, dtype, device):
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_slots_of_experts_elsewhere_add_nothing(model_type, device):
-    """Under expert parallelism an id past the experts marks a slot that another rank computes."""
+    """Under expert parallelism, an id past the experts marks a slot that another rank computes."""
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
     elsewhere = torch.zeros_like(ids, dtype=torch.bool)
@@ -92,7 +92,7 @@ def test_compiles_without_a_break(model_type, device):
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
 
-    # Its own upstream gradient: that of a sum has strides of zero, which compiled code does not keep.
+    # An explicit upstream gradient, because a sum's has strides of zero, which compiled code does not keep.
     upstream = torch.randn(tokens.shape, device=device, generator=torch.Generator(device).manual_seed(3))
 
     def run(experts):
@@ -105,7 +105,7 @@ def test_compiles_without_a_break(model_type, device):
 
 @pytest.fixture
 def interleaved(device, monkeypatch):
-    """GPT-OSS's experts by the kernels, with a list that grows when their weights are put in order."""
+    """Return GPT-OSS's experts on the kernels, and a list that records each reordering of their weights."""
     copies = []
     gates_first = experts_forward._gates_first
     monkeypatch.setattr(experts_forward, "_gates_first", lambda t: copies.append(t.shape) or gates_first(t))

@@ -1,4 +1,4 @@
-"""Whole models compute with our experts what they compute with their own."""
+"""Whole models compute the same with our experts and with their own."""
 
 import copy
 
@@ -9,7 +9,7 @@ from moe_layers.integrations.transformers import enable
 
 from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
 
-# gpt_oss: biases, a clamp that acts, transposed and interleaved. nemotron_h: no gates. qwen2_moe: a shared expert.
+# gpt_oss: biases, an active clamp, transposed and interleaved. nemotron_h: no gates. qwen2_moe: a shared expert.
 INTERFACE = {
     "qwen3_moe": "swiglu",
     "mixtral": "swiglu",
@@ -38,7 +38,7 @@ def assert_enabled_step_is_the_models_own(model, activation, path):
     assert {kind[1:] for kind in report.kinds} == {(activation, path)}
     actual = step(model, tokens)
     assert_same_step(actual, baseline, exact)
-    assert not torch.equal(actual[0], baseline[0])  # something else did compute it
+    assert not torch.equal(actual[0], baseline[0])  # the results differ in rounding, so other code did compute them
 
 
 @pytest.mark.parametrize("model_type", INTERFACE)

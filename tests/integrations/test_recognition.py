@@ -1,4 +1,4 @@
-"""Activations are recognised by what they compute."""
+"""Activations are recognised by their results."""
 
 import math
 from types import SimpleNamespace

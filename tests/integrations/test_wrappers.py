@@ -1,4 +1,4 @@
-"""What others put around the modules of an enabled model acts: hooks, and low-rank changes of the weights."""
+"""Attachments to the modules of an enabled model still apply: hooks, and low-rank changes of the weights."""
 
 import copy
 
@@ -25,7 +25,7 @@ class Added(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Experts with `b @ a` added to a parameter while their forward runs, in the way of peft's `ParamWrapper`."""
+    """Experts with `b @ a` added to a parameter while their forward runs, like peft's `ParamWrapper`."""
 
     def __init__(self, base_layer, name):
         super().__init__()
@@ -65,7 +65,7 @@ def adapt(model):
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash", "step3p7_text", "qwen3_moe", "gpt_oss"])
 def test_low_rank_changes_of_the_experts(model_type, order, device):
-    """`order`: what the model was first."""
+    """Test both orders: `order` says whether the model was enabled or adapted first."""
     own = build(model_type, device)
     ours = copy.deepcopy(own)
     adapt(own)
@@ -85,7 +85,7 @@ def test_low_rank_changes_of_the_experts(model_type, order, device):
 
 
 def called(model):
-    """The names of the modules that are called, less those that the kernels stand for: an activation, DBRX's `mlp`."""
+    """Return the names of the called modules, except those that the kernels replace: an activation, DBRX's `mlp`."""
     names, handles = set(), []
     for name, module in model.named_modules():
         handles.append(module.register_forward_hook(lambda *_, name=name: names.add(name)))
@@ -106,7 +106,7 @@ def test_each_module_is_called_as_before(model_type, device):
 
 
 def test_a_hook_on_zero_experts_acts(device):
-    """Tensor parallelism of transformers has one: it divides their input, because each process adds them."""
+    """transformers' tensor parallelism divides the zero experts' input in a hook, because every rank adds them."""
     model = build("longcat_flash", device)
     for name, module in model.named_modules():
         if name.endswith("identity_expert"):

@@ -1,10 +1,9 @@
-"""What tests of assignments share: a layer, and its output from the slots, by dense formula."""
+"""Helpers of the assignment tests: a layer, and its output computed from the slots by a dense formula."""
 
 import torch
 
-from moe_layers import MoEFeedForward
-
 from ..gpu import waiting_is_an_error
+from ..layers import moe_layer
 from .test_layer_options import dense
 
 # Experts and top_k: not a power of two, K = 1, K = E, one expert.
@@ -13,7 +12,7 @@ SIZES = [(6, 2), (5, 1), (3, 3), (1, 1)]
 
 def make_layer(device, num_experts=6, top_k=2, dtype=torch.float64, d_model=32, **options):
     torch.manual_seed(0)
-    return MoEFeedForward(d_model, 24, num_experts, top_k, init_std=0.3, device=device, dtype=dtype, **options)
+    return moe_layer(d_model, 24, num_experts, top_k, init_std=0.3, device=device, dtype=dtype, **options)
 
 
 def make_x(device, shape=(3, 7, 32), dtype=torch.float64):
@@ -21,7 +20,7 @@ def make_x(device, shape=(3, 7, 32), dtype=torch.float64):
 
 
 def check_equals_dense(device, **options):
-    """Output and all gradients of the layer, against the dense formula in float64. Returns the exact routing."""
+    """Compare output and all gradients of the layer with the dense formula in float64. Return the exact routing."""
 
     def run(dtype, implementation, by_formula=False):
         layer = make_layer(device, implementation=implementation, **options)
@@ -50,7 +49,7 @@ def check_equals_dense(device, **options):
 
 
 def check_never_waits(device, **options):
-    """Forward and backward of the layer, with a mask, on a GPU."""
+    """Check that forward and backward of the layer, with a mask, never synchronise the host on a GPU."""
     layer = make_layer(device, dtype=torch.bfloat16, **options)
     x = make_x(device, dtype=torch.bfloat16).requires_grad_()
     mask = torch.ones(3, 7, dtype=torch.bool, device=device)

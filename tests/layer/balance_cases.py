@@ -1,4 +1,4 @@
-"""Routings that tests of losses and counts share, and every loss by its definition, in loops over float64."""
+"""Routings shared by tests of losses and counts, and every loss by its definition, in loops over float64."""
 
 import math
 from functools import partial
@@ -14,7 +14,7 @@ from moe_layers import (
     sequence_load_balancing_loss,
 )
 
-# The counts of a larger batch, for experts in the order of their ids.
+# Counts of a larger batch, for experts in the order of their ids.
 OTHER_COUNTS = torch.arange(40).square() % 17
 
 LOSSES = {
@@ -42,7 +42,7 @@ def count(experts, num_experts):
 
 
 def routing_of(logits, top_k=2, sequence_lengths=None, token_mask=None):
-    """What a softmax router decides from these logits; lower ids first on ties."""
+    """Return a softmax router's decision for these logits; lower ids first on ties."""
     experts = logits.detach().nan_to_num().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.gather(1, experts).softmax(-1)
     if token_mask is not None:
@@ -54,7 +54,7 @@ def routing_of(logits, top_k=2, sequence_lengths=None, token_mask=None):
 
 
 def by_definition(name, routing):
-    """The loss of a routing without padding, one token at a time."""
+    """Compute the loss of a routing without padding, one token at a time."""
     logits, experts = routing.logits, routing.topk_experts.tolist()
     num_tokens, num_experts = logits.shape
     score = name.removeprefix("switch_").removeprefix("sequence_")
@@ -92,7 +92,7 @@ def by_definition(name, routing):
 
 
 def balanced_logits(num_experts, num_tokens, flat=0.0):
-    """Every expert is chosen equally often at each rank, with equal mean probabilities, in each E tokens."""
+    """Return logits where, in each E tokens, experts are chosen equally often per rank with equal mean probability."""
     expert, token = torch.arange(num_experts), torch.arange(num_tokens)
     return -((expert[None] - token[:, None]) % num_experts).double() * (1 - flat)
 

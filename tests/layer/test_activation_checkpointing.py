@@ -1,4 +1,4 @@
-"""A checkpointed region that saves its routing chooses its experts once, whatever the recomputed logits are."""
+"""A checkpointed region that saves its routing chooses its experts once, whatever the recomputed logits."""
 
 from functools import partial
 
@@ -7,7 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_layers import BalanceLosses, MoEFeedForward, save_routing
+from moe_layers import BalanceLosses, save_routing
+
+from ..layers import moe_layer
 
 saving = partial(checkpoint, use_reentrant=False, context_fn=save_routing)
 ROUTERS = {
@@ -20,7 +22,7 @@ ROUTERS = {
 def make_layer(device, implementation, **options):
     torch.manual_seed(0)
     options = {"init_std": 0.3, "implementation": implementation, **options}
-    return MoEFeedForward(16, 8, 6, 2, device=device, **options)
+    return moe_layer(16, 8, 6, 2, device=device, **options)
 
 
 def make_x(device, seed=1):
@@ -28,21 +30,21 @@ def make_x(device, seed=1):
 
 
 def choices_of(layer):
-    """The list that will hold what the layer's router chooses from now on."""
+    """Return a list that will receive the router's choices from now on."""
     chosen = []
     layer.router.register_forward_hook(lambda router, inputs, routed: chosen.append(routed.topk_experts.clone()))
     return chosen
 
 
 def disturb(layer):
-    """As another kernel's rounding would, only more of it."""
+    """Change the logits like another kernel's rounding would, but much more."""
     layer.router.weight.data.add_(torch.randn_like(layer.router.weight))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_recomputation_reuses_the_choice(name, implementation, device):
-    """Two micro-batches in flight; between forward and backward the logits change beyond recognition."""
+    """With two micro-batches in flight, the logits change strongly between forward and backward."""
     layer = make_layer(device, implementation, router=ROUTERS[name])
     batches = [make_x(device, seed).requires_grad_() for seed in range(2)]
     chosen = choices_of(layer)
@@ -55,11 +57,11 @@ def test_recomputation_reuses_the_choice(name, implementation, device):
     assert torch.equal(chosen[2], first) and torch.equal(chosen[3], second)
     with torch.no_grad():
         layer(batches[0])
-    assert not torch.equal(chosen[4], first)  # what it would have chosen
+    assert not torch.equal(chosen[4], first)  # the choice for the changed logits
 
 
 def test_without_saved_routing_the_choice_is_another(device):
-    """What the context is for. With the reference PyTorch sees other shapes; with the kernels it cannot."""
+    """Shows why the context is needed. With the reference PyTorch sees other shapes; with the kernels it cannot."""
     layer = make_layer(device, "triton")
     chosen = choices_of(layer)
     y = checkpoint(lambda x: layer(x).sin(), make_x(device).requires_grad_(), use_reentrant=False)
@@ -70,7 +72,7 @@ def test_without_saved_routing_the_choice_is_another(device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_saving_changes_nothing(implementation, device):
-    """Two micro-batches in flight, with every loss: gradients and counts bit by bit."""
+    """With two micro-batches in flight and every loss, gradients and counts are bitwise equal."""
     losses = BalanceLosses(switch=0.5, sequence=0.25, global_batch=0.75, importance=0.3, z=0.125)
     layer = make_layer(device, implementation, balance_losses=losses, router=RouterSpec.ernie(), capacity=3)
 
@@ -88,7 +90,7 @@ def test_saving_changes_nothing(implementation, device):
 
 
 def test_counts_of_a_global_batch_are_those_of_the_forward(device):
-    """Though others were accumulated before its recomputation."""
+    """Counts accumulated before the recomputation do not change the loss."""
     layer = make_layer(device, "reference", balance_losses=BalanceLosses(global_batch=0.75))
 
     def run(region):

@@ -1,4 +1,4 @@
-"""Losses by their coefficients on the layer, masks, counts over a step, and the update of the selection bias."""
+"""Loss coefficients of the layer, masks, counts over a step, and the update of the selection bias."""
 
 import copy
 from functools import partial
@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from moe_kernels import RouterSpec
 from moe_layers import (
     BalanceLosses,
-    MoEFeedForward,
     carry_expert_counts,
     global_expert_counts,
     global_load_balancing_loss,
@@ -24,6 +23,7 @@ from moe_layers import (
 )
 
 from ..gpu import waiting_is_an_error
+from ..layers import moe_layer
 from .balance_cases import count, random_logits, routing_of
 
 ALL = BalanceLosses(switch=0.5, sequence=0.25, global_batch=0.75, importance=0.3, z=0.125)
@@ -32,10 +32,10 @@ BIASED = RouterSpec.ernie()
 
 def make_layer(device, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    # The interpreter is slow: kernels run where a test asks for them, and on a GPU.
+    # The interpreter is slow: kernels run only on a GPU, or if a test asks for them.
     implementation = "reference" if device == "cpu" else None
     options = {"init_std": 0.3, "implementation": implementation, **options}
-    return MoEFeedForward(16, 8, 5, 2, device=device, dtype=dtype, **options)
+    return moe_layer(16, 8, 5, 2, device=device, dtype=dtype, **options)
 
 
 def make_x(device, shape=(3, 6, 16), seed=1):
@@ -43,7 +43,7 @@ def make_x(device, shape=(3, 6, 16), seed=1):
 
 
 def gradients(layer, *calls, scale=1.0):
-    """Of the sums of the outputs, for each parameter."""
+    """Return the gradients of the sum of the outputs, for each parameter."""
     layer.zero_grad()
     for x, facts in calls:
         (scale * layer(x, **facts)).sum().backward()
@@ -90,7 +90,7 @@ def test_each_coefficient_alone(name, device):
     losses = {
         "switch": load_balancing_loss,
         "sequence": sequence_load_balancing_loss,
-        "global_batch": load_balancing_loss,  # where there is only this batch
+        "global_batch": load_balancing_loss,  # for a global batch of only this batch
         "importance": importance_loss,
         "z": router_z_loss,
     }
@@ -98,14 +98,6 @@ def test_each_coefficient_alone(name, device):
     y, routing = plain(x, return_routing=True)
     (y.sum() + 0.5 * losses[name](routing)).backward()
     assert_all_close(gradients(alone, (x, {})), [parameter.grad for parameter in plain.parameters()])
-
-
-def test_short_names_of_two_coefficients(device):
-    short = make_layer(device, load_balancing_coefficient=0.5, z_loss_coefficient=0.125)
-    long = make_layer(device, balance_losses=BalanceLosses(switch=0.5, z=0.125))
-    x = make_x(device)
-    assert short.balance_losses == long.balance_losses
-    assert all(map(torch.equal, gradients(short, (x, {})), gradients(long, (x, {}))))
 
 
 def test_losses_see_the_scores_of_their_choice(device):
@@ -143,7 +135,7 @@ def test_functional_gradients_are_those_of_a_backward(device):
 
 
 def test_float16_with_loss_scaling_over_micro_batches(device):
-    """The gradient of a small coefficient is below float16's smallest number, and survives scaled by the GradScaler."""
+    """A small coefficient's gradient is below float16's smallest number, but survives when scaled by the GradScaler."""
     coefficient, micro_batches = 1e-7, [make_x(device, seed=seed) for seed in range(4)]
     losses = BalanceLosses(z=coefficient)
     layer = make_layer(device, torch.float16, balance_losses=losses, implementation="triton")
@@ -166,14 +158,14 @@ def test_float16_with_loss_scaling_over_micro_batches(device):
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     layer.set_aux_loss_scale(scaler.scale(torch.tensor(1 / 4, device=device)))
     router_gradient()
-    layer.float()  # what the optimizer of mixed precision sees, unscaled
+    layer.float()  # like the unscaled gradients of a mixed-precision optimizer
     scaler.unscale_(optimizer)
     error = (layer.router.weight.grad.double() - expected).abs().max()
     assert error <= 4 * torch.finfo(torch.float16).eps * expected.abs().max()
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
-    """With a scale of 1 / number of calls, as with num_tokens of them all."""
+    """A scale of 1 / number of calls equals passing `num_tokens` of all calls."""
     x = make_x(device, (4, 6, 16))
     losses = BalanceLosses(sequence=0.25, z=0.125)
     layer = make_layer(device, balance_losses=losses)
@@ -190,7 +182,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
     "options", [{"implementation": "triton"}, {"router": BIASED, "shared_d_ff": 8}, {"num_zero_experts": 2}]
 )
 def test_padding_changes_nothing(options, device):
-    """Neither outputs of tokens nor gradients nor counts; the padding is far from the tokens."""
+    """Padding, with extreme values, changes neither outputs of tokens nor gradients nor counts."""
     layer = make_layer(device, balance_losses=ALL, **options)
     lengths, position = torch.tensor([5, 2, 6], device=device), torch.arange(6, device=device)
     token_mask = torch.stack([position < 5, position >= 4, position < 6])
@@ -230,7 +222,7 @@ def test_padding_takes_no_capacity(device):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("options", [{}, {"implementation": "triton"}, {"capacity": 2, "router": BIASED}])
 def test_activation_checkpointing_changes_nothing(options, use_reentrant, device):
-    """Gradients bit by bit, and every choice is counted once, though every forward runs twice."""
+    """Gradients are bitwise equal, and every choice is counted once, although every forward runs twice."""
     layer = make_layer(device, balance_losses=ALL, **options)
     calls = []
     layer.router.register_forward_hook(lambda *_: calls.append(1))
@@ -240,7 +232,7 @@ def test_activation_checkpointing_changes_nothing(options, use_reentrant, device
         reset_expert_counts(layer)
         for seed in range(2):
             x = make_x(device, seed=seed).requires_grad_()
-            # The sine needs the layer's output, so a recomputation goes through the whole layer.
+            # The sine needs the layer's output, so a recomputation runs the whole layer.
             forward(lambda x: layer(x).sin(), x).sum().backward()
             carry_expert_counts(layer)
         grads = [parameter.grad.clone() for parameter in layer.parameters()]
@@ -255,7 +247,7 @@ def test_activation_checkpointing_changes_nothing(options, use_reentrant, device
 
 
 def test_global_batch_over_micro_batches(device):
-    """The second micro-batch sees the counts of both; after a reset, only its own."""
+    """The second micro-batch uses the counts of both; after a reset, only its own."""
     layer = make_layer(device, balance_losses=BalanceLosses(global_batch=0.75))
     plain = make_layer(device)
     first, second = make_x(device, seed=0), make_x(device, seed=1)
@@ -279,7 +271,7 @@ def test_global_batch_over_micro_batches(device):
 def test_bias_update_by_hand(device):
     layer = make_layer(device, router=BIASED)
     router = layer.router
-    router.expert_counts.copy_(torch.tensor([3, 0, 4, 2, 1], device=device))  # the mean is 2
+    router.expert_counts.copy_(torch.tensor([3, 0, 4, 2, 1], device=device))  # mean 2
     layer.update_selection_bias(rate=0.5)
     assert router.selection_bias.tolist() == [-0.5, 0.5, -0.5, 0.0, 0.5]
     assert not router.expert_counts.any()
@@ -288,7 +280,7 @@ def test_bias_update_by_hand(device):
 
 
 def test_bias_update_is_exact_where_float32_is_not(device):
-    """The mean is 2 ** 24 + 2 / 5: float32 knows no fraction there."""
+    """The mean is 2 ** 24 + 2 / 5, where float32 cannot represent fractions."""
     layer = make_layer(device, router=BIASED)
     layer.router.expert_counts.copy_(torch.tensor([2**24] * 3 + [2**24 + 1] * 2, device=device))
     layer.update_selection_bias(rate=1.0)
@@ -311,7 +303,7 @@ def test_what_is_counted(losses, device):
 
 
 def test_bias_updates_balance_a_skewed_router(device):
-    """The busiest expert has more than twice the mean; after the updates it is within a fifth of it."""
+    """The busiest expert starts above twice the mean; after the updates it is within a fifth of the mean."""
     layer = make_layer(device, router=BIASED)
     x = 0.3 * make_x(device, (256, 16)) + 1
 
@@ -352,7 +344,7 @@ def test_compiles_without_graph_break(device):
     compiled(x, **facts).sum().backward()
     assert torch.equal(layer.router.expert_counts, counts)
     assert_all_close(gradients(compiled, (x, facts)), expected)
-    # Compiled code in a checkpointed region counts once, too.
+    # Compiled code in a checkpointed region also counts once.
     reset_expert_counts(layer)
     checkpoint(lambda x: compiled(x, **facts), x, use_reentrant=False).sum().backward()
     assert torch.equal(layer.router.expert_counts, counts)
@@ -395,11 +387,6 @@ def test_never_waits_for_the_gpu(device):
 def test_bad_losses(options, message):
     with pytest.raises(ValueError, match=message):
         BalanceLosses(**options)
-
-
-def test_coefficients_given_twice():
-    with pytest.raises(ValueError, match="coefficients must be in balance_losses when it is given, got both"):
-        make_layer("cpu", balance_losses=ALL, z_loss_coefficient=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Capacity factors: who is dropped, and what is left of the rows."""
+"""Capacity factors: which slots are dropped, and the remaining rows."""
 
 from fractions import Fraction
 
@@ -14,7 +14,7 @@ from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
 
 
 def expected_slots(experts, weights, length, capacity, by):
-    """Who is kept, one sequence and one expert at a time."""
+    """Return the kept slots, one sequence and one expert at a time."""
     kept = [[-1] * len(row) for row in experts]
     for first in range(0, len(experts), length):
         slots = [(t, k) for t in range(first, first + length) for k in range(len(experts[t]))]
@@ -33,7 +33,9 @@ def expected_slots(experts, weights, length, capacity, by):
 @pytest.mark.parametrize(("num_experts", "top_k"), SIZES)
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.1])
 def test_drops_whom_the_definition_drops(factor, num_experts, top_k, by, device):
-    layer = make_layer(device, num_experts, top_k, normalize=False, capacity=CapacityFactor(factor, by))
+    layer = make_layer(
+        device, num_experts, top_k, router=RouterSpec.softmax(normalize=False), capacity=CapacityFactor(factor, by)
+    )
     x = make_x(device)
     mask = torch.ones(3, 7, dtype=torch.bool, device=device)
     mask[0, :2] = False
@@ -57,8 +59,8 @@ def test_ties_go_to_the_first(by, device):
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_equals_the_dense_formula(by, weight_on_input, bias, device):
-    """With rows for the kept slots only, in every form of the experts."""
-    router = RouterSpec.llama4() if weight_on_input else None
+    """Check every form of the experts, with rows for the kept slots only."""
+    router = RouterSpec.llama4() if weight_on_input else RouterSpec()
 
     routing = check_equals_dense(device, capacity=CapacityFactor(0.5, by), router=router, bias=bias)
     assert (routing.topk_experts < 0).any()
@@ -140,17 +142,17 @@ def test_bad_factor(factor):
 def test_bad_construction():
     with pytest.raises(ValueError, match=r"CapacityFactor: by must be one of .* got 'token'"):
         CapacityFactor(1.0, "token")
-    with pytest.raises(ValueError, match=r"MoEFeedForward: capacity must be a positive integer, got 1\.25"):
+    with pytest.raises(ValueError, match=r"MoEConfig: capacity must be a positive integer, got 1\.25"):
         make_layer("cpu", capacity=1.25)
     with pytest.raises(ValueError, match="sort_by_expert: max_rows must be positive, got 0"):
         sort_by_expert(torch.zeros(1, 1, dtype=torch.int32), 1, max_rows=0)
 
 
-def test_a_checkpoint_holds_no_factor_and_no_assignment(device, tmp_path):
-    """As documented: the weights come back, under the router's own choice."""
+def test_a_checkpoint_holds_the_capacity_factor_and_no_assignment(device, tmp_path):
+    """The weights come back with the router's own choice."""
     layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), assignment=RoundRobinAssignment())
     layer.save_checkpoint(tmp_path / "out")
     loaded = MoEFeedForward.from_checkpoint(tmp_path / "out", device=device)
-    assert loaded.capacity is None and loaded.router.assignment is None
+    assert loaded.config == layer.config and loaded.router.assignment is None
     for name, tensor in layer.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)

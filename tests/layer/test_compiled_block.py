@@ -1,4 +1,4 @@
-"""A transformer block with the layer in it, compiled as a whole: no graph break, and one recompilation for any T."""
+"""A transformer block with the layer, compiled as a whole: no graph break, and one recompilation for any T."""
 
 import copy
 
@@ -11,19 +11,19 @@ from benchmarks.compiled_block import TransformerBlock, bench_block, compiled
 from benchmarks.shapes import TINY
 from moe_kernels import RouterSpec
 from moe_kernels.testing import assert_accurate
-from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEFeedForward, TokenRounding
+from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEConfig, MoEFeedForward, TokenRounding
 
 pytestmark = [
-    # Dynamo does, tracing a Function.
+    # Raised by Dynamo when it traces an autograd Function.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    # Its advice on speed.
+    # Inductor's performance advice.
     pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor.*"),
 ]
 
 ON_GPU = torch.cuda.is_available()
 D, HEAD = (256, 64) if ON_GPU else (32, 16)
-SIZES = {"d_model": D, "d_ff": 3 * D // 4, "num_experts": 8 if ON_GPU else 4, "top_k": 2, "head_dim": HEAD}
-# Of sequences, two in a batch: no order, both sides of powers of two and of a tile's height.
+SIZES = {"d_model": D, "d_ff": 3 * D // 4, "num_experts": 8 if ON_GPU else 4, "top_k": 2}
+# Lengths of sequences, two per batch: unordered, on both sides of powers of two and of a tile's height.
 LENGTHS = (65, 129, 300, 33, 1000, 64, 128, 513, 7, 2) if ON_GPU else (5, 4, 6, 3, 8, 9, 2, 7, 10, 12)
 LOSSES = BalanceLosses(switch=0.01, z=0.001, sequence=0.01, global_batch=0.01, importance=0.01)
 FORMS = {
@@ -40,7 +40,7 @@ if ON_GPU:
     FORMS |= {
         "softmax": {},
         "token_rounding": {"assignment": TokenRounding(4)},
-        "recompute_up": {"recompute": "up", "normalize": False},
+        "recompute_up": {"recompute": "up", "router": RouterSpec.softmax(normalize=False)},
         "latent": {"latent_dim": D // 2},
         "zero_experts": {"num_zero_experts": 2},
         "capacity_factor": {"capacity": CapacityFactor(1.0, by="weight")},
@@ -51,7 +51,10 @@ if ON_GPU:
 
 def make_block(device, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    return TransformerBlock(**SIZES, implementation="triton", init_std=0.1, device=device, dtype=dtype, **options)
+    assignment = options.pop("assignment", None)
+    config = MoEConfig(**SIZES, init_std=0.1, **options)
+    factory = {"implementation": "triton", "device": device, "dtype": dtype}
+    return TransformerBlock(config, head_dim=HEAD, assignment=assignment, **factory)
 
 
 def make_x(length, device, dtype=torch.float32):
@@ -60,7 +63,7 @@ def make_x(length, device, dtype=torch.float32):
 
 
 def step(run, x, block):
-    """The output and every gradient."""
+    """Return the output and every gradient."""
     out = run(x)
     return out.detach(), *torch.autograd.grad(out.float().square().mean(), [x, *block.parameters()])
 
@@ -68,7 +71,7 @@ def step(run, x, block):
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if ON_GPU else [])], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_recompilation_over_ten_numbers_of_tokens(form, dtype, device):
-    """Nothing is marked as dynamic: the second T makes the compiler see that T changes."""
+    """No size is marked as dynamic: the second T shows the compiler that T changes."""
     torch.use_deterministic_algorithms(False)
     block = make_block(device, dtype, **FORMS[form])
     run = compiled(block, device)
@@ -85,7 +88,7 @@ def test_one_recompilation_over_ten_numbers_of_tokens(form, dtype, device):
 
 @pytest.mark.parametrize("form", FORMS if ON_GPU else ["everything"])
 def test_results_are_within_the_error_budget(form, device):
-    """Compiled for any T, beside the same block in plain PyTorch."""
+    """Compiled for any T, the block is compared with the same block in plain PyTorch."""
     torch.use_deterministic_algorithms(False)
     block = make_block(device, **FORMS[form])
     plain = copy.deepcopy(block)
@@ -118,7 +121,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
 
 
 def test_the_layer_is_the_blocks_own(device):
-    """What is compiled is the layer with its kernels, not a reference."""
+    """The compiled layer uses its kernels, not a reference."""
     block = make_block(device)
     assert isinstance(block.experts, MoEFeedForward) and block.experts.experts.implementation == "triton"
     graphs = []

@@ -1,4 +1,4 @@
-"""Captured once and replayed with other tokens and other routing, the layer computes what it computes eagerly."""
+"""A captured layer, replayed with other tokens and other routing, computes the same as the eager layer."""
 
 import copy
 from functools import partial
@@ -11,20 +11,21 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
 from moe_kernels.testing import make_logits
-from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEFeedForward, observe, save_routing
+from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, observe, save_routing
 
 from ..gpu import captured
+from ..layers import moe_layer
 
 pytestmark = [
     pytest.mark.gpu,
-    # The run to compare with is not captured.
+    # The eager run for comparison is not captured.
     pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning"),
 ]
 
 SIZES = {"d_model": 512, "d_ff": 256, "num_experts": 16, "top_k": 4, "init_std": 0.05}
 DTYPE = torch.bfloat16
 NUM_TOKENS = 768
-# Dropless: rows for every token on one expert, and on all alike.
+# Dropless cases: all tokens on one expert, and tokens spread evenly.
 ROUTINGS = ("first", "even", "zipf", "random")
 FORMS = {
     "dropless": {},
@@ -32,7 +33,7 @@ FORMS = {
     "recompute_up": {"recompute": "up"},
     "biases": {"bias": True, "activation": "relu_squared"},
     "shared": {"shared_d_ff": 256, "shared_gate": True},
-    "latent_zero": {"latent_dim": 128, "normalize": False},
+    "latent_zero": {"latent_dim": 128, "router": RouterSpec.softmax(normalize=False)},
     "zero_experts": {"num_zero_experts": 3},
     "losses": {
         "balance_losses": BalanceLosses(switch=0.01, z=0.001, sequence=0.01, global_batch=0.01, importance=0.01)
@@ -42,7 +43,7 @@ FORMS = {
     "expert_choice": {"assignment": ExpertChoice(1.0)},
     "batch_invariant": {"batch_invariant": True, "shared_d_ff": 256},
 }
-# A captured region draws no random numbers, and the generator's state cannot be asked for while it is captured.
+# A captured region draws no random numbers, and the generator's state cannot be read during capture.
 checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 REGIONS = {
     "plain": lambda block, x: block(x),
@@ -53,11 +54,11 @@ REGIONS = {
 
 def make_layer(device, **options):
     torch.manual_seed(0)
-    return MoEFeedForward(**{**SIZES, **options}, device=device, dtype=DTYPE)
+    return moe_layer(**{**SIZES, **options}, device=device, dtype=DTYPE)
 
 
 def make_x(layer, routing, device):
-    """Tokens whose choice of experts follows a pattern: [2, T / 2, D]."""
+    """Return tokens whose choice of experts follows a pattern: [2, T / 2, D]."""
     w_router = layer.router.weight.detach().float()
     generator = torch.Generator(device).manual_seed(ROUTINGS.index(routing))
     tokens = torch.randn(NUM_TOKENS, w_router.shape[1], device=device, generator=generator)
@@ -67,13 +68,13 @@ def make_x(layer, routing, device):
 
 
 def forward_and_backward(layer, x, region=REGIONS["plain"]):
-    """The output and every gradient."""
+    """Return the output and every gradient."""
     out = region(layer, x)
     return out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])
 
 
 def assert_replays_equal_eager(run, layer, device):
-    """`run(x)` captured with one routing, replayed with others."""
+    """Capture `run(x)` with one routing, and replay it with others."""
     x = make_x(layer, "random", device).requires_grad_()
     replay, results = captured(lambda: run(x))
     seen = []
@@ -117,7 +118,7 @@ def test_with_activation_checkpointing(form, region, device):
 
 
 class Model(nn.Module):
-    """Two residual blocks, each norm and layer in a region of its own."""
+    """Two residual blocks, with norm and layer in a checkpointed region each."""
 
     def __init__(self, region, device, **options):
         super().__init__()
@@ -131,7 +132,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """One whole step on static inputs: forward, backward, AdamW, and the update of selection biases."""
+    """A complete step on static inputs: forward, backward, AdamW, and the update of selection biases."""
 
     def __init__(self, model, x):
         self.model, self.x, self.target = model, x.clone(), torch.zeros_like(x)
@@ -160,10 +161,10 @@ class Training:
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("form", ["dropless", "recompute_up", "losses", "groups"])
 def test_an_optimizer_step(form, region, device):
-    """Every parameter, buffer and moment after each of several steps, bit by bit."""
+    """Every parameter, buffer and moment is bitwise equal after each of several steps."""
     eager = Training(model := Model(region, device, **FORMS[form]), make_x(model.layers[0], "random", device))
     graphed = Training(copy.deepcopy(model), eager.x)
-    for _ in range(3):  # as many as warm up
+    for _ in range(3):  # the number of warm-up steps
         eager.step()
     replay, loss = captured(graphed.step)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -180,7 +181,7 @@ def test_an_optimizer_step(form, region, device):
 
 
 def test_what_is_counted(device):
-    """Counts go on with every replay, and a recomputation in it counts nothing."""
+    """Counts increase with every replay, but not by a recomputation in it."""
     layer = make_layer(device, router=RouterSpec.ernie())
     observer = observe(layer)[""]
     x = make_x(layer, "zipf", device).requires_grad_()

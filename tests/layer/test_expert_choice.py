@@ -1,4 +1,4 @@
-"""Expert choice and token rounding: who takes whom, by definition; gradients; what is not causal."""
+"""Expert choice and token rounding: assignments by definition, gradients, and non-causality."""
 
 import math
 from fractions import Fraction
@@ -18,9 +18,9 @@ from moe_layers import (
     TokenRounding,
     observe,
     save_routing,
-    saved_bytes,
     sequence_load_balancing_loss,
 )
+from moe_layers.memory import saved_bytes
 
 from .assignment_cases import SIZES, check_equals_dense, check_never_waits, make_layer, make_x
 
@@ -42,7 +42,7 @@ ASSIGNMENTS = {
 
 
 def chosen_by_definition(assignment, scores, top_k, mask):
-    """[T, E] slots, one expert at a time, from lists of scores."""
+    """Return [T, E] slots, one expert at a time, from lists of scores."""
     num_tokens, num_experts = len(scores), len(scores[0])
     slots = [[-1] * num_experts for _ in range(num_tokens)]
     real = [t for t in range(num_tokens) if mask[t]]
@@ -93,7 +93,7 @@ def test_equals_the_dense_formula(assignment, router, device):
 @pytest.mark.parametrize("router", ["normalized", "probabilities", "sigmoid", "norm"])
 @pytest.mark.parametrize("assignment", [ExpertChoice(0.5), TokenRounding(2, "down")], ids=str)
 def test_gradcheck(assignment, router, device):
-    """With tokens of no expert, too: their weights have no norm."""
+    """Includes tokens without experts, whose weights have no norm."""
     options = {"assignment": assignment, "router": ROUTERS[router], "implementation": "reference"}
     layer, x = make_layer(device, 5, 1, d_model=8, **options), make_x(device, (7, 8)).requires_grad_()
     _, routing = layer(x, return_routing=True)
@@ -131,7 +131,7 @@ def test_few_tokens_and_none(name, shape, device):
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_padding_changes_nothing_but_the_count(name, device):
-    """What padding holds does not matter, NaN included."""
+    """The contents of padding do not matter, including NaN."""
     layer = make_layer(device, assignment=ASSIGNMENTS[name])
     x, mask = make_x(device, (1, 21, 32)), torch.ones(1, 21, dtype=torch.bool, device=device)
     mask[0, 15:] = False
@@ -155,7 +155,7 @@ def test_nan_in_a_token_stays_there(name, device):
 
 @pytest.mark.parametrize("name", ["choice", "nearest"])
 def test_is_not_causal(name, device):
-    """As documented: a later token changes what an earlier one gets."""
+    """As documented, a later token changes an earlier token's result."""
     layer = make_layer(device, assignment=ASSIGNMENTS[name])
     x = make_x(device, (21, 32))
     changed = x.clone()
@@ -182,7 +182,7 @@ def test_rows_are_what_experts_take(device, monkeypatch):
 
 @pytest.mark.parametrize("name", ["choice", "nearest"])
 def test_zero_experts_and_shares(name, device):
-    """Zero experts take tokens, too; the shares of layers with some of the experts add up to the whole."""
+    """Zero experts also take tokens, and layers with some of the experts add up to the whole."""
     options = {"assignment": ASSIGNMENTS[name], "num_zero_experts": 2}
     x = make_x(device)
     whole, rest, first = (make_layer(device, 4, 2, **options) for _ in range(3))
@@ -213,7 +213,7 @@ def test_is_recorded_and_replayed(name, device):
 
 @pytest.mark.parametrize("name", ["choice", "nearest"])
 def test_losses_and_counts_of_any_number_of_experts(name, device):
-    """A token counts once, whether it has experts or not; recomputed or not."""
+    """A token counts once, with or without experts, and with or without recomputation."""
     losses = BalanceLosses(switch=0.1, sequence=0.1, importance=0.1, z=0.1)
     layer = make_layer(device, assignment=ASSIGNMENTS[name], balance_losses=losses)
     x = make_x(device).requires_grad_()
@@ -247,7 +247,7 @@ def test_never_waits_for_the_gpu(name, device):
 
 
 def test_expert_choice_keeps_no_more_rows_than_top_k(device):
-    """Beside [T, E] tensors of the routing: float weights and scores, int64 indices, two masks, int32 rows."""
+    """In addition it keeps [T, E] routing tensors: float weights and scores, int64 indices, two masks, int32 rows."""
     sizes = {"d_model": 128, "d_ff": 512, "num_experts": 16, "top_k": 2, "device": device, "implementation": "triton"}
     plain = saved_bytes(MoEFeedForward(**sizes), 1024)
     assert saved_bytes(MoEFeedForward(**sizes, assignment=ExpertChoice()), 1024) < plain + 1024 * 16 * 32
@@ -262,7 +262,7 @@ def test_expert_choice_keeps_no_more_rows_than_top_k(device):
         (lambda: make_layer("cpu", assignment=ExpertChoice(), capacity=3), "there is no capacity with ExpertChoice"),
         (
             lambda: make_layer("cpu", assignment=TokenRounding(), router=RouterSpec.deepseek_v3(2, 1)),
-            "TopKRouter: TokenRounding needs a router without groups that is no SparseMixer, got .*num_groups=2",
+            "MoEFeedForward: TokenRounding needs a router without groups that is no SparseMixer, got .*num_groups=2",
         ),
         (
             lambda: make_layer("cpu", assignment=ExpertChoice(), router=RouterSpec.phimoe(0.1)),

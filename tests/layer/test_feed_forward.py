@@ -7,16 +7,18 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from moe_kernels import RouterSpec
-from moe_layers import LocalDispatcher, MoEFeedForward
+from moe_layers import BalanceLosses, MoEFeedForward
+from moe_layers.experts.dispatcher import LocalDispatcher
 
 from ..dtypes import DTYPES
 from ..gpu import waiting_is_an_error
+from ..layers import moe_layer
 
 
 def make_layer(device, dtype=torch.float32, **options):
     torch.manual_seed(0)
     options = {"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, "init_std": 0.2, **options}
-    return MoEFeedForward(**options, device=device, dtype=dtype)
+    return moe_layer(**options, device=device, dtype=dtype)
 
 
 def make_x(device, dtype=torch.float32, shape=(3, 7, 32)):
@@ -24,12 +26,12 @@ def make_x(device, dtype=torch.float32, shape=(3, 7, 32)):
 
 
 def dense(layer, x):
-    """The layer written with one loop over tokens and dense linear maps."""
+    """Compute the layer with a loop over tokens and dense linear maps."""
     out = []
     for token in x.reshape(-1, x.shape[-1]):
         logits = layer.router.weight @ token
         weights, experts = logits.softmax(-1).topk(layer.router.top_k)
-        if layer.router.normalize:
+        if layer.router.spec.normalize:
             weights = weights / weights.sum()
         total = torch.zeros_like(token)
         for weight, e in zip(weights, experts, strict=True):
@@ -46,7 +48,9 @@ def dense(layer, x):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shared_d_ff", [None, 40])
 def test_equals_the_dense_formula(implementation, normalize, shared_d_ff, device):
-    layer = make_layer(device, implementation=implementation, normalize=normalize, shared_d_ff=shared_d_ff)
+    layer = make_layer(
+        device, implementation=implementation, router=RouterSpec.softmax(normalize=normalize), shared_d_ff=shared_d_ff
+    )
     x = make_x(device).requires_grad_()
     parameters = [x, *layer.parameters()]
     exact = copy.deepcopy(layer).double()
@@ -109,7 +113,7 @@ def test_nan_stays_in_its_token(device):
     assert y[1, 2].isnan().all()
     others = torch.ones(3, 7, dtype=torch.bool, device=device)
     others[1, 2] = False
-    # The token moves others to other rows of a tile, where the interpreter's NumPy may sum in another order.
+    # Another token moves rows within a tile, where the interpreter's NumPy may sum in another order.
     torch.testing.assert_close(y[others], clean[others], **({"rtol": 0.0, "atol": 0.0} if y.is_cuda else {}))
     ids = routing.topk_experts[1 * 7 + 2].tolist()
     assert len(set(ids)) == 2 and all(0 <= e < 6 for e in ids)
@@ -144,7 +148,7 @@ def test_nan_in_padding_stays_there(options, implementation, device):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("router", [None, RouterSpec.deepseek_v3()], ids=str)
 def test_a_router_may_stay_float32(router, implementation, device):
-    """It then decides as that of a float32 layer does: nothing that it computes is rounded to the tokens' dtype."""
+    """The router then decides as in a float32 layer: nothing it computes is rounded to the tokens' dtype."""
     layer = make_layer(device, DTYPES[-1], router=router, implementation=implementation)
     layer.router.to(torch.float32)
     torch.nn.init.normal_(layer.router.weight)
@@ -162,7 +166,7 @@ def test_a_router_may_stay_float32(router, implementation, device):
 
 @pytest.mark.parametrize("latent_dim", [None, 16])
 def test_autocast_leaves_float64_alone(latent_dim, device):
-    """As nn.Linear under autocast does."""
+    """Float64 stays float64, as for nn.Linear under autocast."""
     layer = make_layer(device, torch.float64, latent_dim=latent_dim, shared_d_ff=16, implementation="reference")
     x = make_x(device, torch.float64)
     with torch.autocast(device, torch.bfloat16):
@@ -172,9 +176,9 @@ def test_autocast_leaves_float64_alone(latent_dim, device):
     assert torch.equal(under_autocast, layer(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch.func.jvp itself
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # from torch.func.jvp itself
 def test_forward_mode_is_exact_or_an_error(device):
-    """The reference has tangents, and where a kernel would lose them it says so."""
+    """The reference has tangents; a kernel that would lose them raises an error."""
     layer, x = make_layer(device, torch.float64, implementation="reference"), make_x(device, torch.float64)
     step = 1e-6 * torch.ones_like(x)
     tangent = torch.func.jvp(layer, (x,), (step,))[1]
@@ -188,7 +192,7 @@ def test_forward_mode_is_exact_or_an_error(device):
         with forward_ad.dual_level():
             with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
                 layer(forward_ad.make_dual(x.float(), step.float()))
-            layer(x.float())  # which has no tangent
+            layer(x.float())  # x.float() has no tangent
 
 
 def test_autocast_follows_pytorch(device):
@@ -205,7 +209,7 @@ def test_autocast_follows_pytorch(device):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 def test_compiles_without_graph_break(device):
-    layer = make_layer(device, implementation="triton", shared_d_ff=16, load_balancing_coefficient=0.01)
+    layer = make_layer(device, implementation="triton", shared_d_ff=16, balance_losses=BalanceLosses(switch=0.01))
     x = make_x(device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     y = compiled(x)
@@ -220,9 +224,7 @@ def test_compiles_without_graph_break(device):
 
 @pytest.mark.gpu
 def test_never_waits_for_the_gpu(device):
-    layer = make_layer(
-        device, torch.bfloat16, shared_d_ff=16, load_balancing_coefficient=0.01, z_loss_coefficient=0.001
-    )
+    layer = make_layer(device, torch.bfloat16, shared_d_ff=16, balance_losses=BalanceLosses(switch=0.01, z=0.001))
     x = make_x(device, torch.bfloat16).requires_grad_()
     layer(x).sum().backward()  # compiles
     torch.use_deterministic_algorithms(False)
@@ -230,7 +232,10 @@ def test_never_waits_for_the_gpu(device):
     with waiting_is_an_error():
         y, _ = layer(x, return_routing=True)
         y.sum().backward()
-    with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():  # the mode does catch a wait
+    with (
+        pytest.raises(RuntimeError, match="synchronizing"),
+        waiting_is_an_error(),
+    ):  # check that the mode catches a wait
         y.sum().item()
 
 
@@ -257,13 +262,12 @@ def test_state_dict_has_plain_names(device):
 
 
 def test_parts_can_be_replaced(device):
-    """A dispatcher of one's own sees tokens, routing and the experts module, and its result is what comes out."""
+    """A custom dispatcher gets tokens, routing and the experts module, and its result becomes the output."""
     layer = make_layer(device, implementation="triton")
 
     class Doubling(LocalDispatcher):
-        def __call__(self, tokens, routing, experts):
-            dispatched = super().__call__(tokens, routing, experts)
-            return dispatched._replace(tokens=2 * dispatched.tokens)
+        def combine(self, out, rows):
+            return super().combine(2 * out, rows)
 
     x = make_x(device)
     expected = 2 * layer(x)
@@ -276,16 +280,16 @@ def test_parts_can_be_replaced(device):
 
 
 def test_no_gradient_graph_without_grad(device):
-    layer = make_layer(device, implementation="triton", load_balancing_coefficient=0.1)
+    layer = make_layer(device, implementation="triton", balance_losses=BalanceLosses(switch=0.1))
     with torch.no_grad():
         assert not layer(make_x(device)).requires_grad
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_trains_after_inference_mode(implementation, device):
-    """Whose tensors cannot be used in training: none may be kept."""
+    """Tensors made in inference mode cannot be used in training, so none may be cached."""
     layers = [
-        make_layer(device, implementation=implementation, shared_d_ff=40, load_balancing_coefficient=0.1)
+        make_layer(device, implementation=implementation, shared_d_ff=40, balance_losses=BalanceLosses(switch=0.1))
         for _ in range(2)
     ]
     x = make_x(device)
@@ -306,14 +310,14 @@ def test_trains_after_inference_mode(implementation, device):
         ({"d_ff": -1}, "d_ff must be a positive integer, got -1"),
         ({"num_experts": 2.5}, "num_experts must be a positive integer, got 2.5"),
         ({"top_k": 0}, "top_k must be a positive integer, got 0"),
-        ({"top_k": 7}, "top_k must be at most num_experts=6, got 7"),
+        ({"top_k": 7}, r"top_k must be in \[1, num_experts=6\], got 7"),
         ({"activation": "swish"}, r"activation must be one of .*, got 'swish'"),
-        ({"implementation": "cuda"}, "implementation must be one of"),
-        ({"shared_d_ff": 0}, "d_ff must be a positive integer, got 0"),
-        ({"z_loss_coefficient": -0.1}, "z_loss_coefficient and init_std must not be negative"),
+        ({"implementation": "cuda"}, "MoEFeedForward: implementation must be one of"),
+        ({"shared_d_ff": 0}, "MoEConfig: shared_d_ff must be a positive integer, got 0"),
+        ({"init_std": -0.1}, "init_std must be finite and not negative, got -0.1"),
         ({"balance_losses": 0.1}, "balance_losses must be a BalanceLosses, got float 0.1"),
-        ({"router": "sigmoid"}, "spec must be a RouterSpec, got str 'sigmoid'"),
-        ({"noise": 0.1}, "noise must be a RouterNoise, got float 0.1"),
+        ({"router": "sigmoid"}, "router must be a RouterSpec, got str 'sigmoid'"),
+        ({"noise": 0.1}, "MoEFeedForward: noise must be a RouterNoise, got float 0.1"),
     ],
 )
 def test_bad_construction(options, message):
@@ -346,7 +350,7 @@ def test_facts_of_tokens_are_tensors(facts):
 
 
 def test_the_facts_of_a_router_are_fixed():
-    """Its parameters are those that they ask for."""
+    """A router's parameters follow from its settings, which cannot change."""
     with pytest.raises(AttributeError, match="spec"):
         make_layer("cpu").router.spec = RouterSpec(scale=2.0)
 

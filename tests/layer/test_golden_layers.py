@@ -1,17 +1,17 @@
-"""Whole layers of published architectures: what transformers' own modules made of small random models."""
+"""Whole layers of published architectures, compared with transformers' own modules on small random models."""
 
 import pytest
 import torch
 
 from moe_kernels import Activation, RouterSpec
-from moe_layers import MoEFeedForward
 
 from ..golden_case import load_case
+from ..layers import moe_layer
 from ..unit.test_router_presets import GOLDEN
 
 
 def per_expert(tensors, gate, up, down, prefix="experts."):
-    """Stacked (w_up, w_down) of tensors that are stored expert by expert; `gate` is None without one."""
+    """Return (w_up, w_down) stacked from tensors stored per expert; `gate` is None without one."""
     num_experts = sum(f"{prefix}{e}.{up}.weight" in tensors for e in range(len(tensors)))
 
     def stack(name):
@@ -22,12 +22,12 @@ def per_expert(tensors, gate, up, down, prefix="experts."):
 
 
 def transposed(tensors):
-    """Of tensors [E, D, 2F] and [E, F, D]."""
+    """Return (w_up, w_down) of tensors stored as [E, D, 2F] and [E, F, D]."""
     return {"experts.w_up": tensors["experts.gate_up_proj"].mT, "experts.w_down": tensors["experts.down_proj"].mT}
 
 
 def uninterleave(tensor):
-    """Rows g0, u0, g1, u1, ... along the second axis as gate rows, then up rows."""
+    """Reorder rows g0, u0, g1, u1, ... along the second axis to gate rows, then up rows."""
     return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
 
 
@@ -52,7 +52,7 @@ def hf(tensors):
     return per_expert(tensors, "gate_proj", "up_proj", "down_proj")
 
 
-# The experts' tensors in our layout, by architecture; and what a layer is told besides sizes and router.
+# The experts' tensors in our layout, by architecture, and the layer's options besides sizes and router.
 STATES = {
     "qwen3_moe": hf,
     "qwen2_moe": lambda t: {
@@ -95,7 +95,7 @@ def make_layer(name, case, implementation, device):
     state = {**STATES[name](case.weights), **router_state(case.weights, names)}
     num_experts, d_model, d_ff = state["experts.w_down"].shape
     shared_d_ff = state["shared_expert.w_down"].shape[1] if "shared_expert.w_down" in state else None
-    layer = MoEFeedForward(
+    layer = moe_layer(
         d_model,
         d_ff,
         num_experts,

@@ -1,4 +1,4 @@
-"""The first values of a layer, however its memory came about."""
+"""Initial values of a layer, however its memory was allocated."""
 
 import math
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_layers import BalanceLosses, MoEFeedForward, carry_expert_counts, update_selection_bias
+from moe_layers import BalanceLosses, carry_expert_counts, update_selection_bias
+
+from ..layers import moe_layer
 
 OPTIONS = {
     "router": RouterSpec.deepseek_v3(),
@@ -18,7 +20,7 @@ OPTIONS = {
 
 
 def make_layer(device, **options):
-    return MoEFeedForward(64, 48, 8, 2, init_std=0.3, device=device, **OPTIONS | options)
+    return moe_layer(64, 48, 8, 2, init_std=0.3, device=device, **OPTIONS | options)
 
 
 def assert_fresh(layer, std=0.3):
@@ -46,7 +48,7 @@ def test_a_reset_draws_as_at_first(device):
 
 
 def test_each_part_resets_itself(device):
-    """As loops over the modules of a model do it, for what is left of the layer's own."""
+    """Loops over the modules of a model reset every part, including the layer's own parameters."""
     layer = make_layer(device, latent_dim=None)
     spoil(layer)
     for module in layer.modules():
@@ -63,7 +65,7 @@ def test_memory_that_was_not_there(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_assigned_state_dict(dtype, device):
-    """What it lacks comes where its parameters are, and balancing goes on; its bias stays float32."""
+    """Buffers missing in the state dict are made on the parameters' device; balancing works, with a float32 bias."""
     source = make_layer(device).to(dtype)
     layer = make_layer("meta", balance_losses=BalanceLosses(global_batch=0.1))
     layer.load_state_dict(
@@ -80,7 +82,7 @@ def test_an_assigned_state_dict(dtype, device):
 
 
 def test_memory_that_is_given_by_name(device):
-    """By a loader that knows parameters and buffers, and not the counts."""
+    """A loader may allocate parameters and buffers by name, without knowing the counts."""
     layer, source = make_layer("meta"), make_layer(device)
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         owner, _, last = name.rpartition(".")
@@ -91,7 +93,7 @@ def test_memory_that_is_given_by_name(device):
 
 
 def test_counts_follow_what_moved_without_them(device):
-    """As `fully_shard` moves parameters and buffers; meta stands for the other device. Nothing has been counted yet."""
+    """Counts follow when `fully_shard` moves parameters and buffers; the meta device stands for another GPU."""
     layer = make_layer(device)
     for owner in layer.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
@@ -107,5 +109,5 @@ def test_counts_follow_what_moved_without_them(device):
 def test_counts_elsewhere_are_an_error(device):
     layer = make_layer(device)
     layer.router.expert_counts = layer.router.expert_counts.to("meta")
-    with pytest.raises(ValueError, match=r"expert_counts must be where its selection_bias is, got meta and"):
+    with pytest.raises(ValueError, match=r"expert_counts must be on the device of its selection_bias, got meta and"):
         update_selection_bias(layer)

@@ -1,15 +1,15 @@
-"""What a layer can be told beyond Mixtral: plain experts, gates, zero experts, latent projections, capacity."""
-
-from functools import partial
+"""Layer options beyond Mixtral: plain experts, gates, zero experts, latent projections, capacity."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec
-from moe_layers import MoEFeedForward, SharedExpert
+from moe_layers import BalanceLosses, MoEFeedForward
+from moe_layers.experts.shared import SharedExpert
 
 from ..gpu import waiting_is_an_error
+from ..layers import moe_layer
 
 OPTIONS = {
     "plain": {"activation": "relu_squared", "shared_d_ff": 20},
@@ -25,7 +25,7 @@ OPTIONS = {
 
 def make_layer(name, device, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    layer = MoEFeedForward(32, 24, 6, 2, init_std=0.3, device=device, dtype=dtype, **OPTIONS[name], **options)
+    layer = moe_layer(32, 24, 6, 2, init_std=0.3, device=device, dtype=dtype, **OPTIONS[name], **options)
     for bias in (layer.experts.b_up, layer.experts.b_down, layer.router.selection_bias):
         if bias is not None:
             torch.nn.init.normal_(bias, std=0.3)
@@ -48,7 +48,7 @@ def activate(activation, h):
 
 
 def dense(layer, x, routing):
-    """The layer from its choice of experts, written with loops over tokens and dense linear maps."""
+    """Compute the layer from its choice of experts, with loops over tokens and dense linear maps."""
     out = []
     for t, token in enumerate(x.reshape(-1, x.shape[-1])):
         inner = token if layer.w_latent_in is None else layer.w_latent_in @ token
@@ -74,7 +74,7 @@ def dense(layer, x, routing):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_the_dense_formula(name, device):
-    """In float64 to its precision; in float32 to what rounded logits leave of it."""
+    """Float64 agrees to its precision; float32 to the precision that rounded logits allow."""
 
     def run(dtype, implementation, by_formula=False):
         layer = make_layer(name, device, implementation=implementation).to(dtype)
@@ -101,8 +101,8 @@ def test_equals_the_dense_formula(name, device):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_output_may_change_in_place(name, device):
-    """As that of nn.Linear: it is no view, and nobody keeps it."""
-    layer = make_layer(name, device, load_balancing_coefficient=0.1)
+    """Like that of nn.Linear, the output is no view, and nothing saves it."""
+    layer = make_layer(name, device, balance_losses=BalanceLosses(switch=0.1))
     for shape in ((3, 7, 32), (21, 32)):
         x, gradients = make_x(device, shape).requires_grad_(), []
         for in_place in (False, True):
@@ -115,7 +115,7 @@ def test_the_output_may_change_in_place(name, device):
 
 
 def test_zero_experts_return_their_token(device):
-    """With no weight on the others, the layer is a multiple of the identity; and they are counted."""
+    """With zero weight on the others, the layer is a multiple of the identity, and zero experts are counted."""
     layer = make_layer("zero_experts", device)
     with torch.no_grad():
         layer.router.selection_bias[:6] = -10
@@ -153,7 +153,7 @@ def test_capacity_of_one_token_and_of_none(device):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 @pytest.mark.parametrize("name", ["bias", "zero_experts", "latent", "capacity"])
 def test_compiles_without_graph_break(name, device):
-    layer = make_layer(name, device, implementation="triton", load_balancing_coefficient=0.01)
+    layer = make_layer(name, device, implementation="triton", balance_losses=BalanceLosses(switch=0.01))
     x = make_x(device, (1, 5, 32))
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(y, layer(x))
@@ -221,17 +221,19 @@ def test_shared_expert_alone(gate, implementation, device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_zero_experts": -1}, "num_zero_experts must be a positive integer, got -1"),
+        ({"num_zero_experts": -1}, "MoEConfig: num_zero_experts must be a positive integer, got -1"),
         ({"latent_dim": 0}, "latent_dim must be a positive integer, got 0"),
         ({"capacity": 0}, "capacity must be a positive integer, got 0"),
-        ({"latent_dim": 4, "num_zero_experts": 1}, "zero experts return x"),
+        ({"latent_dim": 4, "num_zero_experts": 1}, "num_zero_experts and latent_dim exclude"),
         ({"shared_gate": True}, "shared_gate and shared_activation need a shared_d_ff"),
         ({"shared_activation": "relu"}, "shared_gate and shared_activation need a shared_d_ff"),
-        ({"shared_d_ff": 4, "shared_activation": "swish"}, "SharedExpert: activation must be one of .*, got 'swish'"),
+        (
+            {"shared_d_ff": 4, "shared_activation": "swish"},
+            "MoEConfig: shared_activation must be one of .*, got 'swish'",
+        ),
         ({"router": RouterSpec.deepseek_v3(2, 1)}, "num_experts must be a multiple of num_groups=2, got 3"),
-        ({"router": RouterSpec(), "normalize": False}, "normalize=False must be said in spec"),
     ],
 )
 def test_bad_construction(options, message):
     with pytest.raises(ValueError, match=message):
-        partial(MoEFeedForward, 8, 4, 3, 2)(**options)
+        moe_layer(8, 4, 3, 2, **options)

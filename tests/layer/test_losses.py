@@ -1,4 +1,4 @@
-"""Each loss against its definition, and what each is documented to be invariant to."""
+"""Each loss against its definition, and its documented invariances."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_load_balancing_by_hand():
 
 
 def test_sequences_by_hand():
-    # The first sequence is that of the test above, of one token more than half of all: 2/3 * 1.5 + 1/3 * L.
+    # The first sequence is that of the test above and has 2 of 3 tokens: 2/3 * 1.5 + 1/3 * L.
     logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 1.0]]).log()
     routing = routing_of(logits, 1, sequence_lengths=torch.tensor([2, 1]))
     torch.testing.assert_close(sequence_load_balancing_loss(routing), torch.tensor((2 * 1.5 + 1.0) / 3))
@@ -105,10 +105,10 @@ def test_documented_value_at_perfect_balance(name, top_k):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_ties_are_finite_and_follow_the_choice(name):
-    """All logits equal: the choice is of the first experts, the probabilities are even."""
+    """With equal logits, the first experts are chosen, and the probabilities are even."""
     value, gradient = with_gradient(LOSSES[name], torch.zeros(8, 5, dtype=torch.float64), sequence_lengths=4)
     assert gradient.isfinite().all()
-    # Even probabilities give 1 whatever the shares; importance is 1/2 for each of two experts out of five.
+    # Even probabilities give 1 for any shares; importance is 1/2 for each of two experts out of five.
     expected = {"importance": 5 / 2 - 1, "z": balanced_value("z", 5)}.get(name, 1.0)
     torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
@@ -130,7 +130,7 @@ def test_permuting_experts_changes_nothing(name, seed, monkeypatch):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_permuting_tokens_changes_nothing(name):
-    """Tokens inside their sequences, and sequences as wholes."""
+    """Tokens are permuted within their sequences, and sequences as a whole."""
     logits = random_logits()
     inside = torch.randperm(6, generator=torch.Generator().manual_seed(1))
     order = (torch.tensor([2, 0, 3, 1])[:, None] * 6 + inside).flatten()
@@ -166,7 +166,7 @@ def test_padding_changes_nothing(name, padding, num_tokens):
 
 @pytest.mark.parametrize("name", SPLIT_INVARIANT)
 def test_splitting_between_sequences_changes_nothing(name):
-    """Given the number of tokens in all, losses and gradients of unequal parts add up to those of the whole."""
+    """Given the total number of tokens, losses and gradients of unequal parts add up to those of the whole."""
     lengths, logits = torch.tensor([5, 3, 7, 9]), random_logits()
     for num_tokens in (24, torch.tensor(24), torch.tensor([24.0])):
 
@@ -184,13 +184,13 @@ def test_splitting_between_sequences_changes_nothing(name):
 
 @pytest.mark.parametrize("name", ["switch", "switch_sigmoid", "importance"])
 def test_splitting_matters_where_it_is_documented(name):
-    """Two calls with opposite preferences are each out of balance, and together in balance."""
+    """Two calls with opposite preferences are each unbalanced, but balanced together."""
     logits = torch.cat([balanced_logits(6, 6)[:3], balanced_logits(6, 6)[3:]])
     whole = LOSSES[name](routing_of(logits, 1))
     parts = [LOSSES[name](routing_of(part, 1), num_tokens=6) for part in logits.split(3)]
     torch.testing.assert_close(whole.item(), balanced_value(name, 6))
     assert sum(parts) > whole + 0.1
-    # The share of a call in `num_tokens` is a factor.
+    # A call's share of `num_tokens` is a factor.
     torch.testing.assert_close(parts[0], LOSSES[name](routing_of(logits[:3], 1)) / 2)
 
 
@@ -225,7 +225,7 @@ def test_sequences_of_no_tokens_and_tokens_of_no_sequence():
 
 @pytest.mark.parametrize("name", ["switch", "sequence", "importance"])
 def test_slots_beyond_the_capacity_count_as_chosen(name):
-    """A full expert is not a balanced one."""
+    """An expert at its capacity is not balanced."""
     routing = routing_of(random_logits(), sequence_lengths=6)
     dropped = routing.topk_experts.clone()
     dropped[::2] = -1
@@ -242,7 +242,7 @@ def test_slots_beyond_the_capacity_count_as_chosen(name):
 
 
 def test_probabilities_survive_scores_that_vanish():
-    """float32 sigmoids of -200 are 0: no NaN."""
+    """float32 sigmoids of -200 are 0, but cause no NaN."""
     logits = torch.full((4, 3), -200.0)
     value, gradient = with_gradient(LOSSES["switch_sigmoid"], logits)
     assert value == 0 and not gradient.any()

@@ -1,4 +1,4 @@
-"""What a layer says it saves is what autograd is seen to save."""
+"""`saved_bytes` equals the memory that autograd actually saves."""
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from moe_layers import (
     TokenRounding,
     carry_expert_counts,
     observe,
-    saved_bytes,
 )
+from moe_layers.memory import saved_bytes
 
 from ..dtypes import DTYPES
+from ..layers import moe_layer
 
 LAYERS = {
     "plain": {},
@@ -23,7 +24,7 @@ LAYERS = {
     "shared": {"shared_d_ff": 24, "shared_gate": True},
     "bias": {"bias": True, "activation": "gpt_oss"},
     "groups": {"router": RouterSpec.deepseek_v3(2, 1)},
-    "losses": {"load_balancing_coefficient": 0.1, "z_loss_coefficient": 0.1},
+    "losses": {"balance_losses": BalanceLosses(switch=0.1, z=0.1)},
     "latent": {"latent_dim": 16},
     "expert_choice": {"assignment": ExpertChoice()},
     "token_rounding": {"assignment": TokenRounding(8)},
@@ -48,7 +49,7 @@ def seen_bytes(layer, x):
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_saved_bytes_are_those_that_autograd_keeps(options, device):
-    layer = MoEFeedForward(32, 48, 8, 2, **options, implementation="triton", device=device, dtype=DTYPES[-1])
+    layer = moe_layer(32, 48, 8, 2, **options, implementation="triton", device=device, dtype=DTYPES[-1])
     x = torch.randn(40, 32, device=device).to(DTYPES[-1]).requires_grad_()
     assert saved_bytes(layer, 40) == layer.saved_bytes(40) == seen_bytes(layer, x) > 0
 
@@ -88,7 +89,7 @@ def test_neither_what_balances_nor_what_observes_counts(device):
 
 @pytest.mark.gpu
 def test_at_real_size():
-    """The memory that recomputing is meant to leave: below 270 MiB."""
+    """Recomputation leaves less than 270 MiB."""
     layer = MoEFeedForward(4096, 1024, 128, 8, dtype=torch.bfloat16, device="cuda", recompute="up")
     x = torch.randn(32768, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     assert layer.saved_bytes(32768) == seen_bytes(layer, x) < 270 * 2**20 - x.nbytes

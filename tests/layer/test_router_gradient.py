@@ -1,4 +1,4 @@
-"""The gradient of the tokens through the routing weights: from the experts' op, or by autograd's own way."""
+"""The gradient of the tokens through the routing weights: from the experts' op, or by autograd alone."""
 
 from functools import partial
 
@@ -7,30 +7,33 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_kernels import fused_experts, linear_routing, reference, sort_by_expert
-from moe_kernels.experts.fused import _fused_experts_op
+from moe_kernels import Activation, RouterSpec, linear_routing, reference, sort_by_expert
+from moe_kernels.experts.fused import ExpertOperands, _fused_experts_op, compute_experts
 from moe_kernels.experts.router_gradient import launch_combine_with_router
+from moe_kernels.experts.rows import Rows
+from moe_kernels.experts.steps import Experts
 from moe_kernels.routing import softmax
+from moe_kernels.runtime.packing import packing_of
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
-from moe_layers import (
-    BalanceLosses,
-    MoEFeedForward,
-    RouterNoise,
-    RoutingObserver,
-    RoutingReplay,
-    TopKRouter,
-    save_routing,
-)
-from moe_layers.experts.router_gradient import experts_can_pass_it_on
+from moe_kernels.types import ExpertWeights
+from moe_layers import BalanceLosses, RouterNoise, RoutingReplay, TopKRouter, save_routing
+from moe_layers.balance.routing_statistics import RoutingObserver
+from moe_layers.experts.router_gradient import can_fuse_router_gradient
 
 from ..dtypes import DTYPES
 from ..gpu import waiting_is_an_error
+from ..layers import moe_layer
 
-triton_experts = partial(fused_experts, implementation="triton")
+
+def experts_op(tokens, weights, permutation, w_up, w_down, *, b_up=None, b_down=None, **options):
+    return compute_experts(tokens, weights, permutation, ExpertWeights(w_up, w_down, b_up, b_down), **options)
+
+
+triton_experts = partial(experts_op, implementation="triton")
 
 
 def draw(case, dtype, device, seed=0, *, biases=False):
-    """(tokens, w_router, w_up, w_down, perhaps b_up, b_down), the router as large as the experts in the gradient."""
+    """Return (tokens, w_router, w_up, w_down[, b_up, b_down]), with a router gradient as large as the experts'."""
     inputs = make_inputs(case, dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed)
     w_router = torch.randn(case.num_experts, case.d_model, device=device, generator=generator) * case.d_model**-0.5
@@ -39,7 +42,7 @@ def draw(case, dtype, device, seed=0, *, biases=False):
 
 
 def whole(tokens, w_router, w_up, w_down, *biases, experts, op, passes_on):
-    """Router and experts, the choice being given: another dtype may choose others."""
+    """Compute router and experts for a given choice, because another dtype may choose other experts."""
     logits = (tokens.detach() if passes_on else tokens).float() @ w_router.float().T
     if tokens.dtype == torch.float64:
         logits = tokens @ w_router.T
@@ -71,7 +74,7 @@ def test_the_op_gives_tokens_the_gradient_of_both_parts(biases, case, dtype, op,
 
 
 def test_worked_by_hand(device):
-    # Two experts, d/dx of w * a(x) + (1 - w) * b(x) by finite differences, for one token of one number.
+    # Two experts: d/dx of w * a(x) + (1 - w) * b(x) by finite differences, for one token of one number.
     w_up, w_down = torch.tensor([[[2.0], [3.0]], [[1.0], [1.0]]]), torch.tensor([[[1.0]], [[10.0]]])
     w_router, experts = torch.tensor([[0.5], [-0.25]]), torch.tensor([[0, 1]], dtype=torch.int32)
     operands = [t.double() for t in (w_router, w_up, w_down)]
@@ -99,15 +102,15 @@ def test_errors(changes, message):
     operands = {"permutation": reference.sort_by_expert(choice(CASES["ordinary"], torch.float32, "cpu"), 8)}
     operands |= {"w_router": w_router, **changes}
     with pytest.raises(ValueError, match=message):
-        fused_experts(tokens, torch.zeros(72, 2), w_up=w_up, w_down=w_down, **operands)
+        experts_op(tokens, torch.zeros(72, 2), w_up=w_up, w_down=w_down, **operands)
 
 
 def test_dropped_slots_and_nan_rows_add_nothing(device):
     generator = torch.Generator().manual_seed(0)
     weights, dweights = torch.rand(2, 5, 3, generator=generator).to(device)
     rows, w_router = torch.randn(14, 40, generator=generator).to(device), torch.randn(4, 40, generator=generator)
-    slot_to_row = torch.arange(15).int().view(5, 3) - 1  # the first slot has none
-    bounds = torch.tensor([0, 3, 3, 9, 14, 14]).int()  # of four experts, the second without rows
+    slot_to_row = torch.arange(15).int().view(5, 3) - 1  # the first slot has no row
+    bounds = torch.tensor([0, 3, 3, 9, 14, 14]).int()  # four experts, the second without rows
     row_to_expert = torch.tensor([0, 2, 3]).repeat_interleave(torch.tensor([3, 6, 5]))
     rows[13] = torch.nan
     out = launch_combine_with_router(
@@ -122,7 +125,7 @@ def test_dropped_slots_and_nan_rows_add_nothing(device):
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (37, 3), (512, 10), (4, 0)])
 def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
-    """With a router that has a one in the column of its expert, every token's gradient is its logits'."""
+    """The router has a one in its expert's column, so every token's gradient is that of its logits."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(33, num_experts, generator=generator).topk(top_k, 1).indices.int().to(device)
     weights, dweights = torch.rand(2, 33, top_k, generator=generator).to(device)
@@ -135,7 +138,7 @@ def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
 
 
 def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):
-    """No product with the gradient of all logits gives the tokens anything."""
+    """The tokens get no gradient through a product with the gradient of all logits."""
     layer, x, needs = make_layer(device), make_x(device), []
     gradients = softmax.router_gradients
     monkeypatch.setattr(softmax, "router_gradients", lambda *args: needs.append(args[3]) or gradients(*args))
@@ -157,7 +160,7 @@ def test_never_waits(device):
 def make_layer(device, **options):
     torch.manual_seed(0)
     options = {"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, "implementation": "triton", **options}
-    return MoEFeedForward(init_std=0.2, device=device, **options)
+    return moe_layer(init_std=0.2, device=device, **options)
 
 
 def make_x(device):
@@ -166,7 +169,7 @@ def make_x(device):
 
 
 def tokens_of_the_router(monkeypatch):
-    """What the router is given, without a hook, which would change it."""
+    """Record the router's input without a hook, which would change the data flow."""
     seen, forward = [], TopKRouter.forward
     monkeypatch.setattr(
         TopKRouter, "forward", lambda self, tokens, **k: seen.append(tokens) or forward(self, tokens, **k)
@@ -179,7 +182,7 @@ class OtherRouter(TopKRouter):
 
 
 class Noted:
-    """An observer."""
+    """An observer that does nothing."""
 
     def add(self, routing):
         self.routing = routing
@@ -228,7 +231,7 @@ def frozen(layer):
     layer.router.weight.requires_grad_(False)
 
 
-# Of layer, what is done to it, of the call; whether the experts pass the gradient on.
+# Layer options, changes to the layer, call options, and whether the experts compute the router's gradient.
 SITUATIONS = {
     "plain": ({}, None, {}, True),
     "shared": ({"shared_d_ff": 16}, None, {}, True),
@@ -241,7 +244,7 @@ SITUATIONS = {
     "experts_forward": ({}, other_forward("experts"), {}, False),
     "recompute": ({"recompute": "up"}, None, {}, True),
     "reference": ({"implementation": "reference"}, None, {}, False),
-    "probabilities": ({"normalize": False}, None, {}, False),
+    "probabilities": ({"router": RouterSpec.softmax(normalize=False)}, None, {}, False),
     "losses": ({"balance_losses": BalanceLosses(switch=0.1, z=0.1)}, None, {}, False),
     "capacity": ({"capacity": 2}, None, {}, False),
     "zero_experts": ({"num_zero_experts": 2}, None, {}, False),
@@ -264,8 +267,8 @@ SITUATIONS = {
 def gradients(layer, x, given):
     out = layer(x, **given)
     out = out[0] if isinstance(out, tuple) else out
-    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    return out, torch.autograd.grad(out.sin().sum(), leaves)
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    return out, torch.autograd.grad(out.sin().sum(), wanted)
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -279,7 +282,7 @@ def test_layers_pass_it_on_only_where_that_is_all(name, device, monkeypatch):
     torch.manual_seed(2)
     out, actual = gradients(layer, x, given)
     assert seen[0].requires_grad != passes_on
-    monkeypatch.setattr("moe_layers.feed_forward.experts_can_pass_it_on", lambda *_: False)
+    monkeypatch.setattr("moe_layers.feed_forward.can_fuse_router_gradient", lambda *_: False)
     torch.manual_seed(2)
     expected_out, expected = gradients(layer, x, given)
     assert seen[1].requires_grad and torch.equal(out, expected_out)
@@ -289,20 +292,20 @@ def test_layers_pass_it_on_only_where_that_is_all(name, device, monkeypatch):
 
 def test_nothing_is_passed_on_without_a_gradient(device):
     layer, x = make_layer(device), make_x(device).view(21, 32)
-    assert experts_can_pass_it_on(layer, x)
-    assert not experts_can_pass_it_on(layer, x.detach())
+    assert can_fuse_router_gradient(layer, x)
+    assert not can_fuse_router_gradient(layer, x.detach())
     with torch.no_grad():
-        assert not experts_can_pass_it_on(layer, x)
+        assert not can_fuse_router_gradient(layer, x)
 
 
 def test_hooks_on_all_modules_count(device):
     layer, x = make_layer(device), make_x(device).view(21, 32)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert not experts_can_pass_it_on(layer, x)
+        assert not can_fuse_router_gradient(layer, x)
     finally:
         handle.remove()
-    assert experts_can_pass_it_on(layer, x)
+    assert can_fuse_router_gradient(layer, x)
 
 
 def test_a_loss_that_a_hook_adds_reaches_the_tokens(device):
@@ -330,8 +333,8 @@ def test_a_captured_forward_may_be_recomputed_outside(context, device):
 def test_compiles_without_graph_break(device):
     layer, x = make_layer(device), make_x(device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    leaves = [x, *layer.parameters()]
-    actual, expected = (torch.autograd.grad(run(x).sin().sum(), leaves) for run in (compiled, layer))
+    wanted = [x, *layer.parameters()]
+    actual, expected = (torch.autograd.grad(run(x).sin().sum(), wanted) for run in (compiled, layer))
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -340,9 +343,7 @@ def test_opcheck(device):
     tokens, w_router, w_up, w_down = (leaf.requires_grad_() for leaf in draw(case, torch.float32, device))
     routed = linear_routing(tokens.detach(), w_router.detach(), 2)
     permutation = reference.sort_by_expert(routed.topk_experts, 3)
-    table = permutation.tile_table
-    index = (permutation.slot_to_row, permutation.row_to_token, *table[:4])
-    weights = routed.topk_weights.requires_grad_()
-    options = (table.block_rows, 0, "swiglu", None, None, False, False, False)
-    operands = (tokens, weights, w_up, w_down, None, None, *index, w_router.detach(), *options)
-    torch.library.opcheck(_fused_experts_op.overload, operands)
+    experts = Experts.of(ExpertWeights(w_up, w_down), Activation("swiglu"))
+    rows, weights = Rows.of(permutation, reserved_sms=0), routed.topk_weights.requires_grad_()
+    operands = ExpertOperands(tokens, weights, experts, w_router.detach(), rows, False)
+    torch.library.opcheck(_fused_experts_op.overload, packing_of(ExpertOperands).flatten(operands))

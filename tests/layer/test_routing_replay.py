@@ -1,4 +1,4 @@
-"""Choices that are captured in one run and replayed in another."""
+"""Choices captured in one run and replayed in another."""
 
 from functools import partial
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_kernels import RouterSpec, reference, routing_weights, scored_routing
-from moe_layers import BalanceLosses, MoEFeedForward, RoutingReplay, TopKRouter, save_routing
+from moe_kernels import RouterSpec, reference, routing_weights, topk_routing
+from moe_layers import BalanceLosses, RoutingReplay, TopKRouter, save_routing
 
+from ..layers import moe_layer
 from ..unit.test_router_presets import SPECS, draw
 
 BIASED = RouterSpec.ernie(normalize=False)
@@ -16,13 +17,13 @@ ROUTERS = {"plain": {}, "biased": {"router": BIASED}, "normed": {"router": Route
 
 
 class Model(torch.nn.Module):
-    """Two layers, each with a residual, and checkpointed by whatever `checkpoint` is set to."""
+    """Two residual layers, in checkpointed regions set by `checkpoint`."""
 
     def __init__(self, device, seed=0, dtype=torch.float32, implementation="reference", **options):
         super().__init__()
         torch.manual_seed(seed)
         factory = {"init_std": 0.3, "implementation": implementation, "device": device, "dtype": dtype}
-        self.layers = torch.nn.ModuleList(MoEFeedForward(16, 8, 5, 2, **factory, **options) for _ in range(2))
+        self.layers = torch.nn.ModuleList(moe_layer(16, 8, 5, 2, **factory, **options) for _ in range(2))
         self.checkpoint = lambda layer, x: layer(x)
 
     def forward(self, x):
@@ -53,7 +54,7 @@ def test_weights_of_its_own_choice_are_the_routers(name):
     top_k = 2 if name == "sparsemixer" else 5
     logits, bias = draw(spec, dtype=torch.float64)
     leaf = logits.requires_grad_()
-    routed = reference.scored_routing(leaf, top_k, spec, bias)
+    routed = reference.topk_routing(leaf, top_k, spec, bias)
     weights = routing_weights(routed.logits, routed.topk_experts, spec)
     torch.testing.assert_close(weights, routed.topk_weights, rtol=1e-12, atol=1e-14)
     dweights = torch.randn_like(weights)
@@ -65,7 +66,7 @@ def test_weights_of_its_own_choice_are_the_routers(name):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_weights_of_any_choice(name):
-    """By loops over the scores of all experts; and gradcheck."""
+    """Compare with loops over the scores of all experts, and run gradcheck."""
     spec = SPECS[name]
     if name == "sparsemixer":
         pytest.skip("by hand below")
@@ -87,7 +88,7 @@ def test_weights_of_any_choice(name):
 
 
 def test_sparsemixer_weights_by_hand():
-    """The first of the choice is not the highest: the threshold is relative to it, and all above are within."""
+    """The first choice is not the highest: the threshold is relative to it, and all higher logits are within."""
     logits = torch.tensor([[4.0, 3.8, 2.0]], dtype=torch.float64)
     weights = routing_weights(logits, torch.tensor([[1, 0]]).int(), RouterSpec.phimoe(0.1))
     first = 1 / (1 + torch.exp(torch.tensor(0.2, dtype=torch.float64)))
@@ -95,7 +96,7 @@ def test_sparsemixer_weights_by_hand():
 
 
 def test_gradients_reach_the_scores_that_share_a_softmax():
-    """Unnormalised weights are shares of all experts, so the logits of experts that were not chosen move them, too."""
+    """Unnormalised weights are shares of all experts, so logits of unchosen experts also change them."""
     logits, experts = draw(BIASED, 4, 5, dtype=torch.float64)[0].requires_grad_(), torch.tensor([[0, 3]] * 4).int()
     (gradient,) = torch.autograd.grad(routing_weights(logits, experts, BIASED).sum(), logits)
     assert (gradient != 0).all()
@@ -104,7 +105,7 @@ def test_gradients_reach_the_scores_that_share_a_softmax():
 
 
 def test_weights_of_a_choice_that_no_router_would_make():
-    """Their probabilities are zero in float32, their normalised weights are not."""
+    """The probabilities are zero in float32, but the normalised weights are not."""
     logits = torch.tensor([[0.0, 0.0, -200.0, -201.0]])
     weights = routing_weights(logits, torch.tensor([[2, 3]]).int(), RouterSpec())
     torch.testing.assert_close(weights, torch.tensor([[1.0, 0.0]]).sub(200).softmax(1))
@@ -127,12 +128,12 @@ def test_replaying_ones_own_choice_changes_nothing(name, implementation, device)
     torch.testing.assert_close(y, expected_y)
     for actual, e in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(actual, e, rtol=1e-4, atol=1e-5)
-    assert torch.equal(model(x), expected_y)  # and nothing of it stays
+    assert torch.equal(model(x), expected_y)  # nothing remains of the replay
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_another_model_takes_the_choices_with_its_own_scores(name, device):
-    """In float64, against the same layers written as loops over tokens."""
+    """Compare in float64 with the same layers written as loops over tokens."""
     record = capture(Model(device, **ROUTERS[name]), make_x(device)).to("cpu")
     model = Model(device, seed=5, dtype=torch.float64, **ROUTERS[name])
     x = make_x(device, dtype=torch.float64)
@@ -150,7 +151,7 @@ def test_another_model_takes_the_choices_with_its_own_scores(name, device):
                 seen = token / (token.square().mean() + 1e-6).sqrt() * router.input_scale / 4
             probabilities = (router.weight @ seen).softmax(0)
             weights = torch.stack([probabilities[e] for e in experts])
-            if router.normalize:
+            if router.spec.normalize:
                 weights = weights / weights.sum()
             if router.per_expert_scale is not None:
                 weights = weights * torch.stack([router.per_expert_scale[e] for e in experts])
@@ -173,7 +174,7 @@ def test_another_model_takes_the_choices_with_its_own_scores(name, device):
 
 
 def test_choice_as_an_argument(device):
-    """What the record does for a model, for one layer; padding and capacity act on it as on the router's own."""
+    """The argument replays a choice in one layer; padding and capacity apply to it as to the router's own."""
     layer = Model(device, capacity=2).layers[0]
     x = make_x(device)
     token_mask = torch.ones(3, 4, dtype=torch.bool, device=device)
@@ -188,14 +189,14 @@ def test_choice_as_an_argument(device):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_slots_of_no_expert_weigh_nothing(name):
-    """Those of a choice that has some, or of a token that has none; the others are weighed as if they were alone."""
+    """Slots without experts have weight zero; the other slots are weighted as if they were alone."""
     spec = SPECS[name]
     logits = draw(spec, 3, 12, dtype=torch.float64)[0].requires_grad_()
     experts = torch.tensor([[4, 7], [-1, 5], [-1, -1]], dtype=torch.int32)
     weights = routing_weights(logits, experts, spec)
     assert torch.equal(weights[0], routing_weights(logits[:1], experts[:1], spec)[0])
     assert not weights[experts < 0].any()
-    if name != "sparsemixer":  # which always chooses two
+    if name != "sparsemixer":  # a SparseMixer always chooses two
         torch.testing.assert_close(weights[1:2, 1:], routing_weights(logits[1:2], experts[1:2, 1:], spec))
     else:
         torch.testing.assert_close(weights[1, 1], routing_weights(logits[1:2], experts[1:2].flip(1), spec)[0, 0])
@@ -245,7 +246,7 @@ def test_recomputation_is_not_captured(use_reentrant, device):
     ("implementation", "order"), [("triton", (0, 1)), ("reference", (0, 1)), ("reference", (1, 0))]
 )
 def test_replay_of_two_micro_batches_in_flight(implementation, order, device):
-    """Both forwards, then both backwards: each recomputation takes the choice of its own forward."""
+    """After both forwards, each backward's recomputation uses the choice of its own forward."""
     batches = [make_x(device, seed=seed) for seed in range(2)]
     record = capture(Model(device), *batches)
     losses = BalanceLosses(switch=0.1, sequence=0.1, global_batch=0.1, importance=0.1, z=0.1)
@@ -277,7 +278,7 @@ def test_checkpointing_without_saved_routing_is_refused(device):
 
 @pytest.mark.parametrize("context", [{}, {"context_fn": save_routing}])
 def test_backward_behind_the_replay_is_an_error(context, device):
-    """The recomputation would choose for itself: PyTorch sees that it is another one."""
+    """The recomputation would choose by itself, which PyTorch detects."""
     model, x = Model(device), make_x(device)
     record = capture(Model(device, seed=5), x)
     model.checkpoint = partial(checkpoint, use_reentrant=False, **context)
@@ -328,5 +329,5 @@ def test_bad_choices():
 def test_kernel_weights_are_those_of_its_choice(name, device):
     spec = SPECS[name]
     logits, bias = draw(spec, device=device)
-    routed = scored_routing(logits, 2, spec, selection_bias=bias, implementation="triton")
+    routed = topk_routing(logits, 2, spec, selection_bias=bias, implementation="triton")
     torch.testing.assert_close(routing_weights(routed.logits, routed.topk_experts, spec), routed.topk_weights)

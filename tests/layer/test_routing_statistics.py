@@ -1,4 +1,4 @@
-"""Statistics of routing, against loops over tokens."""
+"""Statistics of routing, compared with loops over tokens."""
 
 import copy
 import math
@@ -8,9 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_layers import LayerRouting, MoEFeedForward, RoutingObserver, TopKRouter, observe, save_routing
+from moe_layers import LayerRouting, TopKRouter, observe, save_routing
+from moe_layers.balance.routing_statistics import RoutingObserver
 
 from ..gpu import waiting_is_an_error
+from ..layers import moe_layer
 from ..unit.test_router_presets import SPECS
 from .balance_cases import count
 
@@ -21,7 +23,7 @@ def make_layer(device, **options):
     torch.manual_seed(0)
     implementation = "reference" if device == "cpu" else None
     options = {"num_experts": 6, "top_k": 2, "implementation": implementation, **options}
-    layer = MoEFeedForward(16, 8, init_std=0.3, device=device, **options)
+    layer = moe_layer(d_model=16, d_ff=8, init_std=0.3, device=device, **options)
     if layer.router.selection_bias is not None:
         torch.nn.init.normal_(layer.router.selection_bias, std=0.1)
     return layer
@@ -32,7 +34,7 @@ def make_x(device, shape=(3, 4, 16), seed=1):
 
 
 def keys_of(layer, logits):
-    """What a router without groups takes the largest of."""
+    """Return the selection keys of a router without groups."""
     spec, bias = layer.router.spec, layer.router.selection_bias
     keys = logits if spec.selection_bias is None else logits.softmax(-1)
     return keys.double() if bias is None else keys.double() + bias
@@ -91,9 +93,9 @@ def test_equals_loops_over_tokens(name, device):
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sparsemixer"])
 def test_margin_of_every_router_is_of_its_own_choice(name, device):
-    """Whatever is chosen by: what is chosen is above what is not."""
+    """For every selection key, chosen experts have higher keys than the others."""
     top_k = 3
-    router = TopKRouter(16, 12, top_k, spec=SPECS[name], implementation="reference", device=device)
+    router = TopKRouter(16, 12, top_k, router=SPECS[name], implementation="reference", device=device)
     torch.manual_seed(0)
     router.reset_parameters(0.3)
     if router.selection_bias is not None:
@@ -106,9 +108,9 @@ def test_margin_of_every_router_is_of_its_own_choice(name, device):
 
 
 def test_margin_of_a_choice_from_excluded_groups(device):
-    """Of four experts in two groups all but one are chosen, or one that the router would exclude."""
-    spec = RouterSpec(score="sigmoid", num_groups=2, topk_groups=1, excluded_score=-math.inf)
-    router = TopKRouter(16, 4, 2, spec=spec, device=device)
+    """All but one of four experts in two groups are chosen, or one that the router would exclude."""
+    spec = RouterSpec(score="sigmoid", num_groups=2, topk_groups=1)
+    router = TopKRouter(16, 4, 2, router=spec, device=device)
     logits = torch.tensor([[3.0, 2.0, -1.0, -2.0]], device=device)
     for experts, expected in (([0, 1, 2], 0.0), ([0, 2, -1], -math.inf), ([0, 1, -1], math.inf)):
         choice = torch.tensor([experts], dtype=torch.int32, device=device)
@@ -118,7 +120,7 @@ def test_margin_of_a_choice_from_excluded_groups(device):
 
 
 def test_by_hand(device):
-    """Two tokens, three experts, of which the last is dead; probabilities 1/2, 1/4, 1/4 and 1/4, 1/2, 1/4."""
+    """Two tokens, three experts, the last one dead; probabilities 1/2, 1/4, 1/4 and 1/4, 1/2, 1/4."""
     layer = make_layer(device, num_experts=3, top_k=1)
     (observer,) = observe(layer).values()
     logits = torch.tensor([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]], device=device).log()
@@ -158,7 +160,7 @@ def test_reset_and_nothing_observed(device):
     before = once.tokens_per_expert.tolist()
     layer(make_x(device))
     assert observer.read().num_tokens == 2 * once.num_tokens == 24
-    assert once.tokens_per_expert.tolist() == before and sum(before) == 24  # what was read stays
+    assert once.tokens_per_expert.tolist() == before and sum(before) == 24  # earlier results do not change
     observer.reset()
     layer(make_x(device))
     again = observer.read()

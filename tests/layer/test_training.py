@@ -1,14 +1,17 @@
-"""A two-layer model trains the same with Triton as with the reference, across a checkpoint in the middle."""
+"""A two-layer model trains the same with Triton and with the reference, across a checkpoint in the middle."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from moe_layers import MoEFeedForward
+from moe_layers import BalanceLosses
+
+from ..layers import moe_layer
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 NUM_STEPS = 30
+LOSSES = BalanceLosses(switch=0.01)
 
 
 class TwoLayers(nn.Module):
@@ -17,9 +20,7 @@ class TwoLayers(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.embed = nn.Embedding(32, 32, **factory)
         self.layers = nn.ModuleList(
-            MoEFeedForward(
-                32, 24, 5, 2, init_std=0.1, implementation=implementation, load_balancing_coefficient=0.01, **factory
-            )
+            moe_layer(32, 24, 5, 2, init_std=0.1, balance_losses=LOSSES, implementation=implementation, **factory)
             for _ in range(2)
         )
         self.head = nn.Linear(32, 32, bias=False, **factory)
@@ -42,7 +43,7 @@ def train(implementation, device, dtype, directory):
             for i, layer in enumerate(model.layers):
                 path = directory / f"{implementation}_{dtype}_{i}.safetensors"
                 layer.save_safetensors(path)
-                layer.reset_parameters(5.0)  # what loading must undo
+                layer.reset_parameters(5.0)  # loading must undo this
                 layer.load_safetensors(path)
         ids = torch.randint(0, 32, (48,), generator=generator)
         targets = (5 * ids + 3) % 32
@@ -73,7 +74,7 @@ def test_losses_fall(losses):
 
 
 def test_triton_is_as_close_to_the_exact_run_as_the_reference(losses):
-    """Errors of single steps grow along a run in their own way, so the runs are compared as wholes."""
+    """Errors of single steps grow differently along each run, so whole runs are compared."""
     error = (losses["triton"] - losses["exact"]).square().mean().sqrt()
     baseline = (losses["reference"] - losses["exact"]).square().mean().sqrt()
     ulp = torch.finfo(DTYPE).eps * losses["exact"].max()

@@ -1,7 +1,7 @@
 """Compile every kernel ahead of time, without a GPU: `python -m tests.machine_code.aot` prints a JSON line per kernel.
 
-The ops' own launch code runs on CPU tensors under a driver that names the target and compiles instead of launching,
-so what is compiled here is what a GPU of that target would compile. TRITON_INTERPRET must not be set.
+The ops' own launch code runs on CPU tensors under a driver that names the target and compiles instead of launching. The
+compiled code is therefore the same as on a GPU of that target. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels.activation.ops import Destination, RowBias, launch_activation, launch_weighted_activation_backward
-from moe_kernels.activation_spec import is_gated
+from moe_kernels.activation_spec import ACTIVATION_KINDS, is_gated
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
@@ -37,7 +37,7 @@ from moe_kernels.gemm.kernels import precision
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
 from moe_kernels.permutation.partial_sums import launch_sum_shares
-from moe_kernels.routing.scored import _facts
+from moe_kernels.routing.scored import spec_fields
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
 
@@ -49,7 +49,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class TargetDriver:
-    """Names a compilation target; there is no device behind it."""
+    """Names a compilation target without a device."""
 
     def __init__(self, cc: int):
         self.cc = cc
@@ -65,7 +65,7 @@ class TargetDriver:
 
 
 def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, object]]:
-    """Compile, for `cc`, each kernel that `run` would launch. Returns (name, compiled kernel), each kernel once."""
+    """Compile, for `cc`, each kernel that `run` would launch. Return (name, compiled kernel), each kernel once."""
     compiled = {}
     original = JITFunction.run
 
@@ -82,23 +82,23 @@ def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, obje
 
 @contextlib.contextmanager
 def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
-    """Nothing is computed here, so a CPU tensor stands for one of a GPU with this compute capability."""
+    """Let CPU tensors stand for tensors of a GPU with this compute capability; nothing is computed inside."""
     obstacle = mock.patch("moe_kernels.runtime.dispatch.kernel_obstacle", return_value=None)
     with obstacle, mock.patch.object(precision, "has_fast_float64", lambda device: cc in precision._FAST_FLOAT64):
         yield
 
 
 def disassemble(compiled) -> str:
-    """Machine code with source lines."""
+    """Return the machine code with source lines."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [BIN / "nvdisasm", "-g", "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-# What makes known compilers miscompile on Hopper, by what it looks like in PTX.
+# PTX patterns that known compilers miscompile on Hopper.
 MISCOMPILED = {
-    # ptxas up to 12.9, so Triton 3.6 to 3.8: https://github.com/triton-lang/triton/issues/11781
+    # ptxas up to 12.9, as in Triton 3.6 to 3.8: https://github.com/triton-lang/triton/issues/11781
     "wgmma reads A from registers": re.compile(r"wgmma\.mma_async[^;]*\}\s*,\s*\{"),
     # Triton 3.7 and 3.8: https://github.com/triton-lang/triton/issues/11581, /11341, /11356, /9035
     "packed 16-bit integer arithmetic": re.compile(r"\b(add|sub|mul|mad|min|max|abs|neg)(\.\w+)*\.[su]16x2\b"),
@@ -108,7 +108,7 @@ MISCOMPILED = {
 
 
 def inspect(compiled) -> dict[str, object]:
-    """Registers, spills, shared and scratch memory, instructions and known hazards of a compiled kernel."""
+    """Return registers, spills, shared and scratch memory, instructions and known hazards of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [BIN / "cuobjdump", "-res-usage", file.name]
@@ -129,14 +129,15 @@ def inspect(compiled) -> dict[str, object]:
 
 
 def moved_integers(ttgir: str) -> list[bool]:
-    """Of each integer that passes through a `mov` in assembly: whether a loop carries it from turn to turn."""
+    """Return, per integer that passes through an assembly `mov`, whether a loop carries it between iterations."""
     moved = re.findall(r'"mov\.b32 \$0, \$1;" \{[^}]*\} (%\w+) : i32 -> i32', ttgir)
     carried = re.findall(r"(%[\w.]+) = %", "".join(re.findall(r"iter_args\((.*?)\) ->", ttgir)))
     return [name in carried for name in moved]
 
 
 def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
-    """Two problems. "other": A by columns, and odd sizes or, where the kernel asks for alignment, multiples of 8."""
+    """Return arguments with two problems. "other": A by columns; odd sizes, or multiples of 8 if alignment is
+    needed."""
     operands, is_open = kernel.metadata.operands, kernel.metadata.operands.A.alignment_bytes == 1
     size_k, size_n = (256, 512) if form == "plain" else (137, 511) if is_open else (136, 504)
     a_list = [torch.empty(256, size_k, dtype=operands.A.dtype) for _ in range(2)]
@@ -144,7 +145,7 @@ def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
     if operands.B.layout == "column":
         b_list = [b.t().contiguous().t() for b in b_list]
     if form == "other":
-        # Open to any layout: one of both.
+        # If any layout is supported: one of each.
         a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
     out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
     args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=kernel.metadata.epilogue)
@@ -152,12 +153,12 @@ def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
 
 
 def gemm_arguments(kernel: Kernel, form: str) -> object:
-    """Arguments for a catalog kernel.
+    """Return arguments for a catalog kernel.
 
-    `form` "plain" has ordinary sizes; "other" stores B as [G, N, K] or gathers the other operand, where the kernel
-    leaves that open; "eights" has sizes that are multiples of 8 and no more, which the compiler is not told; "full" has
-    every optional operand and a float32 result; "bias" and "float32_bias" have a bias alone; "offsets" is
-    "float32_bias" with offsets in the place of a tile table.
+    Forms: "plain" has ordinary sizes. "other" stores B as [G, N, K] or gathers the other operand, if the kernel allows
+    it. "eights" has sizes that are multiples of 8 only, without telling the compiler. "full" has every optional operand
+    and a float32 result. "bias" and "float32_bias" have only a bias. "offsets" is "float32_bias" with offsets instead
+    of a tile table.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
@@ -165,7 +166,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
     num_groups = 31 if form == "offsets" else num_groups
-    # Epilogues in several parts ask for as many steps of the reduction.
+    # Epilogues in several parts need that many reduction steps.
     size_k = size_k if epilogue is None else size_k + 512
     index = torch.zeros(num_rows, dtype=torch.int32)
     a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
@@ -200,7 +201,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
     table = mk.reference.tile_table(offsets, num_rows, 128)
-    # Where a design leaves it open, the form decides; a warp-specialised one gathers the narrow side of its tile.
+    # The form decides if the design does not; warp-specialised kernels gather the narrow side of their tile.
     gathers_dout = transposed or design.tile_shape[0] > design.tile_shape[1]
     gathers = {"dout_row_to_token" if gathers_dout else "a_row_to_token": index} if design.gather else {}
     return WgradArguments(a, dout, out, tile_table=table, **gathers)
@@ -231,26 +232,26 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
 
 
 def described_twice(launch: Launch) -> bool:
-    """Whether two descriptors are of one tensor: each is encoded, and handed over, in every launch."""
+    """Return whether two descriptors describe one tensor: each is encoded and passed in every launch."""
     described = [id(value.base) for value in launch.arguments if hasattr(value, "block_shape")]
     return len(set(described)) < len(described)
 
 
 def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
-    """Whether a launch with the artifact hands the driver what Triton's JIT hands it, down to each argument."""
+    """Return whether an artifact passes the driver the same arguments as Triton's JIT does."""
     return are_same(*(handed_to_driver(artifact.compiled, used, launch) for used in (artifact, None)))
 
 
 def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch: Launch) -> list[object]:
-    """What a launch, which is to run this compiled kernel, hands to Triton's launcher."""
+    """Return what a launch of this compiled kernel passes to Triton's launcher."""
     handed = []
     compiled.module, compiled.function, compiled._run = True, 0, lambda *args: handed.append(args)
     try:
-        run_launch(launch, artifact, torch.empty(0), None)
+        run_launch(launch, torch.empty(0), artifact=artifact)
     finally:
         compiled.module = compiled.function = compiled._run = None
     (args,) = handed
-    return [*args[:6], *args[9:]]  # without what is there for profilers' hooks, of which there are none
+    return [*args[:6], *args[9:]]  # without the arguments for profilers' hooks, which are not set
 
 
 def are_same(first: list[object], second: list[object]) -> bool:
@@ -260,14 +261,14 @@ def are_same(first: list[object], second: list[object]) -> bool:
 
 
 def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
-    """Each op that is not a GEMM, forward and backward."""
+    """Run each op that is not a GEMM, forward and backward."""
     logits = torch.empty(num_tokens, num_experts)
     for normalize, split_dtype in ((True, torch.bfloat16), (False, None)):
-        routed = mk.routing.softmax._topk_op(logits, top_k, normalize)
+        routed = mk.routing.softmax.topk_routing_op(logits, top_k, normalize)
         saved = None if normalize else logits
         direct = None if normalize else logits
         mk.routing.softmax._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
-    facts = _facts(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
+    facts = spec_fields(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
     launch_forward(logits, logits[0], top_k, facts)
     launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, *facts[-5:])
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
@@ -275,15 +276,13 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
     slot_to_row = permutation.slot_to_row
     rows = mk.permutation.permute._permute_op(tokens, permutation.row_to_token, slot_to_row)
-    # With fewer rows than slots, some of which are dropped, it does the same and more.
+    # Fewer rows than slots, some of them dropped, cover the same code and more.
     mk.permutation.permute.launch_combine(rows[1:], routed[0], slot_to_row)
-    mk.permutation.permute.launch_permute(
-        tokens, routed[0], slot_to_row, rows
-    )  # with weights it does the same and more
+    mk.permutation.permute.launch_permute(tokens, routed[0], slot_to_row, rows)  # weights cover the same code and more
     w_router = torch.empty(num_experts, d_model, dtype=dtype)
     launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, permutation.tile_table.bounds, w_router)
     mk.permutation.permute._combine_dweights_op(tokens, rows, slot_to_row)
-    shares = tokens if dtype != torch.float32 else tokens[:1, :1]  # sizes of one are constants
+    shares = tokens if dtype != torch.float32 else tokens[:1, :1]  # sizes of one become constants
     launch_sum_shares(shares, torch.empty(8, *shares.shape, dtype=dtype), 1, torch.empty_like(shares))
     if dtype != torch.float32:
         mk.permutation.permute.launch_combine(rows, None, slot_to_row)
@@ -300,7 +299,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
     )
     bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32))
-    # Again, what does the same and more: the rows of some slots, to other places.
+    # This covers the same code and more: rows of some slots, written to other places.
     others = {"row_to_token": permutation.row_to_token}
     others["destination"] = Destination(rows.new_empty(len(rows), 2 * d_ff), torch.empty_like(activated), slot_to_row)
     run_activation(swiglu, bias, len(rows) - 1, d_ff, routed[0], slot_to_row, dtype, **others)
@@ -314,9 +313,9 @@ def run_activation(activation, bias, num_rows, d_ff, weights, slot_to_row, dtype
 
 
 def run_activations() -> None:
-    """Each activation once, forward and in the middle of the expert op's backward."""
+    """Run each activation once, forward and in the middle of the expert op's backward."""
     weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
-    for name in mk.ACTIVATIONS:
+    for name in ACTIVATION_KINDS:
         run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
 
 
@@ -327,7 +326,7 @@ SMALL_OP_SIZES = {
 
 
 def run_jagged_tables() -> None:
-    """The table that turns a kernel for grouped GEMM into one for packed rows with a shared matrix."""
+    """Write the table that lets a grouped GEMM kernel compute packed rows with a shared matrix."""
     out = torch.empty(256, 512, dtype=torch.bfloat16)
     make_jagged_table(torch.zeros(5, dtype=torch.int64), len(out), 128, parts=1, out=out)
 
@@ -344,32 +343,32 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
-    # What is not a GEMM differs little between targets: the oldest and the newest, and the one between for activations.
+    # Code other than GEMMs differs little between targets: the oldest and newest, plus the middle one for activations.
     for case, cc in (("large", 80), ("jagged", 80), ("odd", 100)):
         yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
     yield from epilogue_jobs()
     for cc in TARGETS:
         for kernel in mk.get_kernels(cc=cc):
-            # Some run another kernel's code, which is compiled under that one's name.
+            # Some kernels run another kernel's code, which is compiled under that name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
-                # Of those for all targets, the oldest and the newest one compile the further forms.
+                # For kernels of all targets, only the oldest and the newest target compile the further forms.
                 between = cc == 90 and kernel.runs_on(80) and kernel.runs_on(100)
                 for form in forms(kernel)[: 1 if between else None]:
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
 
 
 def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
-    """Epilogues other than the listed one, in the kernels that have the fewest registers to spare."""
+    """Yield epilogues other than the listed one, in the kernels with the fewest spare registers."""
     for kernel in mk.get_kernels(cc=90):
         metadata = kernel.metadata
         if metadata.epilogue is None or metadata.operands.A.dtype != torch.bfloat16 or kernel.obstacle is not None:
             continue
         is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and metadata.design.tile_shape[1] == 256
         for name in kernel.epilogues if is_tight or kernel.arguments_class is GemmArguments else ():
-            if name in ("reglu", "clamped_swiglu"):  # others do the same and more
+            if name in ("reglu", "clamped_swiglu"):  # the other epilogues cover the same code and more
                 continue
-            # With a bias they compute the same and more.
+            # With a bias they cover the same code and more.
             takes_bias = is_tight and "bias" in metadata.optional_operands
             form = "plain" if not takes_bias else "bias" if is_gated(name) else "float32_bias"
             if name != metadata.epilogue or form != "plain":
@@ -377,27 +376,27 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
 
 
 def forms(kernel: Kernel) -> tuple[str, ...]:
-    """The forms of `gemm_arguments` that compile to different code; bfloat16 stands for the other dtypes in some."""
+    """Return the forms of `gemm_arguments` that compile to different code; some use bfloat16 for all dtypes."""
     design, operands = kernel.metadata.design, kernel.metadata.operands
     is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
     if kernel.arguments_class is GroupedGemmListArguments:
-        # Those open to any alignment compile the other layouts and uneven sizes; TMA has its own way with both.
+        # Kernels for any alignment compile the other layouts and uneven sizes; TMA handles both separately.
         if operands.A.alignment_bytes == 1:
             return ("other",)
         return ("plain", "other") if is_bfloat16 and design.tma and design.tile_shape[1] == 256 else ("plain",)
     if design.tma:
-        # Where a bias does not change the rest of the code, float16 stands for kernels without one.
+        # Where a bias does not change the rest of the code, float16 represents kernels without a bias.
         alike = no_epilogue or not isinstance(design, mk.WarpSpecializedDesign)
         takes_bias = is_bfloat16 and alike and "bias" in kernel.metadata.optional_operands
         first = "float32_bias" if takes_bias else "plain"
         if design.gather:
             return (first, "eights") if is_bfloat16 else (first,)
-        # Where a tile lies has nothing to do with how wide it is, nor with the layout of B.
+        # A tile's position depends neither on its width nor on the layout of B.
         walks = isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256 and takes_bias
         return ("offsets",) if walks and operands.B.layout == "column" else (first,)
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
-    # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes alike.
+    # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes in the same way.
     if design.tile_shape not in ((128, 128, 64), (64, 64, 16)) or kernel.metadata.operands.A.dtype == torch.float16:
         return ("plain",)
     if kernel.arguments_class is GemmArguments:

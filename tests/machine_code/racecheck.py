@@ -2,10 +2,10 @@
 
     compute-sanitizer --tool racecheck python -m tests.machine_code.sanitize > REPORT
 
-racecheck reports the words by which Triton starts and ends the warps of `warp_specialize`, although a barrier of
-the block stands between every write and every read of them. These hazards, and no others, are known. They are told by
-their source lines, which are the kernel's `def` and its call of `warp_specialize`. What else the compiler may attribute
-to these lines is held to the same: `test_aot.py` looks for the barriers in the machine code of each such kernel.
+racecheck reports the words by which Triton starts and ends the warps of `warp_specialize`, although a block barrier
+separates every write and every read of them. Only these hazards are known. They are identified by their source lines:
+the kernel's `def` and its call of `warp_specialize`. The compiler may attribute other accesses to these lines, so
+`test_aot.py` checks the barriers in the machine code of each such kernel.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Access(NamedTuple):
 
 class Hazard(NamedTuple):
     first: Access
-    others: list[Access]  # each of which races with the first
+    others: list[Access]  # each races with the first access
 
 
 @functools.cache
 def warp_specialize_lines(folder: Path = HOPPER) -> dict[str, set[tuple[str, int]]]:
-    """By kernel: file and line of its `def` and of its call of `warp_specialize`."""
+    """Return, by kernel, file and line of its `def` and of its call of `warp_specialize`."""
     found: dict[str, set[tuple[str, int]]] = {}
     for path in sorted(folder.glob("*.py")):
         for function in ast.parse(path.read_text()).body:
@@ -53,10 +53,10 @@ def warp_specialize_lines(folder: Path = HOPPER) -> dict[str, set[tuple[str, int
 
 
 def parse(report: str) -> list[Hazard]:
-    """The hazards of a report; lines of the program itself may stand between.
+    """Return the hazards of a report. Output of the program itself may be mixed in.
 
     Raises:
-        ValueError: the report holds something else, or is not complete.
+        ValueError: the report holds something else, or is incomplete.
     """
     hazards: list[Hazard] = []
     summary = None
@@ -83,7 +83,7 @@ def _access(found: re.Match[str]) -> Access:
 
 
 def is_known(hazard: Hazard) -> bool:
-    """A read and writes, or a write and reads, of the words of `warp_specialize` in one kernel."""
+    """Return whether a read and writes, or a write and reads, race on the words of `warp_specialize` in one kernel."""
     lines = warp_specialize_lines().get(hazard.first.kernel, set())
     return (hazard.first.file, hazard.first.line) in lines and all(
         other.kernel == hazard.first.kernel and other.kind != hazard.first.kind and (other.file, other.line) in lines

@@ -1,11 +1,11 @@
-"""A small layer forward and backward, to run under NVIDIA's compute-sanitizer.
+"""Run a small layer forward and backward under NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck python -m tests.machine_code.sanitize
     compute-sanitizer --tool racecheck python -m tests.machine_code.sanitize > REPORT
     python -m tests.machine_code.racecheck REPORT
 
-Sizes that leave partial tiles everywhere, empty experts, and both ways of gathering. With `--kernels tma` or `pointer`
-the GEMMs run without warp-specialised kernels, or without TMA as well.
+The sizes leave partial tiles everywhere, empty experts, and both kinds of gathering. With `--kernels tma` or `pointer`
+the GEMMs use no warp-specialised kernels, or also no TMA kernels.
 """
 
 import argparse
@@ -18,20 +18,21 @@ import torch
 from moe_kernels import RouterSpec, get_kernels
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import Design, PointerDesign, TmaDesign
-from moe_layers import MoEFeedForward
+
+from ..layers import moe_layer
 
 DESIGNS = {"all": Design, "tma": (TmaDesign, PointerDesign), "pointer": PointerDesign}
 
 
 @contextlib.contextmanager
 def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
-    """Inside, GEMMs choose among the kernels of these designs."""
+    """Restrict GEMMs inside the context to kernels of these designs."""
 
     def of_these_designs(args=None):
         return get_kernels(args, metadata_filter=lambda metadata: isinstance(metadata.design, designs))
 
     with contextlib.ExitStack() as stack:
-        for chosen in (selection._selected, selection._plans, selection._replays):
+        for chosen in (selection._selected, selection._launches):
             stack.enter_context(mock.patch.dict(chosen, clear=True))
         stack.enter_context(mock.patch.object(selection, "get_kernels", of_these_designs))
         yield
@@ -43,7 +44,7 @@ def run_layers() -> None:
     on_input = {"bias": True, "activation": "relu_squared", "router": RouterSpec.llama4()}
     for d_model, d_ff, options in ((136, 200, plain), (256, 512, plain), (136, 200, biased), (136, 200, on_input)):
         torch.manual_seed(0)
-        layer = MoEFeedForward(d_model, d_ff, 12, 2, **options, device="cuda", dtype=torch.bfloat16)
+        layer = moe_layer(d_model, d_ff, 12, 2, **options, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(150, d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         layer(x).sum().backward()
         torch.cuda.synchronize()

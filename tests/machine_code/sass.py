@@ -1,10 +1,10 @@
 """Order of shared-memory accesses in a disassembled warp-specialised kernel.
 
-Triton 3.6 to 3.9 start and end the warps of `warp_specialize` by words in shared memory. Warps 0 to 3 write them: which
-function each other warp is to run, and values that these functions need. The others read them. Between stand barriers
-of the whole block, three per turn of the other warps. So the number of such barriers behind an access, modulo 3, says
-what it can meet: two accesses with different numbers always have a barrier between them. All warps leave after the same
-barrier, so none of them waits with fewer than all.
+Triton 3.6 to 3.9 start and end the warps of `warp_specialize` by words in shared memory. Warps 0 to 3 write them: the
+function that each other warp is to run, and values that these functions need. The other warps read them. Barriers of
+the whole block separate the accesses, three per turn of the other warps. The number of such barriers before an access,
+modulo 3, therefore tells which accesses it can meet: two accesses with different numbers always have a barrier between
+them. All warps exit after the same barrier, so no barrier waits for an exited warp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?(\S.*?)\s*;")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _SOURCE = re.compile(r'//## File "(?:[^"]*/)?([^"/]+)", line (\d+)')
-_BLOCK_BARRIER = re.compile(r"BAR\.SYNC(\.DEFER_BLOCKING)? 0x1$")  # the one without a number of threads
+_BLOCK_BARRIER = re.compile(r"BAR\.SYNC(\.DEFER_BLOCKING)? 0x1$")  # the barrier without a number of threads
 _BRANCH = re.compile(r"BRA\b")
 _MULTIPLICATION = re.compile(r"HGMMA\b")
 _LOCAL = re.compile(r"(STL|LDL)\b")
@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 def parse(disassembly: str) -> tuple[list[Instruction], dict[str, int]]:
-    """(instructions, index of the instruction behind each label) of `nvdisasm -g -c`, for one kernel."""
+    """Return (instructions, index of the instruction after each label) of `nvdisasm -g -c`, for one kernel."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     source = None
@@ -52,17 +52,17 @@ def parse(disassembly: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def unordered_accesses(disassembly: str, lines: set[tuple[str, int]]) -> list[str]:
-    """The accesses attributed to these source lines that may meet another one without a barrier between.
+    """Return the accesses attributed to these source lines that may meet another one without a barrier in between.
 
-    Allowed are writes of warps 0 to 3 with a multiple of 3 barriers of the block behind them, and reads of the other
-    warps with one more: no read has as many as a write. Any exit that is not behind one more is returned too.
+    Allowed are writes of warps 0 to 3 after a multiple of 3 block barriers, and reads of the other warps after one
+    more; no read has the same number as a write. Exits that do not follow one more barrier are also returned.
 
     Raises:
-        ValueError: there are no such accesses to judge, or the code jumps in a way that is not followed here.
+        ValueError: there are no such accesses, or the code jumps in a way that this parser does not follow.
     """
     code, labels = parse(disassembly)
-    # The first branch parts warps 0 to 3 from the others. Which take it differs between versions of Triton; warps 0 to
-    # 3 are those that write.
+    # The first branch separates warps 0 to 3 from the others. The side that jumps differs between Triton versions;
+    # warps 0 to 3 are the side that writes.
     split = next((i for i, instruction in enumerate(code) if _BRANCH.match(instruction.text)), None)
     if split is None:
         raise ValueError(f"unordered_accesses: expected a branch in the kernel, got {len(code)} instructions without")
@@ -81,13 +81,13 @@ def unordered_accesses(disassembly: str, lines: set[tuple[str, int]]) -> list[st
 
 
 def spills_beside_multiplications(disassembly: str) -> int:
-    """The local-memory accesses in the loops over the steps of a reduction: those that multiply and hold no other loop.
+    """Return the local-memory accesses in reduction loops: loops that multiply and contain no other loop.
 
     Raises:
-        ValueError: there are fewer such loops than the two consumers have.
+        ValueError: there are fewer such loops than consumers, which are two.
     """
     code, labels = parse(disassembly)
-    ends: dict[int, int] = {}  # of loops, by their first instruction
+    ends: dict[int, int] = {}  # ends of loops by their first instruction
     for index, instruction in enumerate(code):
         for target in _targets(instruction, labels) if _BRANCH.match(instruction.text) else ():
             if target <= index:
@@ -106,7 +106,7 @@ def spills_beside_multiplications(disassembly: str) -> int:
 def _accesses(
     code: list[Instruction], labels: dict[str, int], start: int, lines: set[tuple[str, int]]
 ) -> list[tuple[Instruction, str, set[int]]]:
-    """(instruction, kind, possible numbers of barriers before it) of what is judged on this side of the branch."""
+    """Return (instruction, kind, possible numbers of earlier barriers) of the accesses on this side of the branch."""
     return [
         (code[index], kind, barriers)
         for index, barriers in _barriers_behind(code, labels, start).items()
@@ -123,10 +123,10 @@ def _targets(instruction: Instruction, labels: dict[str, int]) -> list[int]:
 
 
 def _barriers_behind(code: list[Instruction], labels: dict[str, int], start: int) -> dict[int, set[int]]:
-    """For each instruction that can be reached, the possible numbers of barriers before it, modulo 3.
+    """Return, per reachable instruction, the possible numbers of barriers before it, modulo 3.
 
-    A barrier under a predicate is followed both ways, and what this says of the predicate holds for the barriers,
-    branches and exits right behind it.
+    A barrier under a predicate is followed both ways. The assumed value of the predicate holds for the barriers,
+    branches and exits directly after it.
     """
     found: dict[int, set[int]] = {}
     todo: list[tuple[int, int, str | None]] = [(start, 0, None)]  # and a guard that is known to hold

@@ -15,16 +15,16 @@ from moe_kernels.runtime.triton import HAS_TRITON, TRITON_VERSION
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
-# Shared memory that one program can have, in bytes. Kernels for 80 also run on 86 and 89, which have less.
+# Shared memory available to one program, in bytes. Kernels for 80 also run on 86 and 89, which have less.
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 @pytest.fixture(scope="module")
 def records():
-    # In a process of its own: the interpreter is chosen when kernels are defined.
+    # Run in a separate process, because kernel definitions choose the interpreter.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # Triton 3.9 warns unless it is told whether to fuse multiply and add; 3.6 fuses.
+    # Triton 3.9 warns unless multiply-add fusion is set explicitly; 3.6 fuses.
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.machine_code.aot"]
@@ -38,7 +38,7 @@ def where(record):
 
 
 def compiles_here(metadata):
-    """The warp-specialised kernels are written in Gluon."""
+    """Return whether this Triton version has the Gluon that the warp-specialised kernels need."""
     return not isinstance(metadata.design, WarpSpecializedDesign) or KNOWS_GLUON
 
 
@@ -47,13 +47,13 @@ def test_covers_every_kernel_and_target(records):
     compiled = {(record["kernel"], record["cc"]) for record in records}
     for cc in SHARED_BYTES:
         for kernel in get_kernels(cc=cc, metadata_filter=compiles_here):
-            # Some run another kernel's code.
+            # Some kernels run another kernel's code.
             kernel = getattr(kernel, "compiled_as", kernel)
             assert (kernel.metadata.kernel_name, cc) in compiled
 
 
-# Bytes per thread that some kernels spill, by version of Triton and the start of their names. A warp-specialised kernel
-# spills once a tile, never in a step of the reduction.
+# Bytes per thread that some kernels spill, by Triton version and start of the kernel's name. A warp-specialised kernel
+# spills once per tile, never in a step of the reduction.
 SPILLS = {
     (3, 7): {"gemm_pointer_": 8},
     (3, 8): {"gemm_pointer_": 8, "_weighted_activation_backward_kernel": 8, "ws": 64},
@@ -70,7 +70,7 @@ def spills_allowed(record):
 
 def test_spills(records):
     assert not [where(record) for record in records if record["spilled_bytes"] > spills_allowed(record)]
-    # Not a single one in a step of the reduction.
+    # No spill at all in a step of the reduction.
     assert not [where(record) for record in records if record["gemm"] and record["spills_beside_multiplications"]]
 
 
@@ -79,8 +79,8 @@ def test_no_trigger_of_a_known_miscompilation(records):
 
 
 def test_loop_bounds_of_weight_gradients_follow_the_tile(records):
-    """Triton 3.6's inliner keeps the first tile's number of steps, in the producer and in both consumers, unless it
-    passes through assembly."""
+    """Triton 3.6's inliner keeps the first tile's number of steps, in the producer and both consumers, unless the
+    number passes through assembly."""
     specialized = [record for record in records if record["kernel"].startswith("wgrad_ws_")]
     assert specialized or not KNOWS_GLUON
     assert not [(where(r), r["moved"]) for r in specialized if len(r["moved"]) < 3 or not all(r["moved"])]
@@ -105,7 +105,7 @@ def test_each_tensor_has_one_descriptor(records):
 
 
 def test_words_of_warp_specialize_have_barriers_between(records):
-    """So what racecheck reports of them, which `tests/machine_code/racecheck.py` lets pass, is none."""
+    """Barriers separate the accesses that `tests/machine_code/racecheck.py` lets pass, so they are no races."""
     specialized = [record for record in records if "_ws_" in record["kernel"]]
     assert specialized or not KNOWS_GLUON
     assert not [(where(record), record["unordered"]) for record in specialized if record["unordered"] != []]
@@ -119,7 +119,7 @@ def test_gemms_of_16_bits_or_fewer_use_tensor_cores(records):
     gemms = [record for record in records if record["gemm"] and "float32" not in record["kernel"]]
     assert gemms
     for record in gemms:
-        # A tile lower than 64 rows is below what wgmma and tcgen05 compute.
+        # Tiles lower than 64 rows are too small for wgmma and tcgen05.
         instructions = (
             {INSTRUCTION[record["cc"]], "mma.sync"} if "_16x" in record["kernel"] else {INSTRUCTION[record["cc"]]}
         )

@@ -1,4 +1,4 @@
-"""Which hazards of racecheck pass, and what the machine code must show for that."""
+"""Hazards of racecheck that pass, and the machine code that justifies this."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def other(kind, line, kernel=KERNEL):
     return f"    and {kind} access at {kernel}+0xe770 in grouped_gemm.py:{line} [213 hazards]"
 
 
-# As an H200 reported them: of the word that says what to run, and of a value that it needs.
+# As reported by an H200: one hazard on the word that names the function, one on a value that it needs.
 STATE = (first("Read", DEF), other("Write", DEF), other("Write", CALL))
 VALUE = (first("Write", DEF), other("Read", DEF), other("Read", DEF))
 
@@ -88,7 +88,7 @@ def test_lines_are_those_of_the_source():
         assert texts == [f"def {kernel}(", "gl.warp_specialize("]
 
 
-# Warps 0 to 3 jump to .L_x_1. The others wait, read, and either leave or pass two more barriers and go around.
+# Warps 0 to 3 jump to .L_x_1. The others wait, read, and either exit or pass two more barriers and loop.
 SASS = """
 	//## File "/folder/kernel.py", line 1
         /*0000*/              @!P0 BRA `(.L_x_1) ;
@@ -115,7 +115,7 @@ SASS = """
 """
 LINES = {("kernel.py", 1), ("kernel.py", 2)}
 
-# As from Triton 3.8 on: the others jump, and warps that have nothing to run pass two barriers by a predicate.
+# From Triton 3.8 on, the other warps jump, and warps without a function pass two barriers by a predicate.
 JUMPS = """
 	//## File "/folder/kernel.py", line 1
         /*0000*/               @P0 BRA `(.L_x_0) ;
@@ -152,7 +152,7 @@ def test_another_predicate_says_nothing_of_barriers():
         assert unordered_accesses(changed, LINES)
 
 
-# Two consumers. Each loop over steps waits in a loop elsewhere, and stands in a loop over tiles.
+# Two consumers. Each loop over steps waits in another loop, and is inside a loop over tiles.
 LOOPS = """
 .L_x_0:
         /*0000*/                   LDL R0, [R1] ;

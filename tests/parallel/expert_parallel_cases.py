@@ -1,4 +1,4 @@
-"""Layers, tokens and comparisons that the tests of expert parallelism share."""
+"""Layers, tokens and comparisons shared by the tests of expert parallelism."""
 
 import torch
 from torch import distributed, nn
@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_layers import ExpertParallel, MoEFeedForward
+from moe_layers import ExpertParallel
+
+from ..layers import moe_layer
 
 D_MODEL, D_FF, NUM_EXPERTS, TOP_K = 16, 8, 8, 3
 
-# Tokens of the processes, of which the first ones are used. The last process of two has none in the second.
+# Numbers of tokens per rank; the first ones are used. In the second case, the last rank of two has no tokens.
 LENGTHS = {
     "even": [12] * 8,
     "none_in_one": [19, 0, 7, 7, 3, 0, 5, 1],
@@ -33,22 +35,22 @@ STYLES = [
 
 
 def styles():
-    """With bounds that no process can pass."""
+    """Return styles whose limits no rank can exceed."""
     bound = {"max_rows_factor": float(distributed.get_world_size())}
     return [style | (bound if "max_rows_factor" in style else {}) for style in STYLES]
 
 
 OVERLAPPED = {"dispatcher": "overlapped", "chunks": 2, "reserved_sms": 4}
-KERNELS = {"implementation": "triton", "dtype": torch.float32}  # on a CPU in the interpreter
+KERNELS = {"implementation": "triton", "dtype": torch.float32}  # on a CPU, in the interpreter
 
 
 def layer_options(style):
-    """Of a layer in which this dispatcher is not another one: where kernels do not run, the overlapped one is."""
+    """Return layer options for which a style keeps its dispatcher: without kernels, "overlapped" uses another one."""
     return KERNELS if style["dispatcher"] == "overlapped" else {}
 
 
 def float_dtype(device):
-    """What the reference computes on a CPU, and the kernels on a GPU."""
+    """Return the dtype that the reference computes in on a CPU, or the kernels on a GPU."""
     return torch.float32 if device.type == "cuda" else torch.float64
 
 
@@ -57,11 +59,11 @@ def implementation_of(device):
 
 
 def make_layer(device, seed=0, **options):
-    """The same in every process."""
+    """Return a layer that is equal on every rank."""
     torch.manual_seed(seed)
     sizes = {"d_model": D_MODEL, "d_ff": D_FF, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
     kind = {"init_std": 0.3, "dtype": float_dtype(device), "implementation": implementation_of(device)}
-    layer = MoEFeedForward(**{**sizes, **kind, **options})
+    layer = moe_layer(**{**sizes, **kind, **options})
     for name, parameter in layer.named_parameters():
         if "b_" in name or "bias" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -69,7 +71,7 @@ def make_layer(device, seed=0, **options):
 
 
 def expert_mesh(device, size=None):
-    """The last `size` processes of each neighbourhood, or all, hold the experts between them."""
+    """Return a mesh in which groups of `size` neighbouring ranks, or all ranks, share the experts."""
     num_processes = distributed.get_world_size()
     size = size or num_processes
     return init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("efsdp", "ep"))
@@ -84,37 +86,37 @@ def lengths_of(name):
 
 
 def draw(device, num_tokens, seed=1, width=D_MODEL):
-    """The same in every process and on every device."""
+    """Return tokens that are equal on every rank and device."""
     values = torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return values.to(device, float_dtype(device))
 
 
 def own(tensor, lengths):
-    """This process's part of what has a row for each token."""
+    """Return this rank's part of a tensor with one row per token."""
     return tensor.split(lengths)[distributed.get_rank()]
 
 
 def summed(tensor):
-    """The sum over all processes."""
+    """Return the sum over all ranks."""
     total = tensor.detach().clone()
     distributed.all_reduce(total)
     return total
 
 
 def full(tensor):
-    """The whole of a sharded tensor."""
+    """Return the whole of a sharded tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_close(actual, expected):
-    """Equal but for the order of sums: by the scale of the whole tensor, in which each element has its errors."""
+    """Compare up to the order of sums, relative to the largest value of the whole tensor."""
     assert actual.shape == expected.shape
     scale = expected.abs().max().item() if expected.numel() else 0.0
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-5}[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-3))
 
 
-TOKENS = 8  # of each process
+TOKENS = 8  # per rank
 
 
 class Model(nn.Module):
@@ -132,7 +134,7 @@ class Model(nn.Module):
 
 
 def sharded(device, experts_over, style=None, **options):
-    """The model with experts over so many processes, and FSDP2 over all."""
+    """Return the model with experts sharded over this many ranks, and FSDP2 over all."""
     model, mesh = Model(device, **options), expert_mesh(device, experts_over)
     everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(**(style or {}))})
@@ -143,18 +145,18 @@ def sharded(device, experts_over, style=None, **options):
 
 
 def data(device, step):
-    """Tokens of all processes, and what to make of them."""
+    """Return the tokens of all ranks, and their targets."""
     num_tokens = TOKENS * distributed.get_world_size()
     return draw(device, num_tokens, seed=step), draw(device, num_tokens, seed=100 + step)
 
 
 def own_data(device, step):
-    """This process's part of them."""
+    """Return this rank's part of the data."""
     return (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, step))
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Names and dtypes of the collectives that run inside."""
+    """Records names and dtypes of the collectives that run inside the context."""
 
     def __init__(self):
         super().__init__()

@@ -1,10 +1,10 @@
-"""Streams and memory of several processes' GPUs, simulated on a CPU to find races.
+"""Simulation of the streams and memory of several GPUs on a CPU, to find races.
 
-Each process is a thread, and one of them runs at a time. What it computes is computed at once, and noted under the
-stream that a GPU would compute it on. A race is two accesses to the same bytes, one of them a write, of which neither
-is known to come first: by the order of a stream, by an event or by a barrier. Nor may memory be freed while another
-stream than the one it was allocated on may still use it. Races are found in whatever order things happened here. What
-orders things on GPUs besides, the host's waits and PyTorch's collectives, counts for nothing.
+Each rank is a thread, and one thread runs at a time. Computations run at once, and are recorded under the stream on
+which a GPU would run them. A race is a pair of accesses to the same bytes, at least one of them a write, without a
+fixed order. Only a stream, an event or a barrier fixes the order. Memory must also not be freed while a stream other
+than its allocating stream may still use it. Races are found in whatever order things happened here. Other sources of
+order on GPUs, the host's waits and PyTorch's collectives, are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_kernels.runtime import launch
 from moe_layers.parallel import symmetric_memory
 from moe_layers.parallel.symmetric_memory import PeerCopies
 
-Clock = dict["Stream", int]  # how much of each stream has surely been done
+Clock = dict["Stream", int]  # how much of each stream is known to have finished
 
 _SHAPES_ONLY = ("empty_like", "new_empty", "new_empty_strided", "new_full", "new_zeros", "ones_like", "zeros_like")
 
@@ -58,7 +58,7 @@ class Access:
     time: int
     what: str
     writes: bool
-    start: int  # byte
+    start: int  # first byte
     stop: int
 
     def is_before(self, stream: Stream) -> bool:
@@ -73,12 +73,12 @@ class Access:
 
 @dataclass
 class Process:
-    """What `Ranks` and a process group are to the dispatcher."""
+    """A rank, with the interface that the dispatcher expects of `Ranks` and a process group."""
 
     simulation: Simulation
     rank: int
     size: int
-    stream: Stream  # the current one
+    stream: Stream  # current stream
     num_meetings: int = 0
     name: str = "simulated"
     _made: list[Stream] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Simulation:
         self._failed = self._over = False
 
     def run(self, function: Callable[[Process], Any]) -> list[Any]:
-        """`function(process)` of every process, each in its thread."""
+        """Run `function(process)` on every rank, each in its own thread."""
         results: dict[int, Any] = {}
 
         def run_one(process: Process) -> None:
@@ -141,7 +141,7 @@ class Simulation:
         return [results[process.rank] for process in self.processes]
 
     def meet(self, what: str, value: Any) -> list[Any]:
-        """Wait for all processes; the values that they brought."""
+        """Wait for all ranks, and return the values that they passed."""
         process = self._here.process
         number, process.num_meetings = process.num_meetings, process.num_meetings + 1
         expected, values = self._meetings.setdefault(number, (what, {}))
@@ -154,8 +154,8 @@ class Simulation:
         return [values[rank] for rank in range(len(self.processes))]
 
     def note(self, what: str, tensor: Tensor, writes: bool, start: int = 0, stop: int | None = None) -> None:
-        """An access on the current stream to these bytes of a tensor's memory, which is contiguous from first to last
-        element for what it matters."""
+        """Record an access on the current stream to these bytes of a tensor's memory. The tensor counts as contiguous
+        from its first to its last element."""
         stream, storage = self._here.process.stream, tensor.untyped_storage()
         if not tensor.numel():
             return
@@ -202,13 +202,13 @@ class Simulation:
             stack.enter_context(mock.patch.object(launch, "_launch", lambda *args: self._launch(original, *args)))
             yield
 
-    def _launch(self, launch: Callable[..., None], launched: launch.Launch, ready: Any) -> None:
+    def _launch(self, launch: Callable[..., Any], launched: launch.Launch, ready: Any) -> Any:
         """What changes was written; all else may have been read."""
         arguments = (getattr(argument, "base", argument) for argument in launched.arguments)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor) and argument.numel()]
         with _disable_current_modes():
             before = [_bytes(tensor).clone() for tensor in tensors]
-            launch(launched, ready)
+            ready = launch(launched, ready)
             changed = [
                 (_bytes(tensor) != old).nonzero().flatten().tolist()
                 for tensor, old in zip(tensors, before, strict=True)
@@ -218,6 +218,7 @@ class Simulation:
             self.note(name, tensor, False, *_extent(tensor))
             if written:
                 self.note(name, tensor, True, written[0], written[-1] + 1)
+        return ready
 
     def barrier(self) -> None:
         stream = self._here.process.stream
@@ -226,7 +227,7 @@ class Simulation:
 
 
 class _Handle:
-    """Of memory that all processes map."""
+    """Handle of memory that all ranks map."""
 
     def __init__(self, simulation: Simulation, memories: list[Tensor]):
         self._simulation, self._memories = simulation, memories
@@ -240,7 +241,7 @@ class _Handle:
 
 
 class _Notes(TorchDispatchMode):
-    """Notes what PyTorch's ops read and write."""
+    """Records the reads and writes of PyTorch's ops."""
 
     def __init__(self, simulation: Simulation):
         super().__init__()
@@ -269,12 +270,12 @@ class _Notes(TorchDispatchMode):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of its storage."""
+    """Return all bytes of the tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte, and the one behind the last."""
+    """Return the first byte, and the end byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset()
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""A global batch over two processes: losses, layers and biases equal those of one process."""
+"""A global batch over two ranks: losses, layers and biases equal those of one rank."""
 
 import copy
 
@@ -19,13 +19,14 @@ from moe_layers import (
 )
 
 from ..layer.balance_cases import random_logits, routing_of
+from ..layers import moe_layer
 from ..processes import failures_fixture
 
-LENGTHS = [7, 17]  # tokens of each process
+LENGTHS = [7, 17]  # tokens of each rank
 
 
 def losses_equal_one_process(device):
-    """Losses and gradients of unequal parts add up to those of one process with all tokens."""
+    """Losses and gradients of unequal parts add up to those of one rank with all tokens."""
     logits, rank = random_logits().to(device).requires_grad_(), distributed.get_rank()
     expected = load_balancing_loss(routing_of(logits))
     (gradient,) = torch.autograd.grad(expected, logits)
@@ -39,7 +40,7 @@ def losses_equal_one_process(device):
     total = loss.detach()
     distributed.all_reduce(total)
     torch.testing.assert_close(total, expected.detach(), rtol=1e-12, atol=0)
-    # Without the other's counts it would be another loss.
+    # Without the other rank's counts the loss would differ.
     local = load_balancing_loss(routing, num_tokens=24).detach()
     distributed.all_reduce(local)
     assert (local - expected).abs() > 1e-3
@@ -52,12 +53,12 @@ def draw_tokens(device, *batch):
 def make_layer(device, group, **options):
     torch.manual_seed(0)
     losses = BalanceLosses(global_batch=0.75, group=group)
-    layer = MoEFeedForward(16, 8, 5, 2, init_std=0.3, implementation="reference", balance_losses=losses, **options)
+    layer = moe_layer(16, 8, 5, 2, init_std=0.3, implementation="reference", balance_losses=losses, **options)
     return layer.double().to(device)
 
 
 def layers_equal_one_process(device):
-    """Two micro-batches on each process; the gradients add up to those of one process that has both of both."""
+    """With two micro-batches per rank, gradients add up to those of one rank with the combined micro-batches."""
     tokens, rank = draw_tokens(device, 4), distributed.get_rank()
     layer = make_layer(device, distributed.group.WORLD)
     copied = copy.deepcopy(layer)
@@ -88,7 +89,7 @@ def layers_equal_one_process(device):
 
 
 def bias_updates_equal_one_process(device):
-    """One update of two layers equals that of one process with all tokens, and is the same everywhere."""
+    """One update of two layers equals that of one rank with all tokens, and is equal on all ranks."""
     tokens = draw_tokens(device, 2)
     router = RouterSpec.deepseek_v3()
     layers = [torch.nn.ModuleList([make_layer(device, None, router=router) for _ in "ab"]) for _ in "ab"]
@@ -107,8 +108,8 @@ def bias_updates_equal_one_process(device):
 
 
 def data_parallel_leaves_counts_alone(device):
-    """DistributedDataParallel sends the first process's buffers to all before a forward; counts are each one's own."""
-    tokens = draw_tokens(device, 2, 2)[distributed.get_rank()]  # of two micro-batches
+    """DistributedDataParallel broadcasts the first rank's buffers before a forward, but each rank keeps its counts."""
+    tokens = draw_tokens(device, 2, 2)[distributed.get_rank()]  # two micro-batches
     layer = make_layer(device, distributed.group.WORLD, router=RouterSpec.deepseek_v3())
     model = torch.nn.parallel.DistributedDataParallel(layer)
     for part in tokens:
@@ -120,9 +121,9 @@ def data_parallel_leaves_counts_alone(device):
 def errors(device):
     layer = make_layer(device, None, router=RouterSpec.deepseek_v3())
     x = torch.zeros(2, 3, 16, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match=r"with 2 processes the group that shares a batch must be given, got None"):
+    with pytest.raises(ValueError, match=r"with 2 ranks the group that shares a batch must be given, got None"):
         layer(x)
-    with pytest.raises(ValueError, match="update_selection_bias: with 2 processes the group"):
+    with pytest.raises(ValueError, match="update_selection_bias: with 2 ranks the group"):
         layer.update_selection_bias()
 
 

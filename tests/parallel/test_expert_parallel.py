@@ -1,4 +1,4 @@
-"""Experts that two processes share compute what they compute in one: outputs, gradients, errors."""
+"""Experts sharded over two ranks compute the same as on one rank: outputs, gradients, errors."""
 
 import copy
 from unittest import mock
@@ -38,7 +38,7 @@ from .expert_parallel_cases import (
 
 
 def draw_slots(device, num_tokens, routing):
-    """Experts and weights of every token. Ids of -1 reach no expert, as padding."""
+    """Return experts and weights of every token. An id of -1 reaches no expert, like padding."""
     generator = torch.Generator().manual_seed(2)
     experts = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K]
     if routing == "one_expert":
@@ -57,12 +57,12 @@ def draw_slots(device, num_tokens, routing):
 
 
 def run_dispatcher(layer, tokens, experts, weights, upstream):
-    """Output and gradients: of tokens, weights and every parameter of the experts."""
+    """Return the output and the gradients of tokens, weights and every parameter of the experts."""
     layer.zero_grad()
     tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
     logits = tokens.new_zeros(len(tokens), NUM_EXPERTS)
-    dispatched = layer.dispatcher(tokens, Slots(experts, weights, logits), layer.experts)
-    out, offsets = dispatched.arrived(), dispatched.offsets
+    pending = layer.dispatcher.run(tokens, Slots(experts, weights, logits), layer.experts)
+    out, offsets = pending.wait(), pending.offsets
     (out * upstream).sum().backward()
     gradients = [full(parameter.grad) for parameter in layer.experts.parameters()]
     return out.detach(), tokens.grad, weights.grad, offsets, *gradients
@@ -97,7 +97,7 @@ def alltoall_is_bitwise_equal(device):
 
 
 def skewed_routing(device):
-    """Every token to one expert or one process, experts without tokens, and slots that reach none."""
+    """Route all tokens to one expert or rank, leave experts without tokens, and leave slots without experts."""
     for style in STYLES[:2]:
         for routing in ("one_expert", "one_process", "some_empty", "all_dropped"):
             compare_dispatchers(device, style, "even", routing, bitwise=style is STYLES[0])
@@ -119,7 +119,7 @@ def bounded_rows(device):
 
 
 def chunks_equal_the_whole(device):
-    """Though with three chunks some are shorter, or empty."""
+    """Chunks equal the whole; with three chunks some are shorter or empty."""
     for style in STYLES[4:6]:
         for lengths in ("even", "none", *(("one_each_but_the_first",) if style["dispatcher"] == "alltoall" else ())):
             for routing in ("spread", "some_dropped", "one_expert"):
@@ -127,7 +127,7 @@ def chunks_equal_the_whole(device):
 
 
 def kernels_compute_the_same(device):
-    """The Triton kernels, on a CPU in the interpreter."""
+    """The Triton kernels compute the same; on a CPU they run in the interpreter."""
     one = make_layer(device, implementation="triton").float()
     x = draw(device, 10).float()
     one(x).sum().backward()
@@ -141,7 +141,7 @@ def kernels_compute_the_same(device):
 
 
 def kernels_write_all_that_is_read(device):
-    """With slots that reach no expert, or experts elsewhere: memory that was not written holds NaN in tests."""
+    """Kernels read no unwritten memory, which holds NaN in tests, for slots without experts or with remote experts."""
     for style, routing in zip(STYLES[:4], ("some_dropped", "one_process", "one_process", "some_dropped"), strict=True):
         options = {"implementation": "triton", "dtype": torch.float32}
         compare_dispatchers(device, style, "even", routing, bitwise=False, **options)
@@ -149,7 +149,7 @@ def kernels_write_all_that_is_read(device):
 
 def reserved_sms_reach_the_kernels(device):
     layer = shard_experts(make_layer(device), expert_mesh(device), reserved_sms=16)
-    with mock.patch.object(grouped, "fused_experts", side_effect=grouped.fused_experts) as fused:
+    with mock.patch.object(grouped, "compute_experts", side_effect=grouped.compute_experts) as fused:
         layer(draw(device, 4))
     assert fused.call_args.kwargs["reserved_sms"] == 16
 
@@ -176,7 +176,7 @@ LAYERS = {
 
 
 def layers_equal_one_process(device):
-    """Router, shared expert and all: outputs, gradients of the tokens, and the mean gradients of every parameter."""
+    """Compare the complete layer: outputs, gradients of the tokens, and the mean gradients of every parameter."""
     for name, options in LAYERS.items():
         for style in styles():
             compare_layers(name, make_layer(device, **options), make_layer(device, **options), style, device)
@@ -204,7 +204,8 @@ def compare_layers(name, one, many, style, device):
 
 
 def each_process_keeps_its_experts_only(device):
-    """Also in memory; whether they come from the first process, from its own or were never there."""
+    """Each rank holds only its experts in memory, whether they came from the first rank, its own or were never
+    whole."""
     mesh = expert_mesh(device)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     share = range(rank * NUM_EXPERTS // size, (rank + 1) * NUM_EXPERTS // size)
@@ -259,7 +260,7 @@ def errors_of_applying(device):
     mesh = expert_mesh(device)
     with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
         parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
-    with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 processes, got 7"):
+    with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 ranks, got 7"):
         shard_experts(make_layer(device, num_experts=7), mesh)
     with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
         ExpertParallel()._apply(make_layer(device), mesh)
@@ -272,7 +273,7 @@ def errors_of_applying(device):
         layer.keep_local_experts(range(0, 2))
     strangers = make_layer(device)
     strangers.keep_local_experts(range(1, 5))
-    with pytest.raises(ValueError, match=r"must hold all experts or those of this process, .* got range\(1, 5\)"):
+    with pytest.raises(ValueError, match=r"must hold all experts or those of this rank, .* got range\(1, 5\)"):
         shard_experts(strangers, mesh)
     with pytest.raises(NotImplementedError, match="saved_bytes"):
         layer.saved_bytes(5)
@@ -286,7 +287,7 @@ def parameters_keep_their_attributes(device):
 
 
 def wrong_sizes_of_tokens(device):
-    """In one process they are wider, or of another dtype: an error in every process, before any move."""
+    """Wider tokens, or another dtype, on one rank raise an error on every rank before any communication of tokens."""
     if device.type == "cuda":
         return
     mesh, rank = expert_mesh(device), distributed.get_rank()
@@ -295,24 +296,24 @@ def wrong_sizes_of_tokens(device):
             plan = ExpertParallel(**style)
             layer = parallelize_module(make_layer(device, **kind), mesh["ep"], plan, src_data_rank=None)
             x = torch.zeros(6, layer.d_model, dtype=layer.router.weight.dtype)
-            with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"processes must have .*many bytes"):
+            with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"ranks must have .*many bytes"):
                 layer(x)
             assert len(sent.names) == 1, style
 
 
 def wrong_numbers_of_tokens(device):
-    """An error in every process, before any tokens move; on a GPU it would end the process."""
+    """The error occurs on every rank before any tokens are sent; on a GPU it would end the process."""
     if device.type == "cuda":
         return
     mesh, rank = expert_mesh(device), distributed.get_rank()
     x = draw(device, 5 + rank)
     with pytest.raises(ValueError, match=r"got \[T, K, bytes\] of \[\[5, 3, \d+\], \[6, 3, \d+\]\]; the all"):
         shard_experts(make_layer(device), mesh, "allgather")(x)
-    with pytest.raises(ValueError, match=r"max_rows_factor=2.0 every process must have as many tokens, and at most"):
+    with pytest.raises(ValueError, match=r"max_rows_factor=2.0 every rank must have equally many tokens, and at most"):
         shard_experts(make_layer(device), mesh, "alltoall", max_rows_factor=2.0)(x)
-    # The slots of the first process alone are too many, for the other.
+    # Only the first rank's slots are too many, for the second rank.
     slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6)
-    for style, message in (("alltoall", "at most 12 slots for experts of one"), ("allgather", "own slots, here 24,")):
+    for style, message in (("alltoall", "at most 12 slots for any rank"), ("allgather", "own slots, here 24,")):
         layer = shard_experts(make_layer(device), mesh, style, max_rows_factor=1.3)
         with pytest.raises(ValueError, match=message):
             run_dispatcher(layer, tokens, *slots, tokens)
@@ -383,7 +384,7 @@ def test_bad_arguments(options, message):
 
 
 def test_a_process_group_of_one_needs_no_other(tmp_path):
-    """The style on one process: the same as without, by either dispatcher."""
+    """With one rank, the style computes the same as a layer without it, with either dispatcher."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))

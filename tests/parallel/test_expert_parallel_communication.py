@@ -1,4 +1,4 @@
-"""What expert parallelism sends and when: no more than it must, while other things run, and never twice."""
+"""Communication of expert parallelism: no more than necessary, overlapped with computation, and never repeated."""
 
 import itertools
 import warnings
@@ -36,7 +36,7 @@ BOUNDED_OVERLAPPED = OVERLAPPED | {"max_rows_factor": 2.0}
 
 
 def count_waits(run, *arguments):
-    """(result, how often the host waited for the GPU)."""
+    """Return (result, number of host synchronisations)."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -46,7 +46,7 @@ def count_waits(run, *arguments):
 
 
 def the_host_waits_at_most_once(device):
-    """In forward, for the rows, unless their number has a bound; never in backward."""
+    """Forward synchronises once, to read the number of rows, unless that has a limit; backward never does."""
     for style in (*STYLES, OVERLAPPED, BOUNDED_OVERLAPPED):
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
         x = draw(device, 12)
@@ -57,7 +57,7 @@ def the_host_waits_at_most_once(device):
 
 
 def graphs_capture_bounded_rows(device):
-    """Forward and backward; a replay takes other tokens."""
+    """A CUDA graph captures forward and backward; replays use other tokens."""
     for style in (*STYLES, BOUNDED_OVERLAPPED):
         if "max_rows_factor" not in style:
             continue
@@ -94,8 +94,8 @@ def tokens_travel_in_autocast_dtype(device):
 
 
 def no_more_collectives_than_needed(device):
-    """Forward: counts, and of each chunk the weights, the tokens and back; with allgather the choices, too.
-    Backward: of each chunk the gradients of outputs, tokens and weights."""
+    """Forward: counts, and per chunk the weights, the tokens and the outputs; with allgather also the choices.
+    Backward: per chunk the gradients of outputs, tokens and weights."""
     for style in STYLES:
         layer = shard_experts(make_layer(device), expert_mesh(device), **style)
         x = draw(device, 6).requires_grad_()
@@ -117,7 +117,7 @@ def no_more_collectives_than_needed(device):
 
 
 class Order(TorchDispatchMode):
-    """The order in which collectives of tokens start and are waited for, and products of named widths run."""
+    """Records the order in which token collectives start and end, and in which products of named widths run."""
 
     def __init__(self, widths):
         super().__init__()
@@ -137,8 +137,8 @@ class Order(TorchDispatchMode):
 
 
 def communication_overlaps(device):
-    """The shared expert runs while outputs travel back, and in backward while their gradients travel; with chunks, one
-    chunk is computed while another travels."""
+    """The shared expert runs while outputs are in flight, and in backward while their gradients are. With chunks, one
+    chunk is computed while another is in flight."""
     for dispatcher in ("alltoall", "allgather"):
         options = {"d_ff": 11, "shared_d_ff": 13, "implementation": "reference"}
         for chunks in (1, 2):
@@ -168,7 +168,7 @@ def communication_overlaps(device):
 
 
 def a_process_that_stays_away_is_an_error(device):
-    """For the others, after the time that their group allows. On GPUs NCCL's watchdog would end them."""
+    """Other ranks fail after the group's timeout. On GPUs NCCL's watchdog would end them."""
     if device.type == "cuda":
         return
     group = distributed.new_group(timeout=timedelta(seconds=4))
@@ -181,7 +181,7 @@ def a_process_that_stays_away_is_an_error(device):
 
 
 def checkpointed_regions(device):
-    """The experts are chosen once, and with `save_communication` nothing is sent twice; gradients stay as they are."""
+    """Experts are chosen once, `save_communication` sends nothing twice, and gradients stay equal."""
     for dispatcher, lengths in (("alltoall", [5, 6]), ("allgather", [6, 6])):
         x = own(draw(device, sum(lengths)), lengths).requires_grad_()
         layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
@@ -197,11 +197,11 @@ def checkpointed_regions(device):
                 gradients = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
             for actual, gradient in zip(gradients, expected, strict=True):
                 assert_close(full(actual), full(gradient))
-            # Nothing is kept of what the reduce-scatter returns, so its recomputation stops before.
+            # Nothing of the reduce-scatter's result is saved, so the recomputation stops before it.
             num_again = {"alltoall": len(forward.names), "allgather": len(forward.names) - 1}[dispatcher]
             num_again = num_again if context_fn is save_routing else 0
             assert len(backward.names) == 3 + num_again, (dispatcher, backward.names)
-            # Another rounding of the logits than in the forward, only more of it.
+            # Emulate another rounding of the logits than in the forward, but exaggerated.
             y, weight = region(x), layer.router.weight.detach().clone()
             layer.router.weight.data.neg_()
             y.sum().backward()
@@ -210,7 +210,7 @@ def checkpointed_regions(device):
 
 
 def outputs_of_regions_may_change_in_place(device):
-    """Whatever of them is kept for the recomputation."""
+    """Outputs may be changed in place, whatever the region saves for its recomputation."""
     for dispatcher in ("alltoall", "allgather", "overlapped"):
         style = {"dispatcher": dispatcher}
         for chunks, average_gradients, kept in itertools.product(
@@ -232,10 +232,11 @@ def outputs_of_regions_may_change_in_place(device):
 
 
 def compiled_around_the_dispatcher(device):
-    """What is before and after it: the router, and the shared expert with the sum. No more graphs for other tokens."""
+    """The code before and after the dispatcher compiles: router, shared expert and sum. More tokens need no new
+    graph."""
     for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
         layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style) for _ in "ab")
-        graphs = {}  # by their code: PyTorch may compile one twice when it starts again
+        graphs = {}  # by their code, because PyTorch may compile one twice after a restart
 
         def backend(graph, inputs, graphs=graphs):
             graphs[graph.code] = graph
@@ -249,8 +250,10 @@ def compiled_around_the_dispatcher(device):
             assert_close(compile_layer(x), y)
             y.sin().sum().backward()
             compile_layer(x).sin().sum().backward()
-        parts = ["router" if "router" in graph else "shared" if "shared" in graph else "rest" for graph in graphs]
-        assert parts == ["router", "shared", "rest"], graphs
+        parts = [
+            "router" if "router" in graph else "shared" if "shared_expert" in graph else "rest" for graph in graphs
+        ]
+        assert parts == ["router", "shared", "rest"], parts
         assert not any("c10d" in graph or "item()" in graph for graph in graphs)
         for a, b in zip(compiled.parameters(), layer.parameters(), strict=True):
             assert_close(full(a.grad), full(b.grad))

@@ -1,4 +1,4 @@
-"""Shared experts beside what else PyTorch distributes: HSDP, DDP, accumulated gradients, sequence parallelism."""
+"""Expert parallelism combined with HSDP, DDP, accumulated gradients and sequence parallelism."""
 
 import copy
 
@@ -43,7 +43,7 @@ BOTH = ("allgather", "alltoall")
 
 
 def one_process(device):
-    """The model with its gradients for the tokens of all."""
+    """Return the model with its gradients for the tokens of all ranks."""
     one = Model(device)
     x, target = data(device, 0)
     (one(x) - target).square().mean().backward()
@@ -56,7 +56,7 @@ def assert_gradients(many, one):
 
 
 def hybrid_sharding(device):
-    """Experts, and all else, are replicated over one dimension and sharded over another."""
+    """Experts and all other parameters are replicated over one dimension and sharded over another."""
     one = one_process(device)
     dense = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     for shape in ((2, 1, 2), (1, 2, 2)):
@@ -80,7 +80,7 @@ def hybrid_sharding(device):
 
 
 def accumulated_gradients(device):
-    """Of two backward passes, of which only the last one communicates between the replicas."""
+    """Of two backward passes, only the second communicates between the replicas."""
     one = one_process(device)
     for dispatcher in BOTH:
         model = sharded(device, 2, {"dispatcher": dispatcher})
@@ -92,7 +92,7 @@ def accumulated_gradients(device):
 
 
 def replicated_by_ddp(device):
-    """All but the experts."""
+    """DDP replicates everything except the experts."""
     one = one_process(device)
     for dispatcher in BOTH:
         model = Model(device)
@@ -106,7 +106,7 @@ def replicated_by_ddp(device):
 
 
 def whole_state_dicts(device):
-    """Gathered in the first process, and spread again over other numbers of processes."""
+    """State dicts are gathered on the first rank, and sharded again over other numbers of ranks."""
     num_processes = distributed.get_world_size()
     first = sharded(device, 2)
     optimizer = torch.optim.AdamW(first.parameters())
@@ -132,7 +132,7 @@ def whole_state_dicts(device):
 
 
 def a_float32_router_beside_shorter_experts(device):
-    """FSDP2 takes parameters of one dtype at a time: the router goes first."""
+    """FSDP2 takes parameters of one dtype per call, so the router is wrapped first."""
     one, mesh = make_layer(device).to(torch.bfloat16), expert_mesh(device, 1)["efsdp"]
     one.router.float()
     many = copy.deepcopy(one)
@@ -159,7 +159,7 @@ class Block(nn.Module):
 
 
 def sequence_parallelism(device):
-    """Each process has a part of every sequence. Gradients of router and experts are sums over the parts."""
+    """Each rank has a part of every sequence. Gradients of router and experts are sums over the parts."""
     mesh, one = expert_mesh(device)["ep"], Block(device)
     x, upstream = (draw(device, 24, seed=seed).view(2, 12, D_MODEL) for seed in (1, 2))
     (one(x) * upstream).sum().backward()
@@ -179,7 +179,7 @@ def sequence_parallelism(device):
 
 
 def tokens_of_several_processes_are_refused(device):
-    """Which of them a process is to route is not for the layer to say."""
+    """The layer cannot decide which of the tokens a rank should route."""
     mesh = expert_mesh(device)["ep"]
     for layer in (make_layer(device), shard_experts(make_layer(device), expert_mesh(device))):
         for placement in (Shard(0), Replicate()):
@@ -189,7 +189,7 @@ def tokens_of_several_processes_are_refused(device):
 
 
 def tokens_may_be_under_way(device):
-    """Tokens and gradients that nobody has waited for yet."""
+    """Tokens and gradients may be collectives' results that nothing has waited for."""
     group = distributed.group.WORLD.group_name
     for style in (None, *({"dispatcher": dispatcher} for dispatcher in BOTH), OVERLAPPED):
         layer = make_layer(device, shared_d_ff=8, **(layer_options(style) if style else {}))

@@ -1,5 +1,5 @@
-"""What goes wrong elsewhere: the order of collectives, reads of what is under way, processes without tokens or gone, or
-with other bounds than their peers, and parameters that are no longer shared."""
+"""Hazards: the order of collectives, reads of data in flight, ranks without tokens, dead ranks, different limits on
+different ranks, and parameters that are no longer sharded."""
 
 import os
 from datetime import timedelta
@@ -43,17 +43,17 @@ from .expert_parallel_cases import (
 
 
 def lengths_for(style):
-    """The numbers of tokens that a style takes."""
+    """Return the numbers of tokens that a style supports."""
     return LENGTHS if style["dispatcher"] == "alltoall" and "max_rows_factor" not in style else ("even", "none")
 
 
 def copies_by_itself(style, device):
-    """Whether tokens travel without collectives."""
+    """Return whether tokens are sent without collectives."""
     return style is OVERLAPPED and device.type == "cuda"
 
 
 def collectives_start_in_one_order(device):
-    """The same in every process, though they have other tokens, or none; also of two layers, one of them recomputed."""
+    """All ranks start collectives in one order, with unequal or no tokens, and for two layers with one recomputed."""
     for style in (*STYLES, OVERLAPPED):
         options = layer_options(style)
         first, second = (
@@ -73,7 +73,7 @@ def collectives_start_in_one_order(device):
 
 
 class UnderWay(TorchDispatchMode):
-    """An error where anything but `wait_tensor` reads the result of a collective that was not waited for."""
+    """Raises an error if anything but `wait_tensor` reads the result of an unfinished collective."""
 
     def __init__(self):
         super().__init__()
@@ -88,12 +88,12 @@ class UnderWay(TorchDispatchMode):
             assert not set(keys) & set(self.storages), f"{op} reads what is under way"
         result = op(*args, **(kwargs or {}))
         if op.namespace == "_c10d_functional" and "wait" not in op.name():
-            self.storages[result.untyped_storage()._cdata] = result  # kept, so that no other gets its place
+            self.storages[result.untyped_storage()._cdata] = result  # kept, so that no other tensor reuses its address
         return result
 
 
 def nothing_reads_what_is_under_way(device):
-    """And everything that was sent is waited for."""
+    """No result is read early, and everything sent is waited for."""
     for style in (*STYLES, OVERLAPPED):
         options = layer_options(style)
         layer = shard_experts(make_layer(device, shared_d_ff=8, **options), expert_mesh(device), **style)
@@ -108,7 +108,7 @@ def nothing_reads_what_is_under_way(device):
 
 
 def processes_without_tokens(device):
-    """Take part in forward, backward, FSDP2 and clipping, and have gradients of zero where they have any."""
+    """They take part in forward, backward, FSDP2 and clipping; their gradients, if any, are zero."""
     everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     for style in (*STYLES, OVERLAPPED):
         options = layer_options(style)
@@ -134,7 +134,7 @@ def processes_without_tokens(device):
 
 
 def plain_parameters_afterwards(device):
-    """A state dict of one process cannot take the place of the sharded parameters."""
+    """An unsharded state dict cannot replace the sharded parameters."""
     one, layer = make_layer(device), shard_experts(make_layer(device, seed=1), expert_mesh(device))
     x = draw(device, 4)
     layer.load_state_dict(one.state_dict(), assign=True)
@@ -146,7 +146,7 @@ def plain_parameters_afterwards(device):
 
 
 def bounds_of_unequal_numbers_of_slots(device):
-    """Of each process so many times its own. What is too much for one is an error in every process."""
+    """Limits are relative to each rank's own slots. Exceeding one rank's limit is an error on every rank."""
     if device.type == "cuda":
         return
     mesh, rank, x = expert_mesh(device), distributed.get_rank(), draw(device, 12).float()
@@ -172,7 +172,7 @@ def bounds_of_unequal_numbers_of_slots(device):
 
 
 def bounds_of_other_sequences(device):
-    """Of as many tokens a capacity keeps 24 slots in one process, and 36 in the other."""
+    """For equally many tokens, a capacity keeps 24 slots on one rank and 36 on the other."""
     if device.type == "cuda":
         return
     x = draw(device, 12).view((12, 1, D_MODEL) if distributed.get_rank() else (1, 12, D_MODEL))
@@ -205,7 +205,7 @@ def test_two_processes(case, failures):
 
 
 def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
-    """Experts go there anyway: the rest must not stay behind."""
+    """Experts are moved there in any case, so the rest of the layer must follow."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
@@ -243,7 +243,7 @@ def run_until_one_dies(rank, folder, dispatcher, when):
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_a_process_that_dies_is_an_error_for_the_other(dispatcher, when, tmp_path):
-    """At once, and not when its time is over."""
+    """The error occurs at once, not after the timeout."""
     context = get_context("forkserver")
     arguments = [(rank, tmp_path, dispatcher, when) for rank in range(2)]
     processes = [context.Process(target=run_until_one_dies, args=each) for each in arguments]

@@ -1,4 +1,4 @@
-"""Training with shared experts: FSDP2, clipping, AdamW, checkpointed regions, balance, distributed checkpoints."""
+"""Training with sharded experts: FSDP2, clipping, AdamW, checkpointed regions, balance, distributed checkpoints."""
 
 import tempfile
 from unittest import mock
@@ -36,7 +36,7 @@ from .expert_parallel_cases import (
 
 
 def train_step(model, optimizer, x, target, clip):
-    """(norm of the gradients before clipping, the gradients after it, by name)."""
+    """Return (norm of the gradients before clipping, gradients after clipping by name)."""
     optimizer.zero_grad()
     x, target = (tensor.to(model.project.weight.dtype) for tensor in (x, target))
     (model(x) - target).square().mean().backward()
@@ -58,7 +58,7 @@ OPTIMIZERS = [{"foreach": True}, {"fused": True}, {"foreach": False}]
 
 
 def two_steps_equal_one_process(device):
-    """Gradients, their norm, clipping and AdamW, for experts over some or all processes and FSDP2 over the others."""
+    """Compare gradients, norm, clipping and AdamW, with experts over some or all ranks and FSDP2 over the others."""
     num_processes = distributed.get_world_size()
     for experts_over in (2, num_processes) if num_processes > 2 else (1, 2):
         for dispatcher, kind in zip(("allgather", "alltoall"), OPTIMIZERS, strict=False):
@@ -82,7 +82,7 @@ def compare_two_steps(device, experts_over, style, kind, **options):
 
 
 def outputs_may_change_in_place(device):
-    """As those of nn.Linear: FSDP2 finds them before backward. With as many leading axes as tokens come in."""
+    """Outputs behave like those of nn.Linear: FSDP2 finds them before backward, and they have the tokens' axes."""
     mesh = expert_mesh(device)
     everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     x = draw(device, 12, seed=distributed.get_rank()).view(2, 6, D_MODEL)
@@ -106,7 +106,7 @@ def outputs_may_change_in_place(device):
 
 
 def mixed_precision(device):
-    """Of FSDP2: bfloat16 parameters and tokens, float32 routing weights and gradients."""
+    """With FSDP2's policy, parameters and tokens are bfloat16, routing weights and gradients float32."""
     one = make_layer(device).to(torch.bfloat16)
     x = draw(device, 6, seed=distributed.get_rank()).float()
     one(x.to(torch.bfloat16)).float().square().sum().backward()
@@ -132,9 +132,9 @@ def mixed_precision(device):
 
 
 def clipping_by_other_norms(device):
-    """Of mixed meshes and plain parameters together, as PyTorch clips them where it can."""
+    """Clipping mixed meshes and plain parameters together equals PyTorch's clipping where PyTorch supports it."""
     layer, one = shard_experts(make_layer(device), expert_mesh(device)), make_layer(device)
-    x = draw(device, 6)  # the same everywhere, so that gradients of all parameters are the mean already
+    x = draw(device, 6)  # equal on all ranks, so that all gradients already are the mean
     for norm_type in (1.0, 2.0, "inf"):
         for module in (layer, one):
             module.zero_grad()
@@ -159,7 +159,7 @@ def clipping_by_other_norms(device):
 
 
 def clipping_of_mixed_dtypes(device):
-    """Where a process has nothing of a parameter: of one row, sharded over all. The norm is of one dtype everywhere."""
+    """A parameter of one row leaves some ranks without data; the norm still has one dtype on all ranks."""
     mesh = expert_mesh(device)["ep"]
     kinds = ((1, torch.float32), (4, torch.bfloat16), (0, torch.float64))
     for chosen in (kinds, kinds[:2], kinds[1::-1]):
@@ -176,7 +176,7 @@ def clipping_of_mixed_dtypes(device):
 
 
 def whole_moments(optimizer_state):
-    """Of each parameter by name, what the optimizer keeps of it."""
+    """Return the optimizer's unsharded state of each parameter by name."""
     return {
         name: {moment: full(value).clone() for moment, value in moments.items()}
         for name, moments in optimizer_state["state"].items()
@@ -184,8 +184,8 @@ def whole_moments(optimizer_state):
 
 
 def distributed_checkpoints(device):
-    """Saved with experts over all processes, loaded over fewer and by one: weights and what the optimizer keeps are the
-    same bit by bit, and the next step is that of the first run."""
+    """A checkpoint of experts over all ranks loads over fewer ranks or one. Weights and optimizer state are bitwise
+    equal, and the next step equals that of the first run."""
     num_processes = distributed.get_world_size()
     folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
     distributed.broadcast_object_list(folder)
@@ -224,11 +224,11 @@ def distributed_checkpoints(device):
 
 
 def balance_of_the_whole_batch(device):
-    """The global-batch loss and the update of the selection bias see the tokens of all processes."""
+    """The global-batch loss and the update of the selection bias include the tokens of all ranks."""
     everyone = distributed.group.WORLD
     num_processes = distributed.get_world_size()
     options = {"router": RouterSpec.ernie()}
-    one = make_layer(device, balance_losses=BalanceLosses(switch=0.5), **options)  # over all tokens the same loss
+    one = make_layer(device, balance_losses=BalanceLosses(switch=0.5), **options)  # over all tokens it is the same loss
     many = make_layer(device, balance_losses=BalanceLosses(global_batch=0.5, group=everyone), **options)
     shard_experts(many, expert_mesh(device))
     x, upstream = data(device, 0)
@@ -244,7 +244,7 @@ def balance_of_the_whole_batch(device):
 
 
 def statistics_of_all_processes(device):
-    """Summed over the processes, they are those of one with all tokens; of one process they stay its own."""
+    """Summed statistics equal those of one rank with all tokens; each rank's own statistics do not change."""
     one, many = make_layer(device), shard_experts(make_layer(device), expert_mesh(device))
     x, lengths = data(device, 0)[0], [TOKENS] * distributed.get_world_size()
     (observer,), (whole,) = observe(many).values(), observe(one).values()
@@ -260,7 +260,7 @@ def statistics_of_all_processes(device):
 
 
 def layers_of_published_models(device):
-    """Each process reads its own experts and no others; the layer computes what that of one process does."""
+    """Each rank reads only its own experts, and the layer computes the same as on one rank."""
     with tempfile.TemporaryDirectory() as folder:
         directory = f"{folder}/layer"
         make_layer(device, shared_d_ff=12).save_checkpoint(directory)

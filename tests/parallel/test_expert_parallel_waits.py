@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU, on tensors that have no values: whatever would read one raises."""
+"""Number of host synchronisations, counted on tensors without values, where any read of a value raises."""
 
 from unittest import mock
 
@@ -19,15 +19,15 @@ TOKENS = 12
 
 @pytest.fixture
 def mesh():
-    """One of two processes; the other is not there."""
+    """Return a mesh of two ranks, of which only one exists."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"]
     distributed.destroy_process_group()
 
 
 def even_counts(tensor, num_chunks):
-    """In place of `Tensor.tolist`: rows of each chunk; or bytes of a token, and each chunk's rows for and from each
-    process."""
+    """Replace `Tensor.tolist`: return rows of each chunk; or bytes per token, and each chunk's rows to and from each
+    rank."""
     rows = TOKENS * TOP_K // num_chunks
     return [rows] * len(tensor) if tensor.dim() == 1 else [[4 * D_MODEL] * 2, *([[rows // 2] * 2] * (2 * num_chunks))]
 
@@ -35,8 +35,8 @@ def even_counts(tensor, num_chunks):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' ops take tensors without values in the interpreter")
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_the_host_reads_once_or_never(style, mesh):
-    """A bound on the rows: never. Otherwise once in forward: with allgather when all tokens are under way, so that
-    nothing is seen of it; with alltoall before, since it sends what was counted. Never in backward."""
+    """With a limit on the rows the host never synchronises. Otherwise it does once, in forward. With allgather this
+    happens while all tokens are in flight, with alltoall before, because it sends the counted rows."""
     layer = MoEFeedForward(D_MODEL, D_FF, NUM_EXPERTS, TOP_K, device="meta", implementation="triton")
     parallelize_module(layer, mesh, ExpertParallel(**style), src_data_rank=None)
     tokens = torch.empty(TOKENS, D_MODEL, device="meta", requires_grad=True)
@@ -48,13 +48,13 @@ def test_the_host_reads_once_or_never(style, mesh):
         under_way.append(len(sent.names))
         return even_counts(tensor, num_chunks)
 
-    # No device type of tensors without values has autocast.
+    # The device type of tensors without values has no autocast.
     with (
         mock.patch.object(torch.Tensor, "tolist", tolist),
         mock.patch.object(torch, "is_autocast_enabled", lambda _: False),
     ):
         with sent:
-            out = layer.dispatcher(tokens, Slots(choices, weights, logits), layer.experts).arrived()
+            out = layer.dispatcher.run(tokens, Slots(choices, weights, logits), layer.experts).wait()
         in_forward = under_way.copy()
         out.sum().backward()
     assert under_way == in_forward
@@ -63,5 +63,5 @@ def test_the_host_reads_once_or_never(style, mesh):
     elif style["dispatcher"] == "alltoall":
         assert in_forward == [1]  # after the counts
     else:
-        assert in_forward == [1 + 3 * num_chunks]  # the counts; choices, weights and tokens of each chunk
+        assert in_forward == [1 + 3 * num_chunks]  # after the counts, and each chunk's choices, weights and tokens
     assert tokens.grad.shape == tokens.shape and weights.grad.shape == weights.shape

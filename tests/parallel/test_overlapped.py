@@ -1,4 +1,4 @@
-"""Experts that processes share, with communication beside what is computed: the same as in one process."""
+"""Sharded experts with communication overlapped with computation: the results equal those of one rank."""
 
 from functools import partial
 from itertools import accumulate
@@ -50,7 +50,7 @@ def own_tokens(device, seed=1):
 
 
 def gradients_of(run, x, parameters):
-    """Of what needs one; the output first."""
+    """Return the output, then the gradients of everything that needs one."""
     y = run(x)
     leaves = [leaf for leaf in (x, *parameters) if leaf.requires_grad]
     return [y.detach(), *map(full, torch.autograd.grad(y.sin().sum(), leaves))]
@@ -71,13 +71,13 @@ def any_routing_equals_one_process(device):
 
 
 def bounded_rows_equal_one_process(device):
-    """Also where some are left over, and where all slots are of one process."""
+    """Limits on the rows change nothing, also if rows are left over or all slots belong to one rank."""
     for max_rows_factor, chunks, routing in ((1.5, 1, "spread"), (2.0, 2, "some_dropped"), (2.0, 2, "one_process")):
         compare(device, "even", routing, max_rows_factor=max_rows_factor, chunks=chunks)
 
 
 def any_chunks_equal_one_process(device):
-    """Of 12 tokens in five chunks the first one has none."""
+    """Any number of chunks equals one rank; with 12 tokens in five chunks the first chunk is empty."""
     for chunks in (1, 5):
         compare(device, "even", "some_dropped", chunks=chunks)
 
@@ -96,7 +96,7 @@ def layers_equal_one_process(device):
 
 
 def wide_outputs_leave_in_pieces(device):
-    """The numbers of columns, each of whole tiles; in the interpreter no more than two pieces are computed."""
+    """Outputs are sent in column slices of whole tiles; the interpreter computes at most two slices."""
     expected = {
         256: [256],
         512: [256] * 2,
@@ -137,7 +137,7 @@ def compare_dispatchers_that_gather(device, x, style, **options):
 
 
 def layers_in_sequence(device):
-    """Memory of the transport is used again: by the next layer, by backward, by the next step and by recomputation."""
+    """The transport's memory is reused by the next layer, backward, the next step and recomputation."""
     one = nn.Sequential(*(make_layer(device, seed, **KERNELS) for seed in range(2)))
     many = nn.Sequential(*(make_overlapped(device, seed=seed) for seed in range(2)))
     for step in range(2):
@@ -157,10 +157,9 @@ def layers_in_sequence(device):
 
 
 def regions_see_nothing_of_launches(device):
-    """Which do more on the host the first and the second time than later, whatever the routing."""
+    """Regions do not see launches, which do more host work the first two times than later, for any routing."""
     for kept in (save_routing, save_communication):
-        selection._plans.clear()
-        selection._replays.clear()
+        selection._launches.clear()
         many = nn.Sequential(*(make_overlapped(device, seed=seed, bias=True) for seed in range(2)))
         regions = [partial(checkpoint, layer, use_reentrant=False, context_fn=kept) for layer in many]
         for step in range(3):
@@ -170,12 +169,12 @@ def regions_see_nothing_of_launches(device):
 
 
 def training_equals_one_process(device):
-    """With FSDP2 over the experts of the same name, clipping and AdamW."""
+    """Training with FSDP2 over the experts of the same name, clipping and AdamW equals one rank."""
     compare_two_steps(device, 2, OVERLAPPED, {"foreach": True}, **KERNELS)
 
 
 def without_gradients(device):
-    """Also before training, which uses what was made then."""
+    """Inference works, also before training, which reuses its buffers."""
     layer, x = make_overlapped(device), own_tokens(device)
     outputs = []
     for mode in (torch.inference_mode, torch.no_grad):
@@ -188,7 +187,7 @@ def without_gradients(device):
 
 
 def what_is_frozen_has_no_gradient(device):
-    """And everything else has the same as before."""
+    """Frozen tensors get no gradient, and all other gradients stay the same."""
     layer = make_overlapped(device, bias=True)
     names = ["x", *(name for name, _ in layer.named_parameters())]
     leaves = dict(zip(names, [own_tokens(device), *layer.parameters()], strict=True))
@@ -217,7 +216,7 @@ def backward_runs_twice(device):
 
 
 def a_recomputed_choice_has_its_own_gradient(device):
-    """Without `save_routing` the router may choose others in the recomputation, whose gradient it is then."""
+    """Without `save_routing`, the recomputation may choose other experts, and the gradient is theirs."""
     x, results = own_tokens(device).requires_grad_(), []
     for dispatcher in GATHERING:
         layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
@@ -232,14 +231,16 @@ def weights_that_a_hook_changes(device):
     x, results = own_tokens(device).requires_grad_(), []
     for dispatcher in GATHERING:
         layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
-        layer.experts.register_forward_pre_hook(lambda _, inputs: (inputs[0], 3 * inputs[1], *inputs[2:]))
+        layer.experts.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0]._replace(topk_weights=3 * inputs[0].topk_weights),)
+        )
         results.append(gradients_of(layer, x, layer.parameters()))
     for a, b in zip(*results, strict=True):
         assert_close(a, b)
 
 
 def half_precision(device):
-    """By autocast, as the other dispatcher that gathers all tokens: but for what is rounded."""
+    """Under autocast, results equal those of the other dispatcher that gathers all tokens, except for rounding."""
     x, results = own_tokens(device).requires_grad_(), []
     for dispatcher in GATHERING:
         layer = make_overlapped(device, {"dispatcher": dispatcher, "chunks": 2}, bias=True)
@@ -252,7 +253,7 @@ def half_precision(device):
 
 
 def what_kernels_do_not_compute(device):
-    """Autocast's dtype decides, not that of the parameters: the interpreter has no bfloat16."""
+    """Autocast's dtype decides, not the parameters': the interpreter has no bfloat16."""
     layers = [
         shard_experts(make_layer(device, implementation=None, dtype=torch.float32), expert_mesh(device), dispatcher)
         for dispatcher in GATHERING
@@ -269,7 +270,7 @@ def the_reference_gathers(device):
 
 
 def options_that_it_lacks(device):
-    """An error before anything is changed: the layer can be shared in another way."""
+    """The error comes before anything changes, so that another dispatcher can still be applied."""
     mesh = expert_mesh(device)
     for options, message in (
         ({"router": RouterSpec.llama4(), "top_k": 1}, "'weight_on_input': True"),
@@ -301,7 +302,7 @@ def chunks_and_sms_unless_said_otherwise(device):
 
 
 def backward_needs_no_more_memory(device):
-    """Of the transport, which keeps what it has outgrown."""
+    """Backward needs no more of the transport's memory, which keeps outgrown buffers."""
     layer, begun = make_overlapped(device), []
 
     class Recording(CollectiveTransport):
@@ -315,9 +316,9 @@ def backward_needs_no_more_memory(device):
 
 
 def collectives_are_those_needed(device):
-    """The counts, the choices with their weights, of each chunk the tokens and its outputs, of the last one in up to
-    four pieces of whole tiles. In backward those of the outputs' gradients, and of the weights' and the tokens', if
-    they need one."""
+    """Forward: the counts, the choices with their weights, and per chunk the tokens and its outputs. The last chunk's
+    outputs are sent in up to four column slices of whole tiles. Backward: the gradients of the outputs, and those of
+    weights and tokens if they need one."""
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
     cases = (D_MODEL, 1, True), (D_MODEL, 1, False), (512, 2, True)
     for d_model, num_pieces, needs_tokens in cases:
@@ -333,13 +334,13 @@ def collectives_are_those_needed(device):
 
 
 def wrong_numbers_of_tokens(device):
-    """An error in every process, before any tokens move."""
+    """The error occurs on every rank before any tokens are sent."""
     layer, rank = make_overlapped(device), distributed.get_rank()
     x = draw(device, 5 + rank).float()
-    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"must have as many tokens .* \[\[5, 3, \d+\], "):
+    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"equally many tokens .* \[\[5, 3, \d+\], "):
         layer(x)
     assert sent.names == ["all_gather_into_tensor"]
-    # The slots of the first process alone are too many, for the other.
+    # Only the first rank's slots are too many, for the second rank.
     slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6).float()
     layer = make_overlapped(device, OVERLAPPED | {"chunks": 1, "max_rows_factor": 1.3})
     with (

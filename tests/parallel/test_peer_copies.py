@@ -1,4 +1,4 @@
-"""The memory that the overlapped dispatcher copies through from GPU to GPU, which calls use by turns."""
+"""The memory through which the overlapped dispatcher copies between GPUs, used by calls in turn."""
 
 from functools import partial
 from unittest import mock
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def copies_equal_collectives(device):
-    """Also of tokens whose rows are no multiples of 16 bytes, of more than before, for which memory grows, and of one,
+    """Test rows that are no multiples of 16 bytes, more tokens than before, for which the memory grows, and one token
     with one weight."""
     for num_tokens, d_model, top_k in ((4, D_MODEL, 3), (64, D_MODEL, 3), (7, 13, 3), (300, 37, 3), (1, D_MODEL, 1)):
         layer, other = (make_overlapped(device, bias=True, d_model=d_model, top_k=top_k) for _ in "ab")
@@ -35,12 +35,12 @@ def copies_repeat_bit_by_bit(device):
     x = draw(device, 1024, seed=distributed.get_rank(), width=128).float().requires_grad_()
     expected = gradients_of(layer, x, layer.parameters())
     for _ in range(10):
-        gradients_of(other, x, other.parameters())  # others use the same memory between
+        gradients_of(other, x, other.parameters())  # other calls use the same memory in between
         assert_equal(gradients_of(layer, x, layer.parameters()), expected)
 
 
 def memory_is_free_after_a_recomputation(device):
-    """Whose outputs nobody waits for: the other process may be late, and read what backward would overwrite."""
+    """Nothing waits for a recomputation's outputs; a late rank may still read memory that backward would overwrite."""
     layer, x = make_overlapped(device), own_tokens(device).requires_grad_()
     expected = gradients_of(layer, x, layer.parameters())
     copies = PeerCopies.of(layer.dispatcher.ranks, device)
@@ -51,7 +51,7 @@ def memory_is_free_after_a_recomputation(device):
 
     def others_later():
         if distributed.get_rank() == 1:
-            torch.cuda._sleep(10**8)  # cycles, on the stream of the copies
+            torch.cuda._sleep(10**8)  # cycles, on the copy stream
         return others
 
     with mock.patch.object(copies, "others", others_later):
@@ -59,7 +59,7 @@ def memory_is_free_after_a_recomputation(device):
 
 
 def a_late_process_finds_what_was_sent(device):
-    """The others may be ahead, but not write what it has not read: every sum of one process is late."""
+    """Faster ranks must not overwrite what a late rank has not read: every sum of one rank is late."""
     layers = nn.Sequential(*(make_overlapped(device, seed=seed) for seed in range(2)))
     x = own_tokens(device).requires_grad_()
     expected = gradients_of(layers, x, layers.parameters())
@@ -77,7 +77,7 @@ def a_late_process_finds_what_was_sent(device):
 
 
 def a_call_on_another_stream_waits(device):
-    """Before it uses the memory that the last one may still read: here that one is late to add up what it received."""
+    """The call waits before reusing memory that the previous call may still read: here its final sum is late."""
     layers = [make_overlapped(device, shared_d_ff=8, seed=seed) for seed in range(2)]
     x = own_tokens(device)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def a_call_on_another_stream_waits(device):
 
 
 def another_device_may_be_current(device):
-    """And stays so."""
+    """Another device may be current, and stays current."""
     results = []
     for current in (device, torch.device("cuda", (device.index + 1) % torch.cuda.device_count())):
         layer = make_overlapped(device, d_model=48)
@@ -113,7 +113,7 @@ def lost_outputs_are_an_error(device):
         layers[1](x)
 
     hook = layers[0].shared_expert.register_forward_hook(call_another)
-    with pytest.raises(RuntimeError, match="outputs under way were lost, as another layer"):
+    with pytest.raises(RuntimeError, match="outputs in flight were lost, because another layer"):
         layers[0](x)
     hook.remove()
     assert_equal([layers[1](x)], [expected])

@@ -1,4 +1,4 @@
-"""The order in which the overlapped dispatcher's copies and sums use memory, on simulated streams: nothing races."""
+"""The order in which the overlapped dispatcher's copies and sums use memory, on simulated streams: no races."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def make_shared(process: Process, kind: type[PeerCopies] = PeerCopies, *, chunks=2, num_layers=1, **options):
-    """Layers whose experts the processes share, on copies of one kind."""
+    """Return layers whose experts the ranks share, with one kind of copies."""
     copies, layers = process.peer_copies(kind), []
     num_local = NUM_EXPERTS // process.size
     for seed in range(num_layers):
@@ -34,7 +34,7 @@ def make_shared(process: Process, kind: type[PeerCopies] = PeerCopies, *, chunks
 
 
 def train(layers, batches, region=None):
-    """The outputs and gradients of layers in sequence, summed over the batches."""
+    """Return outputs and gradients of layers in sequence, summed over the batches."""
     outputs = []
     for x in batches:
         y = x = x.requires_grad_()
@@ -91,12 +91,12 @@ def test_nothing_races(name):
 
 
 def infer_on_two_streams(process, kind=PeerCopies):
-    """And train on a third one."""
+    """Run inference on two streams and training on a third."""
     layers = make_shared(process, kind, num_layers=3)
     batches = [draw(CPU, 6, seed).float() for seed in range(3)]
     streams = [process.make_stream() for _ in layers]
     for stream in streams:
-        stream.wait_stream(process.stream)  # which has the parameters and tokens
+        stream.wait_stream(process.stream)  # that stream makes the parameters and tokens
     for layer, x, stream in zip(layers, batches, streams, strict=True):
         process.stream = stream
         if stream is streams[-1]:
@@ -104,7 +104,7 @@ def infer_on_two_streams(process, kind=PeerCopies):
         else:
             with torch.inference_mode():
                 layer(x)
-    return layers, batches  # in use until all is over
+    return layers, batches  # in use until the end
 
 
 def test_nothing_races_between_streams():
@@ -165,7 +165,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_races_are_found(kind):
-    """Of everything that keeps order, one piece at a time is left out."""
+    """Each source of order is removed in turn, and the simulation must find a race."""
     simulation = Simulation(2)
     simulation.run(partial(BROKEN[kind], kind=kind))
     assert simulation.races

@@ -45,7 +45,7 @@ def compile_kernel(name: str) -> tuple[CompiledArtifact, Launch] | None:
 
 
 def differences(saved: CompiledArtifact, loaded: CompiledArtifact, launch: Launch) -> list[str]:
-    """What a launch depends on and is not the same."""
+    """Return the differences between the artifacts that a launch depends on."""
     before, after = saved.compiled, loaded.compiled
     same = {
         "kernel_name": loaded.kernel_name == saved.kernel_name,
@@ -61,7 +61,7 @@ def differences(saved: CompiledArtifact, loaded: CompiledArtifact, launch: Launc
 
 
 def message(path: Path) -> str | None:
-    """Of the ValueError that loading raises."""
+    """Return the message of the ValueError that loading raises, or None."""
     try:
         load_artifact(path)
     except ValueError as error:
@@ -70,7 +70,7 @@ def message(path: Path) -> str | None:
 
 
 def refusals(path: Path, architecture: int) -> dict[str, str | None]:
-    """What loading says of files and places that do not fit; `path` holds an artifact."""
+    """Return the errors for files and targets that do not match; `path` holds an artifact."""
     header, binary = read_container(path)
     changed = path.with_suffix(".changed")
 

@@ -1,4 +1,4 @@
-"""Arguments that a given kernel of the catalog supports, of every form there is."""
+"""Arguments of every form that a given kernel of the catalog supports."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from moe_kernels.gemm.kernel import device_cc
 
 
 class Sizes:
-    """Of the operands. The last group but one is empty, and rows lie behind the last."""
+    """Sizes of the operands. The last group but one is empty, and rows follow the last group."""
 
     ends = (130, 150, 150, 700) if torch.cuda.is_available() else (5, 20, 20, 36)
     num_rows = ends[-1] + 4
@@ -24,7 +24,7 @@ class Sizes:
 
 
 def supported_arguments(kernel, device):
-    """Random operands of unit scale; what is to be written holds NaN. Skips the test where the kernel cannot run."""
+    """Return random operands of unit scale, with NaN in outputs. Skip the test if the kernel cannot run."""
     if device == "cuda" and (error := kernel.obstacle or kernel.supports_cc(device_cc(torch.device("cuda", 0))).error):
         pytest.skip(error)
     args = _arguments_for(kernel, device)
@@ -110,7 +110,7 @@ def _index(device):
 
 
 def _one_of_each_kind():
-    """The smallest kernel of each form, design and dtype: what the interpreter has time for."""
+    """Yield the smallest kernel of each form, design and dtype, which the interpreter has time for."""
     chosen = {}
     for kernel in get_kernels(metadata_filter=lambda metadata: metadata.operands.A.dtype != torch.bfloat16):
         metadata = kernel.metadata

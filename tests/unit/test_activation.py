@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from moe_kernels import ACTIVATIONS, Activation, gated_activation, plain_activation, reference
-from moe_kernels.activation.functions import EPILOGUES, PLAIN_EPILOGUES
+from moe_kernels import Activation, apply_activation, reference
+from moe_kernels.activation.functions import ACTIVATIONS, EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation.ops import Destination, RowBias, _activation_op, launch_weighted_activation_backward
 from moe_kernels.activation_spec import ACTIVATION_KINDS
 from moe_kernels.experts.expert_bias import row_to_expert
@@ -13,18 +13,10 @@ from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads,
 
 from ..dtypes import DTYPES
 
-# Limits within the range of the inputs, so that both sides of every clamp are met.
+# Limits within the range of the inputs, so that inputs reach both sides of every clamp.
 KINDS = [Activation(name, limit=None if kind.limit is None else 2.0) for name, kind in ACTIVATION_KINDS.items()] + [
     Activation("gpt_oss", limit=1.5, alpha=0.7)
 ]
-
-
-def op_of(activation):
-    return gated_activation if activation.gated else plain_activation
-
-
-def reference_of(activation):
-    return reference.gated_activation if activation.gated else reference.plain_activation
 
 
 def make_preactivation(num_rows, d_ff, dtype, device, seed=0, gated=True):
@@ -37,8 +29,8 @@ def make_preactivation(num_rows, d_ff, dtype, device, seed=0, gated=True):
 @pytest.mark.parametrize(("num_rows", "d_ff"), [(40, 32), (0, 8), (7, 47)])
 def test_matches_reference(num_rows, d_ff, dtype, activation, device):
     check_accuracy(
-        lambda h: op_of(activation)(h, activation, implementation="triton"),
-        lambda h: reference_of(activation)(h, activation),
+        lambda h: apply_activation(h, activation, implementation="triton"),
+        lambda h: reference.apply_activation(h, activation),
         lambda seed: (make_preactivation(num_rows, d_ff, dtype, device, seed, activation.gated),),
         ("out", "dpreactivation"),
     )
@@ -47,7 +39,7 @@ def test_matches_reference(num_rows, d_ff, dtype, activation, device):
 def test_gelu_of_negative_values_keeps_its_digits(device):
     x = torch.linspace(-5, -1, 4001, device=device)[:, None]
     exact = x.double() * torch.special.ndtr(x.double())
-    actual = plain_activation(x, "gelu", implementation="triton")
+    actual = apply_activation(x, "gelu", implementation="triton")
     torch.testing.assert_close(actual.double(), exact, rtol=4e-6, atol=0)
 
 
@@ -56,8 +48,8 @@ def test_gelu_of_negative_values_keeps_its_digits(device):
 def test_odd_sizes(name, num_rows, d_ff, device):
     activation = Activation(name)
     check_accuracy(
-        lambda h: op_of(activation)(h, name, implementation="triton"),
-        lambda h: reference_of(activation)(h, name),
+        lambda h: apply_activation(h, name, implementation="triton"),
+        lambda h: reference.apply_activation(h, name),
         lambda seed: (make_preactivation(num_rows, d_ff, DTYPES[-1], device, seed, activation.gated),),
         ("out", "dpreactivation"),
     )
@@ -76,7 +68,7 @@ def test_every_name_has_all_its_parts():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d_ff", [47])
 def test_weighted_backward_matches_autograd(d_ff, dtype, activation, device):
-    """The fused middle of the expert op against autograd of w * activation(H), per slot."""
+    """Compare the fused middle of the expert op with autograd of w * activation(H), per slot."""
     _check_weighted_backward(d_ff, dtype, activation, device)
 
 
@@ -100,7 +92,7 @@ def _check_weighted_backward(d_ff, dtype, activation, device):
 
     def autograd(preactivation, dweighted, weights):
         preactivation, weights = preactivation.detach().requires_grad_(), weights.detach().requires_grad_()
-        activated = reference_of(activation)(preactivation, activation)
+        activated = reference.apply_activation(preactivation, activation)
         row_weights = weights.new_zeros(6).index_put((slot_to_row[slot_to_row >= 0].long(),), weights[slot_to_row >= 0])
         weighted = activated * row_weights[:, None].to(activated.dtype)
         dpreactivation, dweights = torch.autograd.grad(weighted, (preactivation, weights), dweighted)
@@ -116,7 +108,7 @@ def _check_weighted_backward(d_ff, dtype, activation, device):
 
 
 def _few_rows(d_ff, dtype, activation, device):
-    """Arguments of the fused backward, with a bias: 15 slots, of which 6 are kept in 8 rows; and the rows' tokens."""
+    """Return the fused backward's arguments, with a bias: 15 slots, 6 of them kept in 8 rows; and the rows' tokens."""
     experts = [[0, 7, 1], [7, 7, 7], [1, 0, 7], [7, 7, 0], [7, 1, 7]]
     permutation = reference.sort_by_expert(torch.tensor(experts, dtype=torch.int32, device=device), 2, max_rows=8)
     assert (permutation.slot_to_row >= 0).sum() == 6 and permutation.row_to_token.shape == (8,)
@@ -134,7 +126,8 @@ def _few_rows(d_ff, dtype, activation, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "d_ff"), [("swiglu", 47), ("gpt_oss", 130), ("relu", 47)])
 def test_weighted_backward_by_row_is_that_by_slot(name, d_ff, dtype, device):
-    """Bit by bit, where rows are fewer than slots: dropped slots get zeros, and rows of no slot stay as they are."""
+    """Results are bitwise equal with fewer rows than slots: dropped slots get zeros, rows without a slot do not
+    change."""
     (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, Activation(name), device)
     by_slot, by_row = dweighted.clone(), dweighted.clone()
     expected, expected_dweights = launch_weighted_activation_backward(preactivation, by_slot, *rest)
@@ -150,11 +143,11 @@ def test_weighted_backward_by_row_is_that_by_slot(name, d_ff, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "d_ff"), [("swiglu", 47), ("gpt_oss", 130), ("relu", 47)])
 def test_weighted_backward_to_a_destination(name, d_ff, dtype, by_row, device):
-    """The same bits in other rows of other tensors, whose further rows stay as they are, as do the operands."""
+    """Writing to other rows of other tensors gives the same bits, and changes neither further rows nor operands."""
     (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, Activation(name), device)
     weighted, slot_to_row = dweighted.clone(), rest[1]
     expected, expected_dweights = launch_weighted_activation_backward(preactivation, weighted, *rest)
-    place = torch.tensor([7, 2, 11, 0, 5, 3], dtype=torch.int32, device=device)  # of each row
+    place = torch.tensor([7, 2, 11, 0, 5, 3], dtype=torch.int32, device=device)  # destination of each row
     destination = Destination(
         preactivation.new_full((12, preactivation.shape[1]), 9),
         dweighted.new_full((12, d_ff), 9),
@@ -174,19 +167,11 @@ def test_weighted_backward_to_a_destination(name, d_ff, dtype, by_row, device):
     assert torch.equal(dweighted[:6], untouched[:6])
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_worked_by_hand(implementation, device):
-    # silu(0) * 5 = 0; silu(1) * 2 = 2 / (1 + 1/e)
-    preactivation = torch.tensor([[0.0, 1.0, 5.0, 2.0]], device=device)
-    out = gated_activation(preactivation, implementation=implementation)
-    torch.testing.assert_close(out.cpu(), torch.tensor([[0.0, 1.4621172]]))
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy, in the interpreter
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_large_values_do_not_overflow(implementation, device):
     preactivation = torch.tensor([[-1e4, 1e4, 1.0, 1.0]], device=device)
-    out, dpreactivation = run_with_grads(lambda h: gated_activation(h, implementation=implementation), (preactivation,))
+    out, dpreactivation = run_with_grads(lambda h: apply_activation(h, implementation=implementation), (preactivation,))
     assert out.tolist() == [[0.0, 1e4]]
     assert dpreactivation.isfinite().all()
 
@@ -194,13 +179,13 @@ def test_large_values_do_not_overflow(implementation, device):
 def test_strided_preactivation(device):
     preactivation = make_preactivation(9, 16, torch.float32, device)
     strided = preactivation.t().contiguous().t()
-    actual = gated_activation(strided, implementation="triton")
-    assert torch.equal(actual, gated_activation(preactivation, implementation="triton"))
+    actual = apply_activation(strided, implementation="triton")
+    assert torch.equal(actual, apply_activation(preactivation, implementation="triton"))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_numbers_by_hand(implementation, device):
-    """Each activation at gate 2 (then 4), up 3 (then -5), limit 2.5 where there is one."""
+    """Check each activation at gate 2 (then 4), up 3 (then -5), limit 2.5 if it has one."""
     gate, up = torch.tensor([2.0, 4.0], device=device), torch.tensor([3.0, -5.0], device=device)
 
     def sigmoid(x):
@@ -229,7 +214,7 @@ def test_numbers_by_hand(implementation, device):
     for name, values in expected.items():
         activation = Activation(name, limit=2.5 if ACTIVATION_KINDS[name].limit else None)
         preactivation = torch.cat([gate, up] if activation.gated else [gate])[None]
-        out = op_of(activation)(preactivation, activation, implementation=implementation)
+        out = apply_activation(preactivation, activation, implementation=implementation)
         torch.testing.assert_close(out[0].tolist(), values, rtol=1e-6, atol=0)
 
 
@@ -238,14 +223,14 @@ def test_numbers_by_hand(implementation, device):
 def test_nan_is_not_lost(activation, implementation, device):
     preactivation = torch.full((2, 4), 1.0, device=device)
     preactivation[1] = torch.nan
-    out = op_of(activation)(preactivation, activation, implementation=implementation)
+    out = apply_activation(preactivation, activation, implementation=implementation)
     assert out[0].isfinite().all() and out[1].isnan().all()
 
 
 @pytest.mark.parametrize("activation", KINDS, ids=str)
 def test_gradcheck_of_reference(activation):
     preactivation = make_preactivation(3, 4, torch.float64, "cpu", gated=activation.gated).requires_grad_()
-    torch.autograd.gradcheck(lambda h: reference_of(activation)(h, activation), preactivation)
+    torch.autograd.gradcheck(lambda h: reference.apply_activation(h, activation), preactivation)
 
 
 def test_opcheck(device):
@@ -258,26 +243,22 @@ def test_opcheck(device):
 def test_compiles_without_graph_break(device):
     preactivation = torch.randn(3, 8, device=device)
     for activation in (Activation("swiglu"), Activation("gpt_oss", limit=1.5), Activation("silu")):
-        compiled = torch.compile(op_of(activation), fullgraph=True, backend="aot_eager")
-        expected = op_of(activation)(preactivation, activation, implementation="triton")
+        compiled = torch.compile(apply_activation, fullgraph=True, backend="aot_eager")
+        expected = apply_activation(preactivation, activation, implementation="triton")
         assert torch.equal(compiled(preactivation, activation, implementation="triton"), expected)
 
 
 @pytest.mark.parametrize(
-    ("op", "preactivation", "activation", "message"),
+    ("preactivation", "activation", "message"),
     [
-        (gated_activation, torch.zeros(3, 4), "swish", r"gated_activation: activation must be one of .*, got 'swish'"),
-        (gated_activation, torch.zeros(3, 4), "relu", "activation must be gated, got 'relu'"),
-        (gated_activation, torch.zeros(3, 5), "swiglu", "even number of columns, got 5"),
-        (gated_activation, torch.zeros(3), "swiglu", r"preactivation must be \[R, 2F\]"),
-        (plain_activation, torch.zeros(3, 4), "swish", r"plain_activation: activation must be one of .*, got 'swish'"),
-        (plain_activation, torch.zeros(3, 4), "reglu", "activation must not be gated, got 'reglu'"),
-        (plain_activation, torch.zeros(3), "relu", r"preactivation must be \[R, F\]"),
+        (torch.zeros(3, 4), "swish", r"apply_activation: activation must be one of .*, got 'swish'"),
+        (torch.zeros(3, 5), "swiglu", "'swiglu' needs an even number of columns, gate then up, got 5"),
+        (torch.zeros(3), "relu", r"preactivation must be \[R, N\]"),
     ],
 )
-def test_bad_input(op, preactivation, activation, message):
+def test_bad_input(preactivation, activation, message):
     with pytest.raises(ValueError, match=message):
-        op(preactivation, activation)
+        apply_activation(preactivation, activation)
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,11 @@ def test_what_fits_only_elsewhere_is_refused(path):
 
 @pytest.fixture(scope="module")
 def results():
-    """Of `tests.unit.artifact_files`, in a process of its own: the interpreter is chosen when kernels are defined."""
+    """Return the results of `tests.unit.artifact_files`, run separately: kernel definitions choose the interpreter."""
     if not HAS_TRITON:
         pytest.skip("Triton is not installed")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns unless it is told
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns if this is unset
     command = [sys.executable, "-m", "tests.unit.artifact_files"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -60,7 +60,7 @@ def test_float32_results_of_16_bit_operands(dtype, case, device):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32], ids=str)
 def test_integers_are_exact(out_dtype, implementation, device):
-    """(L, M, N, K) = (2, 128, 256, 64): every sum is below 2048, which float16 holds."""
+    """At (L, M, N, K) = (2, 128, 256, 64) every sum is below 2048, which float16 represents."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-4, 5, (2, 128, 64), generator=generator)
     b = torch.randint(-4, 5, (2, 64, 256), generator=generator)
@@ -96,7 +96,7 @@ def test_each_kernel(kernel, device):
         epilogue = kernel.metadata.epilogue
         args = GemmArguments(a, by_columns(b) if operands.B.layout == "column" else b, out, epilogue=epilogue)
         if is_pointer:
-            # Every stride is unlike a contiguous tensor's.
+            # Every stride differs from a contiguous tensor's.
             out = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=dtype, device=device)[..., ::2]
             args = GemmArguments(by_columns(a), by_columns(b), out, epilogue=epilogue)
         if kernel.supports(args):
@@ -104,7 +104,7 @@ def test_each_kernel(kernel, device):
             kernel.run(args)
             expected = [reference.batched_gemm(*operands) for operands in ((a, b), to_float64((a, b)))]
             if epilogue is not None:
-                expected = [reference.plain_activation(product, epilogue) for product in expected]
+                expected = [reference.apply_activation(product, epilogue) for product in expected]
             assert_accurate(out, *expected, case)
     on_other_gpu = torch.cuda.is_available() and not kernel.runs_on(device_cc(torch.device("cuda", 0)))
     assert num_supported >= (0 if on_other_gpu else len(CASES) if is_pointer else 2)
@@ -125,7 +125,7 @@ def test_epilogues(dtype, epilogue, device):
     a, b = draw("dense", dtype, device)
     a *= 0.3
     baseline, exact = (
-        reference.plain_activation(reference.batched_gemm(*operands), epilogue)
+        reference.apply_activation(reference.batched_gemm(*operands), epilogue)
         for operands in ((a, b), to_float64((a, b)))
     )
     for out_dtype in {dtype, torch.float32}:
@@ -140,7 +140,7 @@ def test_epilogues(dtype, epilogue, device):
 
 @pytest.mark.parametrize("form", ["slice", "expanded"])
 def test_matrices_apart_after_contiguous_ones(form, device, monkeypatch):
-    """A kernel chosen for matrices one behind another is not kept for others of the same sizes."""
+    """A kernel chosen for matrices without gaps is not reused for others of the same sizes."""
     monkeypatch.setattr("moe_kernels.gemm.kernels.batched._TABLE_LAUNCHES", 0)
     monkeypatch.setattr(selection, "_selected", {})
     b = torch.randn(3, 64, 256, device=device).half()
@@ -175,11 +175,11 @@ def test_batches_that_are_no_rows_name_the_operand():
 
     spread = zeros(4, 16, 64)[::2]
     for operands, error in [
-        ((spread, zeros(2, 64, 32), zeros(2, 16, 32)), "Operand `A`: expected matrices behind each other"),
-        ((zeros(2, 16, 64), zeros(2, 64, 64), spread), "Operand `out`: expected matrices behind each other"),
+        ((spread, zeros(2, 64, 32), zeros(2, 16, 32)), "Operand `A`: expected matrices one after another"),
+        ((zeros(2, 16, 64), zeros(2, 64, 64), spread), "Operand `out`: expected matrices one after another"),
         (
             (zeros(16, 64), zeros(2, 64, 32), zeros(2, 16, 32)),
-            "Operand `A`: this kernel takes none that a batch shares",
+            "Operand `A`: this kernel takes none shared by a batch",
         ),
         ((zeros(16, 64), zeros(2, 64, 32), zeros(16, 32)), "Operand `out`: expected shape [2, 16, 32], got [16, 32]"),
     ]:
@@ -239,7 +239,8 @@ def test_bad_input(a, b, options, message):
 
 
 def test_every_kernel_has_the_table_that_it_says():
-    """Whatever its kernel for grouped GEMM does with offsets, of which a batch has none."""
+    """Each kernel gets its declared table, although the grouped kernel behind it may use offsets, which a batch
+    lacks."""
     a, b, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4, 256, 512), (4, 512, 768), (4, 256, 768)))
     args = GemmArguments(a, b, out)
     kernels = get_kernels(metadata_filter=lambda metadata: issubclass(metadata.kernel_class, BatchedGemm))

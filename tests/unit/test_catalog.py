@@ -1,4 +1,4 @@
-"""Each kernel of the catalog, chosen by hand, on every case it supports."""
+"""Each kernel of the catalog, chosen explicitly, on every case it supports."""
 
 import dataclasses
 from functools import partial
@@ -27,7 +27,7 @@ KERNELS = [kernel for kernel in get_kernels() if kernel.metadata.operands.A.dtyp
 FORWARD = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
 WGRAD = [kernel for kernel in KERNELS if kernel.arguments_class is WgradArguments]
 
-# (rows of each group, rows of no group, K, N)
+# (rows of each group, rows without a group, K, N)
 CASES = {
     "ordinary": ([20, 30, 14], 0, 64, 128),
     "tile_edges": ([0, 1, 127, 128, 129], 0, 64, 64),
@@ -38,15 +38,15 @@ CASES = {
     "tail": ([9, 0, 40], 21, 64, 72),
     "no_rows": ([0, 0], 0, 64, 32),
 }
-# With steps of the reduction for all parts of an epilogue.
+# Enough reduction steps for all parts of an epilogue.
 DEEP = {"deep": ([0, 1, 130, 70], 3, 648, 328)}
 if torch.cuda.is_available():
-    # Every program of a persistent kernel walks several tiles, of groups of unlike sizes. With so many steps those with
-    # rows in their upper half alone take as long as others; with one step less they end early.
+    # Every program of a persistent kernel walks several tiles, of groups of different sizes. With this many steps,
+    # tiles with rows only in their upper half take as long as others; with one step less they end early.
     uneven = [0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65]
     CASES["many_uneven_tiles"] = (uneven, 100, 1024, 1536)
     CASES["short_reduction"] = (uneven, 100, 960, 1536)
-    # Many tiles a group, and columns and steps that are not full; behind the last row lies NaN.
+    # Many tiles per group, partial columns and steps; NaN follows the last row.
     CASES["long_reduction"] = ([959, 1090, 0, 1153], 100, 1032, 2064)
 
 
@@ -71,20 +71,20 @@ def draw(kernel, case, device, transposed=False):
     if transposed:
         b = b.mT.contiguous().mT
     offsets = torch.tensor(sizes).cumsum(0).int().to(device)
-    # A gather from a shuffled copy must give what the rows give in place.
+    # A gather from a shuffled copy must equal the result of the rows in place.
     row_to_token = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int().to(device)
     return a, b, dout, offsets, row_to_token
 
 
 def scatter_rows(rows, row_to_token):
-    """Tokens such that tokens[row_to_token] are the rows."""
+    """Return tokens such that tokens[row_to_token] are the rows."""
     tokens = torch.empty_like(rows)
     tokens[row_to_token.long()] = rows
     return tokens
 
 
 def forward_arguments(kernel, case, device, transposed=False):
-    """Arguments, and what the reference needs: (a, b, offsets)."""
+    """Return the arguments, and (a, b, offsets) for the reference."""
     a, b, _, offsets, row_to_token = draw(kernel, case, device, transposed)
     gather, epilogue = kernel.metadata.design.gather, kernel.metadata.epilogue
     product = torch.full((len(a), b.shape[2]), torch.nan, dtype=a.dtype, device=device)
@@ -116,8 +116,8 @@ def check_forward(args, a, b, offsets, bias=None):
     exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if added is None else added.double())
     assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=added), exact, "product")
     if args.epilogue is not None:
-        # The activation is of the product as stored, and of the bias.
-        activate = reference.gated_activation if is_gated(args.epilogue) else reference.plain_activation
+        # The activation applies to the product as stored, plus the bias.
+        activate = reference.apply_activation
         exact = args.product.double()
         if bias is not None:
             row = torch.arange(len(exact), device=exact.device)
@@ -144,12 +144,12 @@ TAKES_BIAS = [
 @pytest.mark.parametrize("case", ["multiples_of_eight", "deep"])
 @pytest.mark.parametrize("kernel", TAKES_BIAS, ids=name_of)
 def test_forward_kernel_with_bias(kernel, case, bias_dtype, device):
-    """Pointer kernels take biases of any strides; they have a test of their own."""
+    """Test biases. Pointer kernels support biases of any strides and have a separate test."""
     transposed = kernel.metadata.operands.B.layout == "column"
     args, (a, b, offsets) = forward_arguments(kernel, case, device, transposed)
     generator = torch.Generator(device).manual_seed(1)
     bias = torch.randn(len(b), b.shape[2], device=device, generator=generator).to(bias_dtype or a.dtype)
-    # Reading past the last column of a group, or of the last one, would show.
+    # NaN here reveals a read past the last column of a group.
     memory = torch.full((len(b) + 1, b.shape[2] + 8), torch.nan, dtype=bias.dtype, device=device)
     memory[: len(b), : b.shape[2]] = bias
     args = dataclasses.replace(args, bias=memory[: len(b), : b.shape[2]])
@@ -272,7 +272,7 @@ def test_tail_is_left_alone_on_request(kernel, device):
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
 def test_a_tile_touches_no_row_of_another_group(kernel, device):
-    """With the tiles of one group alone in the table, the rows of its neighbours stay as they were."""
+    """With only one group's tiles in the table, the neighbouring groups' rows do not change."""
     args, (a, _, offsets) = forward_arguments(
         kernel, "tile_edges", device, kernel.metadata.operands.B.layout == "column"
     )

@@ -1,4 +1,4 @@
-"""Asking, compiling and running kernels of the catalog: status, order, artifacts, streams, workspaces, DLPack."""
+"""Querying, compiling and running kernels: status, order, artifacts, streams, workspaces, DLPack."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -16,11 +16,10 @@ from moe_kernels import (
     WarpSpecializedDesign,
     WgradArguments,
     get_kernels,
-    is_device_cc_supported,
     reference,
 )
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.kernel import Kernel
+from moe_kernels.gemm.kernel import Kernel, is_device_cc_supported
 from moe_kernels.runtime.launch import run_launch
 from moe_kernels.runtime.triton import triton
 
@@ -84,7 +83,7 @@ def test_best_first(form, device, monkeypatch):
 
 @pytest.mark.parametrize("form", ["grouped", "wgrad"])
 def test_reserved_sms_are_left_alone(form, device):
-    """A persistent kernel has fewer programs, which compute the same bits."""
+    """With reserved SMs, a persistent kernel has fewer programs and computes the same bits."""
     args = ARGUMENTS[form](device)
     persistent = [kernel for kernel in get_kernels(args) if kernel.metadata.design.persistent]
     assert persistent
@@ -100,10 +99,10 @@ def test_reserved_sms_are_left_alone(form, device):
 
 
 def test_a_small_product_makes_no_table(device):
-    """Two launches for a table pay only for large products."""
+    """The two launches of a table pay only for large products."""
     small = gemm_arguments(device)
     assert not selection.select(small).metadata_bytes(small)
-    rows = small.out.new_empty(1, 4096).expand(65536, 4096)  # without the memory
+    rows = small.out.new_empty(1, 4096).expand(65536, 4096)  # without allocating it
     large = GemmArguments(rows, rows[:4096], rows)
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernels with a table are for capability 9.0")
@@ -131,7 +130,7 @@ def test_filters():
 
 
 def float32_kernel(arguments_class):
-    """One without a gather."""
+    """Return a kernel without a gather."""
     return next(
         kernel
         for kernel in get_kernels(metadata_filter=lambda m: m.operands.A.dtype == torch.float32 and not m.design.gather)
@@ -197,7 +196,7 @@ def test_an_index_must_be_contiguous():
 
 
 def test_a_preactivation_is_stored_as_the_output():
-    """With an epilogue a kernel writes both, by rows, and each half of a gated one's product from 16 bytes on."""
+    """An epilogue writes both results by rows, and aligns each half of a gated product to 16 bytes."""
     args = grouped_arguments("cpu", size_k=1024)
     args = dataclasses.replace(args, B=args.B.mT.contiguous().mT, out=args.out[:, :24].clone(), epilogue="swiglu")
     product = torch.zeros(40, 48, dtype=FLOAT16)
@@ -243,7 +242,7 @@ def test_run_asks_unless_told_or_selected(device, monkeypatch):
     args = grouped_arguments(device)
     kernel = selection.select(args)
     monkeypatch.setattr(Kernel, "supports", lambda self, args: pytest.fail("asked"))
-    selection.run(args)  # the selector has asked before
+    selection.run(args)  # the selection is now cached
     kernel.run(args, assume_supported_args=True)
     with pytest.raises(pytest.fail.Exception, match="asked"):
         kernel.run(args)
@@ -302,8 +301,8 @@ def test_an_artifact_of_other_properties_is_refused(device):
 
 
 def test_an_artifact_spares_the_jit(device, monkeypatch):
-    """The compiled kernel gets the grid, then every parameter, constexpr ones last; the JIT is not asked, nor is
-    anything prepared for hooks, of which there are none."""
+    """The compiled kernel gets the grid, then every parameter, constexpr ones last. The JIT is not called, and nothing
+    is prepared for hooks, because there are none."""
     args = grouped_arguments(device)
     kernel = get_kernels(args, metadata_filter=lambda m: isinstance(m.design, PointerDesign))[0]
     launch = kernel.launch(args)
@@ -319,7 +318,7 @@ def test_an_artifact_spares_the_jit(device, monkeypatch):
     monkeypatch.setattr(launch.function, "run", None)
     driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    run_launch(launch, artifact, args.A, None)
+    run_launch(launch, args.A, artifact=artifact)
     (handed,) = calls
     assert handed[:6] == (*launch.grid, 1, 1, f"stream of {args.A.get_device()}", "function", "packed")
     assert handed[6:9] == (None, None, None)
@@ -338,14 +337,14 @@ def test_a_profilers_hook_is_prepared_for(which, device, monkeypatch):
 
     class Compiled:
         metadata = SimpleNamespace(global_scratch_size=0)
-        run = function = packed_metadata = None  # not asked for
+        run = function = packed_metadata = None  # must not be used
 
         def __getitem__(self, grid):
             return lambda *arguments: calls.append((grid, arguments))
 
     launch, artifact = kernel.launch(args), dataclasses.replace(kernel.compile(args), compiled=Compiled())
     monkeypatch.setattr(getattr(triton.knobs.runtime, which), "calls", [print])
-    run_launch(launch, artifact, args.A, None)
+    run_launch(launch, args.A, artifact=artifact)
     ((grid, arguments),) = calls
     assert grid == (*launch.grid, 1, 1) and arguments[: len(launch.arguments)] == launch.arguments
 
@@ -355,12 +354,12 @@ def test_workspace(form, device):
     args = ARGUMENTS[form](device)
     for kernel in get_kernels(args):
         num_bytes = kernel.get_workspace_size(args)
-        # Warp-specialised kernels walk the offsets of so few groups; of a batch, pointer kernels need no table.
+        # Warp-specialised kernels walk the offsets of this few groups, and pointer kernels need no table for a batch.
         free = {"gemm": PointerDesign, "grouped": WarpSpecializedDesign}
         assert (num_bytes == 0) == (form in free and isinstance(kernel.metadata.design, free[form]))
         kernel.run(args)
         expected = args.out.clone()
-        # Exactly as much as was asked for, and poisoned behind.
+        # Exactly the requested size, with poisoned memory after it.
         memory = torch.full((num_bytes + 256,), 255, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % 128 :]
         args.out.fill_(torch.nan)
@@ -390,7 +389,7 @@ def test_a_stream_and_no_allocation(form):
     for kernel in get_kernels(args):
         artifact = kernel.compile(args)
         workspace = torch.empty(kernel.get_workspace_size(args), dtype=torch.uint8, device="cuda")
-        kernel.run(args, artifact, workspace=workspace)  # compiles what makes the table
+        kernel.run(args, artifact, workspace=workspace)  # compiles the kernels that make the table
         args.out.fill_(torch.nan)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -404,13 +403,13 @@ def test_a_stream_and_no_allocation(form):
 
 
 def test_any_dlpack_tensor():
-    """NumPy arrays, in place."""
+    """NumPy arrays are used in place."""
     a, b = np.eye(4, 8, dtype=np.float32), np.ones((2, 8, 16), dtype=np.float32)
     out, offsets = np.full((4, 16), np.nan, dtype=np.float32), np.array([1, 3], dtype=np.int32)
     args = GroupedGemmArguments(a, b, out, offsets=offsets)
     assert isinstance(args.A, torch.Tensor) and args.A.data_ptr() == a.ctypes.data
     if torch.cuda.is_available():
-        assert get_kernels(args) == []  # they are on the CPU
+        assert get_kernels(args) == []  # the arrays are on the CPU
     else:
         get_kernels(args)[0].run(args)
         assert (out[:3] == 1).all() and (out[3] == 0).all()

@@ -1,11 +1,12 @@
-"""Checks of operands that are made once for all calls alike."""
+"""Checks of operands that run once for all equal calls."""
 
 import pytest
 import torch
 
 from moe_kernels import fused_experts, grouped_gemm, grouped_gemm_wgrad, linear_routing, sort_by_expert
-from moe_kernels.runtime import checks
-from moe_kernels.runtime.checks import check_shapes, once_per_form
+from moe_kernels.runtime import dispatch
+from moe_kernels.runtime.checks import check_shapes
+from moe_kernels.runtime.dispatch import once_per_form
 from moe_kernels.testing import CASES, make_inputs, make_permutation
 
 
@@ -15,7 +16,7 @@ class Subclass(torch.Tensor):
 
 @pytest.fixture
 def counted():
-    """A check that counts how often it is made, and gives the number of rows."""
+    """Return a check that counts its calls and returns the number of rows."""
 
     @once_per_form
     def check(rows, size):
@@ -65,17 +66,17 @@ def test_what_could_be_anything_is_always_checked(counted, rows):
 
 
 def test_forms_do_not_pile_up(counted, monkeypatch):
-    monkeypatch.setattr(checks, "_MOST_FORMS", 3)
+    monkeypatch.setattr(dispatch, "_MOST_FORMS", 3)
     for num_rows in range(10):
         assert counted(torch.zeros(num_rows, 3), 3) == num_rows
-    assert counted(torch.zeros(9, 3), 3) == 9  # the last one was kept
+    assert counted(torch.zeros(9, 3), 3) == 9  # the last form was kept
     assert counted.calls == 10
-    assert counted(torch.zeros(0, 3), 3) == 0  # the first one was not
+    assert counted(torch.zeros(0, 3), 3) == 0  # the first form was forgotten
     assert counted.calls == 11
 
 
 def changed(kind, tensor):
-    """A tensor that does not fit where this one does."""
+    """Return a tensor that does not fit in place of this one."""
     if kind == "list":
         return tensor.tolist()
     if kind == "dtype":
@@ -91,7 +92,7 @@ KINDS = ("list", "dtype", "device", "axes", "size")
 
 
 def bad_calls_raise(op, operands, names, **options):
-    """After a good call, and again after another one."""
+    """Bad calls raise after a good call, and again after another one."""
     operands = {name: value for name, value in operands.items() if value is not None}
     for _ in range(2):
         op(**operands, **options)
@@ -140,7 +141,7 @@ def test_bad_weight_gradients_raise_after_good_ones(product, implementation):
 
 @IMPLEMENTATIONS
 def test_values_and_options_are_checked_in_every_call(product, implementation, device):
-    """What no form holds: the values of offsets on the CPU, who requires a gradient, and what is no tensor."""
+    """Every call checks what forms do not contain: offsets' values on the CPU, requires_grad, and non-tensors."""
 
     def good():
         return grouped_gemm(**product, implementation=implementation)
@@ -164,7 +165,7 @@ def test_values_and_options_are_checked_in_every_call(product, implementation, d
             grouped_gemm(**{**product, "implementation": implementation, **change})
         torch.testing.assert_close(good(), expected, rtol=0, atol=0)
     if device == "cpu":
-        # With fewer rows the same offsets are too many.
+        # With fewer rows, the same offsets are out of range.
         with pytest.raises(ValueError, match="R=37"):
             rows = {"a": product["a"][:37], "row_scale": product["row_scale"][:37]}
             grouped_gemm(**{**product, **rows}, implementation=implementation)

@@ -1,11 +1,12 @@
-"""Two runs give the same bits: every kernel of the catalog, and every form of the layer with all its gradients."""
+"""Two runs give the same bits, for every kernel of the catalog and every form of the layer with all its gradients."""
 
 import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_layers import BalanceLosses, CapacityFactor, CustomAssignment, ExpertChoice, MoEFeedForward, TokenRounding
+from moe_layers import BalanceLosses, CapacityFactor, CustomAssignment, ExpertChoice, TokenRounding
 
+from ..layers import moe_layer
 from .kernel_arguments import KERNELS, supported_arguments
 from .test_batch_invariance import FORMS, SIZES, make_tokens
 
@@ -15,7 +16,7 @@ NUM_TOKENS = 1500 if ON_GPU else 12
 
 
 def disturb(number, device):
-    """What the next run finds in memory that it does not write: other numbers each time, and on a CPU, NaN."""
+    """Fill memory that the next run may read by mistake: with other numbers each time, and NaN on a CPU."""
     if device == "cuda":
         torch.empty(2**26, device=device).fill_(number)
     torch.use_deterministic_algorithms(device == "cpu", warn_only=True)
@@ -46,7 +47,7 @@ LAYERS = {
     **FORMS,
     "recompute_up": {"recompute": "up"},
     "bias_recompute_up": {"recompute": "up", "bias": True},
-    "switch_and_z": {"load_balancing_coefficient": 0.1, "z_loss_coefficient": 0.1},
+    "switch_and_z": {"balance_losses": BalanceLosses(switch=0.1, z=0.1)},
     "all_losses": {"balance_losses": BalanceLosses(switch=0.1, z=0.1, sequence=0.1, global_batch=0.1, importance=0.1)},
     "capacity": {"capacity": 500 if ON_GPU else 4},
     "capacity_by_weight": {"capacity": CapacityFactor(0.75, by="weight")},
@@ -57,20 +58,18 @@ LAYERS = {
     "softcap": {"router": RouterSpec(logit_softcap=3.0, norm_power=2.0)},
     "batch_invariant": {"batch_invariant": True, "shared_d_ff": 16, "shared_gate": True, "latent_dim": 16},
 }
-if not ON_GPU:  # the interpreter is slow, and has run these forms in batches of several sizes
+if not ON_GPU:  # the interpreter is slow, and test_batch_invariance.py runs these forms there
     LAYERS = {name: options for name, options in LAYERS.items() if name not in FORMS or name in ("biases", "shared")}
 
 
-# On a GPU the reference is PyTorch's own kernels, some of which add in any order.
+# On a GPU the reference uses PyTorch's own kernels, some of which add in any order.
 @pytest.mark.parametrize("implementation", ["triton"] if ON_GPU else ["triton", "reference"])
 @pytest.mark.parametrize("form", LAYERS)
 def test_every_form_of_the_layer_repeats_bitwise(form, implementation, device):
-    """Output and every gradient, under routing that gives one expert most of the rows."""
+    """Compare output and every gradient, with routing that gives one expert most of the rows."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
-    layer = MoEFeedForward(
-        **{**SIZES, **LAYERS[form]}, implementation=implementation, device=device, dtype=dtype
-    ).train()
+    layer = moe_layer(**{**SIZES, **LAYERS[form]}, implementation=implementation, device=device, dtype=dtype).train()
     tokens = make_tokens(NUM_TOKENS, device, dtype, d_model=layer.d_model).view(2, -1, layer.d_model)
     tokens = (tokens + layer.router.weight[0].detach()).requires_grad_()
     first = None

@@ -1,4 +1,4 @@
-"""What all ops share: which implementation runs, and what it does under the modes and transforms of PyTorch."""
+"""Behaviour that all ops share: choice of the implementation, and PyTorch's modes and transforms."""
 
 from functools import partial
 
@@ -7,10 +7,9 @@ import torch
 
 from moe_kernels import (
     GroupedProblem,
+    apply_activation,
     batched_gemm,
     combine,
-    fused_experts,
-    gated_activation,
     grouped_gemm,
     grouped_gemm_list,
     grouped_gemm_wgrad,
@@ -20,6 +19,8 @@ from moe_kernels import (
     reference,
     topk_routing,
 )
+from moe_kernels.experts.fused import compute_experts
+from moe_kernels.types import ExpertWeights
 
 R, N = 24, 32
 SLOTS = [[t % 3, (t + 1) % 3] for t in range(R)]
@@ -32,10 +33,11 @@ def offsets_of(rows, dtype=torch.int32):
 def experts(rows, matrices, weights, **options):
     slots = torch.tensor(SLOTS, dtype=torch.int32, device=rows.device)
     w_down = matrices[:, :, : N // 2]
-    return fused_experts(rows, weights, reference.sort_by_expert(slots, 3), matrices, w_down, **options)
+    permutation = reference.sort_by_expert(slots, 3)
+    return compute_experts(rows, weights, permutation, ExpertWeights(matrices, w_down), **options)
 
 
-# Of rows [R, N], matrices [3, N, N] and weights [R, 2].
+# Operands: rows [R, N], matrices [3, N, N] and weights [R, 2].
 OPS = {
     "grouped_gemm": lambda r, m, w, **o: grouped_gemm(r, m[:2], offsets_of(r), **o),
     "gated grouped_gemm": lambda r, m, w, **o: grouped_gemm(r, m[:2], offsets_of(r), activation="swiglu", **o),
@@ -49,10 +51,10 @@ OPS = {
     "fused_experts with router": lambda r, m, w, **o: experts(r, m, w, w_router=m[0, :3], **o),
     "linear_routing": lambda r, m, w, **o: linear_routing(r, m[0], 2, **o).topk_weights,
     "topk_routing": lambda r, m, w, **o: topk_routing(r, 2, **o).topk_weights,
-    "gated_activation": lambda r, m, w, **o: gated_activation(r, **o),
+    "apply_activation": lambda r, m, w, **o: apply_activation(r, **o),
     "combine": lambda r, m, w, **o: combine(r, w[: R // 2], torch.arange(R, device=r.device).int().view(-1, 2), **o),
 }
-PRODUCTS = [name for name in OPS if name not in ("topk_routing", "gated_activation", "combine")]
+PRODUCTS = [name for name in OPS if name not in ("topk_routing", "apply_activation", "combine")]
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["triton", "reference"])
 
 
@@ -64,7 +66,7 @@ def operands(device):
 
 
 def run_with_grads(op, operands, *, forward=False, backward=False):
-    """Each in autocast or not."""
+    """Run forward and backward, each with or without autocast."""
     autocast = partial(torch.autocast, operands[0].device.type, torch.bfloat16)
     leaves = [operand.detach().requires_grad_() for operand in operands]
     with autocast(enabled=forward):
@@ -77,9 +79,9 @@ def run_with_grads(op, operands, *, forward=False, backward=False):
 @pytest.mark.parametrize(("implementation", "backward"), [("triton", False), ("triton", True), ("reference", False)])
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_changes_no_bit(op, implementation, backward, operands):
-    """An op computes in its operands' dtype: whoever wants another one converts them.
+    """Ops compute in their operands' dtype; callers convert operands for another dtype.
 
-    The reference's backward is PyTorch's own, which autocast is not to be around.
+    The reference's backward is PyTorch's own, so autocast must be off around it.
     """
     op = partial(OPS[op], implementation=implementation)
     under_autocast = run_with_grads(op, operands, forward=True, backward=backward)
@@ -105,7 +107,7 @@ def test_autocast_of_a_device_without_it():
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("op", OPS)
 def test_transforms_give_the_gradient_or_name_the_reference(op, implementation, operands):
-    """torch.func differentiates the reference; kernels have their gradients from autograd alone."""
+    """torch.func differentiates the reference. Kernels have gradients only from autograd."""
     rows, *others = operands
     op = partial(OPS[op], implementation=implementation)
 
@@ -124,7 +126,7 @@ def test_transforms_give_the_gradient_or_name_the_reference(op, implementation, 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_vmap_of_kernels(needs_gradient, operands):
-    """With autograd around it."""
+    """vmap works with autograd around it."""
     rows, matrices, weights = operands
     batch = torch.stack([rows, rows.flip(0)]).requires_grad_(needs_gradient)
     op = partial(OPS["grouped_gemm"], m=matrices, w=weights, implementation="triton")

@@ -8,7 +8,7 @@ from moe_kernels.testing import assert_accurate
 
 from ..dtypes import DTYPES
 
-# Groups of 3, 0, 70, 0 and 5 rows, then 4 rows of none.
+# Groups of 3, 0, 70, 0 and 5 rows, then 4 rows without a group.
 BOUNDS = [0, 3, 3, 73, 73, 78, 82]
 
 
@@ -35,7 +35,7 @@ def test_segment_sum(num_columns, indexed, dtype, device):
     index = torch.randperm(82, device=device, generator=generator).int() if indexed else None
     stored = rows.index_select(0, index.long().argsort()) if indexed else rows.clone()
     if not indexed:
-        stored[78:] = torch.nan  # rows of no group are not read
+        stored[78:] = torch.nan  # rows without a group are not read
 
     def expected(dtype):
         factor = 1 if weights is None else weights.to(dtype)[:, None]

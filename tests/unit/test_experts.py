@@ -3,11 +3,22 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import Activation, GroupedGemmArguments, WgradArguments, fused_experts, reference, sort_by_expert
+from moe_kernels import (
+    Activation,
+    GroupedGemmArguments,
+    WgradArguments,
+    fused_experts,
+    reference,
+    sort_by_expert,
+)
 from moe_kernels.activation_spec import as_activation
-from moe_kernels.experts.fused import _fused_experts_op
+from moe_kernels.experts.fused import ExpertOperands, _fused_experts_op
+from moe_kernels.experts.rows import Rows
+from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
+from moe_kernels.runtime.packing import packing_of
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
+from moe_kernels.types import ExpertWeights
 
 from ..dtypes import DTYPES
 
@@ -15,7 +26,7 @@ triton_experts = partial(fused_experts, implementation="triton")
 
 
 def draw(case, dtype, device, seed=0):
-    """(tokens, weights, experts, w_up, w_down) for a case."""
+    """Return (tokens, weights, experts, w_up, w_down) for a case."""
     inputs = make_inputs(case, dtype, device, seed)
     routed = reference.topk_routing(inputs.logits, case.top_k)
     return inputs.tokens, routed.topk_weights, routed.topk_experts, inputs.w_up, inputs.w_down
@@ -38,7 +49,7 @@ def test_matches_reference(case, dtype, device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_worked_by_hand(implementation, device):
-    # One token, two experts of one hidden unit each. silu(2) * 3 = 5.2848; silu(1) * 1 = 0.7311.
+    # One token, two experts with one hidden unit each. silu(2) * 3 = 5.2848; silu(1) * 1 = 0.7311.
     tokens = torch.tensor([[1.0]], device=device)
     w_up = torch.tensor([[[2.0], [3.0]], [[1.0], [1.0]]], device=device)
     w_down = torch.tensor([[[1.0]], [[10.0]]], device=device)
@@ -63,29 +74,13 @@ def test_saves_tokens_preactivation_and_routing_only(device):
     num_rows = case.num_tokens * case.top_k
     assert preactivation.shape == (num_rows, 2 * case.d_ff)
     integers = {t.data_ptr(): t.numel() for t in saved if not t.is_floating_point()}
-    # slot_to_row, row_to_token, and a table that is small beside them at real sizes.
+    # slot_to_row, row_to_token and a table, which are small in comparison at real sizes.
     table = sum(t.numel() for t in permutation.tile_table[:4])
     assert sum(integers.values()) == 2 * num_rows + table
 
 
-@pytest.mark.parametrize("frozen", ["tokens", "weights", "w_up", "w_down"])
-def test_frozen_operands_are_skipped(frozen, device):
-    names = ("tokens", "weights", "experts", "w_up", "w_down")
-    tensors = dict(zip(names, draw(CASES["ordinary"], torch.float32, device), strict=True))
-    leaves = [name for name in tensors if name != "experts"]
-
-    def gradients(names):
-        operands = {k: t.detach().requires_grad_(k in names) for k, t in tensors.items()}
-        out = run(*operands.values())
-        return dict(zip(names, torch.autograd.grad(out.sum(), [operands[name] for name in names]), strict=True))
-
-    every = gradients(leaves)
-    for name, gradient in gradients([name for name in leaves if name != frozen]).items():
-        assert torch.equal(gradient, every[name]), name
-
-
 def test_frozen_weights_launch_no_weight_gradient(device, monkeypatch):
-    monkeypatch.setattr("moe_kernels.experts.rows.Rows.wgrad", None)  # calling it would fail
+    monkeypatch.setattr("moe_kernels.experts.rows.Rows.wgrad", None)  # a call would fail
     tokens, weights, chosen, w_up, w_down = draw(CASES["ordinary"], torch.float32, device)
     tokens.requires_grad_()
     run(tokens, weights, chosen, w_up, w_down).sum().backward()
@@ -176,7 +171,7 @@ def test_backward_twice_on_a_kept_graph(device):
 
 @pytest.mark.parametrize("form", ["gemm", "wgrad"])
 def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
-    """Both lie in one power of two of rows per expert, and copies through TMA want some rows."""
+    """Both sizes have the same power of two of rows per expert, but TMA copies need at least one row."""
 
     def arguments(num_rows):
         a, b = torch.ones(num_rows, 256, device=device).half(), torch.ones(2, 256, 512, device=device).half()
@@ -194,58 +189,19 @@ def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
     kernel.run(none)
 
 
-def test_gradcheck_of_reference():
-    case = Case(5, 4, 3, 3, 2)
-    tokens, weights, experts, w_up, w_down = draw(case, torch.float64, "cpu")
-    permutation = reference.sort_by_expert(experts, 3)
-    operands = [t.double().requires_grad_() for t in (tokens, weights, w_up, w_down)]
-    torch.autograd.gradcheck(lambda x, w, up, down: reference.fused_experts(x, w, permutation, up, down), operands)
+def flat_operands(tokens, weights, *rest, activation="swiglu", weight_on_input=False, recompute=False, **options):
+    """As the registered op takes them; `rest` are the experts' weights, then the permutation."""
+    *of_experts, permutation = rest
+    kind = as_activation("test", activation)
+    experts = Experts.of(ExpertWeights(*of_experts), kind, weight_on_input=weight_on_input)
+    rows = Rows.of(permutation, **{"reserved_sms": 0, **options})
+    operands = ExpertOperands(tokens, weights, experts, None, rows, recompute)
+    return packing_of(ExpertOperands).flatten(operands)
 
 
-def test_opcheck(device):
-    tokens, weights, experts, w_up, w_down = draw(Case(6, 8, 4, 3, 2), torch.float32, device)
-    permutation = reference.sort_by_expert(experts, 3)
-    leaves = [tensor.requires_grad_() for tensor in (tokens, weights, w_up, w_down)]
-    table = permutation.tile_table
-    torch.library.opcheck(
-        _fused_experts_op.overload,
-        (
-            *leaves[:4],
-            None,
-            None,
-            permutation.slot_to_row,
-            permutation.row_to_token,
-            *table[:4],
-            None,
-            table.block_rows,
-            0,
-            "swiglu",
-            None,
-            None,
-            False,
-            False,
-            False,
-        ),
-    )
-
-
-def test_compiles_without_graph_break(device):
-    inputs = [t.requires_grad_() if t.is_floating_point() else t for t in draw(CASES["odd_sizes"], DTYPES[-1], device)]
-    wanted = [t for t in inputs if t.requires_grad]
-
-    def layer(tokens, weights, experts, w_up, w_down):
-        permutation = sort_by_expert(experts, 5, implementation="triton")
-        return triton_experts(tokens, weights, permutation, w_up, w_down)
-
-    expected = layer(*inputs)
-    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs)
-    assert torch.equal(actual, expected)
-    gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
-    assert all(torch.equal(a, b) for a, b in gradients)
-
-
-# Every further fact of an expert op, alone and together.
+# The plain op, and every option alone and together.
 VARIANTS = {
+    "plain": {},
     "geglu": {"activation": "geglu"},
     "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
     "relu_squared": {"activation": "relu_squared"},
@@ -257,7 +213,7 @@ VARIANTS = {
 
 
 def draw_variant(case, variant, dtype, device, seed=0):
-    """(tokens, weights, experts, w_up, w_down, b_up, b_down), without biases where the variant has none"""
+    """Return (tokens, weights, experts, w_up, w_down, b_up, b_down), without biases if the variant has none."""
     operands = list(draw(case, dtype, device, seed))
     activation = as_activation("draw", VARIANTS[variant].get("activation", "swiglu"))
     if not activation.gated:
@@ -282,7 +238,7 @@ TWO_EMPTY = Case(33, 21, 13, 4, 2, "first")
 @pytest.mark.parametrize(
     ("variant", "case", "dtype"),
     [
-        *((variant, ODD, torch.float32) for variant in VARIANTS),
+        *((variant, ODD, torch.float32) for variant in VARIANTS if variant != "plain"),
         ("gpt_oss", TWO_EMPTY, torch.float32),
         ("weight_on_input_bias", TWO_EMPTY, torch.float32),
         ("gpt_oss", CASES["zero_tokens"], torch.float32),
@@ -303,7 +259,7 @@ def test_variants_match_reference(variant, case, dtype, device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_biases_and_input_weight_by_hand(implementation, device):
-    # One token, one expert of one hidden unit: relu(2 w x + 1) * 3 + 5, with the weight w = 0.5 before or after.
+    # One token, one expert with one hidden unit: relu(2 w x + 1) * 3 + 5, with weight w = 0.5 on the input or output.
     tokens, w_up, w_down, b_up, b_down = (
         torch.tensor(value, device=device).view(shape)
         for value, shape in ((4.0, (1, 1)), (2.0, (1, 1, 1)), (3.0, (1, 1, 1)), (1.0, (1, 1)), (5.0, (1, 1)))
@@ -332,14 +288,14 @@ def test_dropped_slots_add_no_bias(variant, op, device):
     assert not gradients[0][8].any() and not gradients[1][8].any()
     assert gradients[1][3, 0] == 0 and gradients[1][3, 1] != 0
     expert = int(experts[3, 0])
-    alone = torch.where(experts == expert, experts, -1)  # nobody else's bias gets a gradient
+    alone = torch.where(experts == expert, experts, -1)  # no other expert's bias gets a gradient
     out = run_variant(*leaves[:2], alone, *leaves[2:], variant=variant, op=op)
     for gradient in torch.autograd.grad(out.square().sum(), leaves[-2:]):
         assert gradient[expert].any() and not gradient[torch.arange(8, device=device) != expert].any()
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
-def test_frozen_operands_of_variants_are_skipped(variant, device):
+@pytest.mark.parametrize("variant", ["plain", "gpt_oss", "weight_on_input_bias"])
+def test_frozen_operands_are_skipped(variant, device):
     operands = draw_variant(Case(5, 8, 4, 2, 2), variant, torch.float32, device)
     indices = [i for i in range(len(operands)) if i != 2]
 
@@ -369,31 +325,33 @@ def test_variants_repeat_bitwise(variant, device):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradcheck_of_reference_variants(variant):
+def test_gradcheck_of_reference(variant):
     operands = draw_variant(Case(5, 4, 3, 3, 2), variant, torch.float64, "cpu")
     leaves = [t.double().requires_grad_() if t.is_floating_point() else t for t in operands]
     run = partial(run_variant, variant=variant, op=reference.fused_experts)
     torch.autograd.gradcheck(lambda x, w, *rest: run(x, w, operands[2], *rest), [t for t in leaves if t.requires_grad])
 
 
-def test_opcheck_of_variants(device):
+def test_opcheck(device):
     tokens, weights, experts, *rest = draw_variant(Case(6, 8, 4, 3, 2), "gpt_oss", torch.float32, device)
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
-    table = permutation.tile_table
-    operands += permutation.slot_to_row, permutation.row_to_token, *table[:4], None, table.block_rows
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, 0, "gpt_oss", 0.5, 1.702, False, False, False))
-    torch.library.opcheck(_fused_experts_op.overload, (*operands, 2, "swiglu", None, None, True, True, True))
+    gpt_oss = Activation("gpt_oss", limit=0.5, alpha=1.702)
+    torch.library.opcheck(_fused_experts_op.overload, flat_operands(*operands[:4], permutation))
+    torch.library.opcheck(_fused_experts_op.overload, flat_operands(*operands, permutation, activation=gpt_oss))
+    options = {"reserved_sms": 2, "weight_on_input": True, "recompute": True, "batch_invariant": True}
+    torch.library.opcheck(_fused_experts_op.overload, flat_operands(*operands, permutation, **options))
 
 
-def test_variants_compile_without_graph_break(device):
-    operands = draw_variant(ODD, "gpt_oss", DTYPES[-1], device)
+@pytest.mark.parametrize("variant", ["plain", "gpt_oss"])
+def test_compiles_without_graph_break(variant, device):
+    operands = draw_variant(ODD, variant, DTYPES[-1], device)
     leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
     wanted = [t for t in leaves if t.requires_grad]
 
-    def layer(tokens, weights, experts, w_up, w_down, b_up, b_down):
+    def layer(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None):
         permutation = sort_by_expert(experts, 4, implementation="triton")
-        options = {"b_up": b_up, "b_down": b_down, "activation": VARIANTS["gpt_oss"]["activation"]}
+        options = {"b_up": b_up, "b_down": b_down, "activation": VARIANTS[variant].get("activation", "swiglu")}
         return triton_experts(tokens, weights, permutation, w_up, w_down, **options)
 
     expected = layer(*leaves)

@@ -1,10 +1,13 @@
-"""The steps of the experts on tokens in parts: together they are `fused_experts` and its backward, on all of them."""
+"""The steps of the experts on chunks of tokens: together they equal `fused_experts` and its backward on all tokens."""
 
 import pytest
 import torch
 
-from moe_kernels import ExpertsInParts, ExpertWeights, as_activation, fused_experts, reference, sort_by_expert
+from moe_kernels import fused_experts, reference, sort_by_expert
+from moe_kernels.activation_spec import as_activation
+from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.testing import assert_accurate
+from moe_kernels.types import ExpertWeights
 
 from ..dtypes import DTYPES
 
@@ -20,7 +23,8 @@ def draw(device, dtype, num_tokens, activation, bias, d_model=24, d_ff=20):
     d_up = (1 + as_activation("test", activation).gated) * d_ff
     biases = (normal(NUM_EXPERTS, d_up), normal(NUM_EXPERTS, d_model)) if bias else (None, None)
     weights = ExpertWeights(0.3 * normal(NUM_EXPERTS, d_up, d_model), 0.3 * normal(NUM_EXPERTS, d_model, d_ff), *biases)
-    chosen = torch.rand(num_tokens, NUM_EXPERTS + 4, generator=generator).argsort(1)[:, :TOP_K]  # some are elsewhere
+    # Ids from NUM_EXPERTS on are experts of other ranks.
+    chosen = torch.rand(num_tokens, NUM_EXPERTS + 4, generator=generator).argsort(1)[:, :TOP_K]
     topk_weights = torch.rand(num_tokens, TOP_K, generator=generator).to(device)
     return normal(num_tokens, d_model), topk_weights, chosen.int().to(device), weights, normal(num_tokens, d_model)
 
@@ -31,7 +35,7 @@ def permutation_of(chosen):
 
 
 def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, reserved_sms=0):
-    """Output, then gradients in the order of the operands."""
+    """Return the output, then gradients in the order of the operands."""
     parts = [permutation_of(part) for part in chosen.split(lengths)]
     whole = permutation_of(chosen) if len(lengths) > 1 else parts[0]
     experts = ExpertsInParts(weights, as_activation("test", activation), parts, reserved_sms=reserved_sms)
@@ -42,7 +46,7 @@ def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, r
         backward.backward_part(n, d, w, made.preactivation)
         for n, ((_, w, d), made) in enumerate(zip(zip(*split, strict=True), forward, strict=True))
     ]
-    needed = tuple(weight is not None for weight in weights)
+    needed = ExpertWeights(*(weight is not None for weight in weights))
     gradients = backward.weight_gradients(tokens, dout, topk_weights, needed)
     assert [gradient is None for gradient in gradients] == [weight is None for weight in weights]
     halves = slice(tokens.shape[1] // 2), slice(tokens.shape[1] // 2, None)

@@ -1,4 +1,4 @@
-"""What the up GEMM of the experts computes in its epilogue: biases and activations."""
+"""Biases and activations that the experts' up GEMM computes in its epilogue."""
 
 from functools import partial
 
@@ -7,18 +7,20 @@ import torch
 
 from moe_kernels import Activation, fused_experts, reference
 from moe_kernels.activation.functions import ACTIVATIONS
-from moe_kernels.experts.rows import Rows, Up
+from moe_kernels.experts.rows import Rows
+from moe_kernels.experts.steps import Experts, activate
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import Kernel, Status, TmaDesign, WarpSpecializedDesign
 from moe_kernels.runtime.gluon import KNOWS_GLUON
 from moe_kernels.testing import check_accuracy
+from moe_kernels.types import ExpertWeights
 
 from ..dtypes import DTYPES
 
 triton_experts = partial(fused_experts, implementation="triton")
 FUSED = [(activation, bias) for activation in ACTIVATIONS for bias in (False, True)]
-# (rows of each expert, D, F): the last column tile is partial, and some slots are dropped, so rows lie past the last.
-# On a GPU D has steps for all parts of an epilogue, and F is large enough for the rows to be copied.
+# (rows of each expert, D, F): the last column tile is partial, and some slots are dropped, so rows follow the last
+# group. On a GPU, D has enough steps for all parts of an epilogue, and F is large enough that the rows are copied.
 UNEVEN_ON_GPU = ([0, 1, 127, 128, 129], 648, 1032)
 UNEVEN = UNEVEN_ON_GPU if torch.cuda.is_available() else ([0, 1, 15, 16, 17], 24, 40)
 
@@ -46,7 +48,7 @@ def draw_uneven(activation, bias, dtype, device, seed=0):
 @pytest.mark.parametrize("d_model", [648, 136])
 @pytest.mark.parametrize(("activation", "bias"), FUSED)
 def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
-    """The choice alone, as for bfloat16 on an H200; what is chosen does not run."""
+    """Check the selection alone, as for bfloat16 on an H200; the selected kernel does not run."""
 
     def supports(kernel, args):
         return kernel.takes(args) if kernel.runs_on(90) else Status("for another GPU")
@@ -68,13 +70,14 @@ def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
     kind, num_rows = Activation(activation), sum(counts)
     offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     table = reference.tile_table(offsets, num_rows, 128)
-    rows = Rows(torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32), table, 0, None)
+    rows = Rows(torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32), table)
     tokens = torch.empty(num_rows, d_model, dtype=torch.bfloat16)
     w_up = tokens.new_empty(len(counts), (1 + kind.gated) * d_ff, d_model)
-    copy = rows.choose_copies(tokens, w_up, tokens.new_empty(len(counts), d_model, d_ff)).tokens_forward
-    assert copy
-    Up(tokens, w_up, w_up[:, :, 0].contiguous() if bias else None, kind, None, copy)(rows)
-    # Few steps of the reduction leave the warp-specialised kernel no time for the pieces of an activation.
+    w_down = tokens.new_empty(len(counts), d_model, d_ff)
+    experts = Experts.of(ExpertWeights(w_up, w_down, w_up[:, :, 0] if bias else None), kind)
+    assert rows.choose_copies(tokens, experts.weights).tokens_forward
+    activate(experts, rows, tokens)
+    # With few reduction steps the warp-specialised kernel has no time for the pieces of an activation.
     kernel, is_fused = chosen[-1], d_model == 648 or kind.gated
     assert len(passes) == (not is_fused) and kernel.metadata.epilogue == (activation if is_fused else None)
     is_specialized = d_model == 648 or not is_fused
@@ -85,7 +88,7 @@ def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
 def test_fused_activations_and_biases_match_reference(activation, bias, device, monkeypatch):
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
     if hopper:
-        monkeypatch.setattr("moe_kernels.experts.rows.launch_activation", None)  # calling it would fail
+        monkeypatch.setattr("moe_kernels.experts.rows.launch_activation", None)  # a call would fail
 
     def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, op=triton_experts):
         permutation = reference.sort_by_expert(experts, len(w_up))

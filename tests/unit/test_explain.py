@@ -1,4 +1,4 @@
-"""What the explain says: the kernels of a layer, why none is faster, whether they are right and as fast as recorded."""
+"""Output of `explain`: a layer's kernels, why none is faster, and whether they are accurate and as fast as recorded."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ HOPPER = Target(90, None, Table({}, {}), is_here=False)
 
 @pytest.fixture
 def with_gluon(monkeypatch):
-    """As if the installed software ran the warp-specialised kernels."""
+    """Pretend that the installed software runs the warp-specialised kernels."""
     for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad):
         monkeypatch.setattr(kernel_class, "obstacle", None)
 
@@ -73,7 +73,7 @@ def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
     copies, choices = choices_of(layer, HOPPER._replace(cc=80))
     assert copies == (False, False, False)
     (fused, *_), kernels = choices, [choice.kernel for choice in choices if choice.kernel]
-    assert fused.kernel is None  # so that the activation is a launch of its own
+    assert fused.kernel is None  # so the activation is a separate launch
     assert len(kernels) == 6 and not any(isinstance(k.metadata.design, WarpSpecializedDesign) for k in kernels)
 
 
@@ -106,7 +106,7 @@ def test_follows_the_table(with_gluon, capsys):
     target = HOPPER._replace(gpu="GPU X", table=Table({args.table_key(): slow.metadata.kernel_name}, {}))
     assert select_for(args, target) is slow is not select_for(args, HOPPER)
     assert "is available, the table prefers this one" in why_not_faster(args, slow, target)
-    # Another epilogue takes the kernel of the listed one.
+    # Another epilogue uses the listed epilogue's kernel.
     other = dataclasses.replace(args, epilogue="reglu")
     assert select_for(other, target) is slow.with_epilogue("reglu")
     explain.print_choices(LayerForms.without_memory(LAYER, torch.bfloat16, "reglu"), target)

@@ -1,4 +1,4 @@
-"""Which versions of Triton run the warp-specialised kernels, and what is said where they do not run."""
+"""Triton versions that run the warp-specialised kernels, and the messages elsewhere."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def test_version_numbers(text, numbers):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As if CUDA tensors on a Hopper GPU came to the selection of a process that has not warned."""
+    """Pretend that CUDA tensors on a Hopper GPU reach the selection in a process that has not warned yet."""
     gluon.warn_if_slower.cache_clear()
     monkeypatch.setattr(gluon, "OBSTACLE", "they are written for Triton 3.6 to 3.9, this is 3.10.0")
     yield
@@ -79,7 +79,7 @@ import triton
 {before}
 import torch
 from moe_kernels import WarpSpecializedDesign, get_kernels
-from moe_kernels import gluon
+from moe_kernels.runtime import gluon
 specialized = get_kernels(cc=90, metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
 assert len(specialized) > 20
 print(gluon.slower_kernels(90))

@@ -1,4 +1,4 @@
-"""What only shows on a GPU: memory, repeatability, streams and threads."""
+"""Properties visible only on a GPU: memory, repeatability, streams and threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,8 @@ import torch
 from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels
 from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.testing import make_logits
-from moe_layers import MoEFeedForward
+
+from ..layers import moe_layer
 
 pytestmark = pytest.mark.gpu
 SIZES = {"d_model": 512, "d_ff": 768, "num_experts": 16, "top_k": 4}
@@ -17,11 +18,11 @@ SIZES = {"d_model": 512, "d_ff": 768, "num_experts": 16, "top_k": 4}
 
 def make_layer(seed=0, **sizes):
     torch.manual_seed(seed)
-    return MoEFeedForward(**{**SIZES, **sizes}, init_std=0.05, device="cuda", dtype=torch.bfloat16)
+    return moe_layer(**{**SIZES, **sizes}, init_std=0.05, device="cuda", dtype=torch.bfloat16)
 
 
 def make_x(layer, num_tokens, routing="random", seed=0):
-    """Tokens whose choice of experts follows a pattern."""
+    """Return tokens whose choice of experts follows a pattern."""
     w_router = layer.router.weight.detach().float()
     generator = torch.Generator("cuda").manual_seed(seed)
     tokens = torch.randn(num_tokens, w_router.shape[1], device="cuda", generator=generator)
@@ -31,19 +32,19 @@ def make_x(layer, num_tokens, routing="random", seed=0):
 
 
 def step(layer, x):
-    """The output and every gradient."""
+    """Return the output and every gradient."""
     y = layer(x)
     return y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
 
 
-@pytest.mark.parametrize("d_ff", [256, 768])  # below and above where rows are copied before a GEMM
+@pytest.mark.parametrize("d_ff", [256, 768])  # below and above the size from which rows are copied before a GEMM
 @pytest.mark.parametrize("routing", ["even", "zipf", "first"])
 def test_a_hundred_runs_are_bitwise_equal(routing, d_ff):
     layer = make_layer(d_ff=d_ff)
     x = make_x(layer, 1500, routing)
     first = step(layer, x)
     for i in range(100):
-        # What uninitialised memory holds: NaN, or whatever ran before.
+        # Possible contents of uninitialised memory: NaN, or results of earlier kernels.
         torch.use_deterministic_algorithms(i % 2 == 0, warn_only=True)
         if i % 10 == 0:
             torch.empty(2**26, device="cuda").fill_(i)
@@ -53,11 +54,11 @@ def test_a_hundred_runs_are_bitwise_equal(routing, d_ff):
 
 @pytest.mark.parametrize("d_ff", [128, 1024])
 def test_backward_transients(d_ff):
-    """Beyond the saved tensors and the weight gradients: at most max(8 R F, 6 R F + 2 R D) bytes, and 5 percent."""
+    """Beyond saved tensors and weight gradients, backward needs at most max(8 R F, 6 R F + 2 R D) bytes + 5 percent."""
     layer = make_layer(d_ff=d_ff)
     x = make_x(layer, 16384)
     dout = torch.randn_like(x)
-    layer(x).backward(dout)  # compiles, and makes the parameters' gradients
+    layer(x).backward(dout)  # compiles, and allocates the parameters' gradients
     torch.use_deterministic_algorithms(False)
     for tensor in (x, *layer.parameters()):
         tensor.grad = None
@@ -103,7 +104,7 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("name", ["grouped_gemm_ws", "wgrad_ws", "grouped_gemm_tma", "grouped_gemm_pointer"])
 def test_first_launch_of_a_thread(name):
-    """A thread that has not used the GPU has no context; encoding a descriptor in it failed."""
+    """A thread that has not used the GPU has no context, in which encoding a descriptor used to fail."""
     kernels = get_kernels(metadata_filter=lambda m: m.kernel_name.startswith(name) and not m.design.gather)
     kernel = next(k for k in kernels if k.metadata.operands.A.dtype == torch.bfloat16 and k.metadata.epilogue is None)
     if kernel.obstacle:
@@ -124,7 +125,7 @@ def test_first_launch_of_a_thread(name):
 
 
 def test_backward_from_other_threads():
-    """Threads start without an allocator for TMA descriptors; so do autograd's own."""
+    """Threads, including autograd's, start without an allocator for TMA descriptors."""
     layer = make_layer(d_ff=256)
     x = make_x(layer, 500)
     expected = step(layer, x)

@@ -1,4 +1,4 @@
-"""What grouped_gemm does beyond the product: bias, scales, activation, other result dtypes, float8, `out=`."""
+"""grouped_gemm beyond the product: bias, scales, activation, other result dtypes, float8, `out=`."""
 
 from functools import partial
 from itertools import pairwise
@@ -37,7 +37,7 @@ OPTIONS = (("bias",), ("row_scale",), ("bias", "row_scale"))
 
 
 def draw(case, dtype, device, names=(), seed=0):
-    """(a, b, offsets, the named options in order)."""
+    """Return (a, b, offsets, then the named options in order)."""
     ends, num_rows, size_k, size_n = CASES[case]
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -55,7 +55,7 @@ def draw(case, dtype, device, names=(), seed=0):
 
 
 def with_options(op, names, **fixed):
-    """`op` as a function of tensors alone. A result dtype is for 8- and 16-bit operands."""
+    """Return `op` as a function of tensors alone. Result dtypes apply to 8- and 16-bit operands."""
 
     def call(a, b, offsets, *options):
         kept = fixed if a.dtype.itemsize <= 2 else {k: v for k, v in fixed.items() if k != "out_dtype"}
@@ -97,7 +97,7 @@ def test_float32_results_of_16_bit_operands(dtype, activation, device):
 @pytest.mark.parametrize("names", OPTIONS, ids="+".join)
 @pytest.mark.parametrize("activation", [None, "swiglu", "geglu"])
 def test_a_fast_kernel_with_the_rest_behind(activation, names, device, monkeypatch):
-    """Sizes that a TMA or warp-specialised kernel takes: a scale, or a bias that it takes not, is a pass of its own."""
+    """At sizes of TMA or warp-specialised kernels, a scale, or a bias they do not support, is a separate pass."""
     monkeypatch.setitem(CASES, "large", ([100, 100, 250], 256, 64, 528))
     dtype = DTYPES[-1]
     a, b, offsets, *_ = draw("large", dtype, device)
@@ -125,7 +125,7 @@ def test_the_pass_behind_a_fast_kernel(names, device):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_float16_may_overflow_before_the_scale(activation, implementation, device):
-    """Products of 102400, which float16 does not hold, times 1/1024."""
+    """Products of 102400, beyond float16's range, are scaled by 1/1024."""
     a, b = torch.full((2, 256, 256), 20.0, device=device).half()
     offsets, scale = torch.tensor([100, 256], dtype=torch.int32, device=device), torch.full((256,), 1 / 1024).to(device)
     b = b[None].expand(2, -1, -1).contiguous()
@@ -135,7 +135,7 @@ def test_float16_may_overflow_before_the_scale(activation, implementation, devic
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_order_worked_by_hand(implementation, device):
-    """row_scale * (a @ b + bias), then silu(gate) * up."""
+    """The order is row_scale * (a @ b + bias), then silu(gate) * up."""
     a = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
     b = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], device=device)
     offsets = torch.tensor([1], dtype=torch.int32, device=device)
@@ -181,7 +181,7 @@ def skip_without_float8(dtype):
 
 
 def as_precise_as_the_gpu(dtype, *results):
-    """Tensor cores sum the float8 products of a step in fewer bits than float32 has, but in more than float16."""
+    """Tensor cores sum the float8 products of a step with fewer bits than float32, but more than float16."""
     return [result.half() if dtype == FLOAT8 and result.is_cuda else result for result in results]
 
 
@@ -266,7 +266,7 @@ def test_wgrad_out(device):
         for dtype in (torch.float16, torch.float32):
             out = torch.full((3, 31, 97), torch.nan, dtype=dtype, device=device).transpose(1, 2)
             assert grouped_gemm_wgrad(a, dout, offsets, out=out, implementation=implementation) is out
-            # Another kernel may write another layout, so the last bit may differ.
+            # Another kernel may write the other layout, so the last bit may differ.
             baseline = reference.grouped_gemm_wgrad(a.to(dtype), dout.to(dtype), offsets)
             assert_accurate(out, baseline, expected)
 
@@ -297,7 +297,7 @@ def test_repeats_bitwise(device):
 
 
 def test_frozen_operands(device):
-    """Only what needs a gradient gets one, and the same whatever else needs one."""
+    """Only operands that need a gradient get one, and it does not depend on the others."""
     names = ("bias", "row_scale")
     inputs = draw("ordinary", torch.float32, device, names)
     op = with_options(partial(grouped_gemm, implementation="triton"), names)
@@ -383,9 +383,9 @@ def test_bad_input(options, message):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_activation_is_a_name(implementation):
-    """Its numbers are the published ones."""
+    """A name means the published numbers."""
     operands = torch.zeros(4, 3), torch.zeros(2, 3, 6), torch.tensor([1, 2]).int()
-    message = r"activation must be a name, got Activation\(.*; gated_activation and fused_experts take more"
+    message = r"activation must be a name, got Activation\(.*; apply_activation and fused_experts take more"
     with pytest.raises(ValueError, match=message):
         grouped_gemm(*operands, activation=Activation("clamped_swiglu", limit=1.0), implementation=implementation)
 

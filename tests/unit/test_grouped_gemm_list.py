@@ -40,12 +40,12 @@ CASES = {
     "one": [(130, 70, 40)],
 }
 if torch.cuda.is_available():
-    # Programs walk several tiles of several problems, also of ones that begin between theirs.
+    # Programs walk several tiles of several problems, including problems that start between their tiles.
     CASES["many_tiles"] = [(1000 + 8 * g, 1504 - 16 * g, 64 * (g % 5) + 72) for g in range(12)]
 
 
 def draw(case, dtype, device, layouts="rr", seed=0):
-    """Lists of A and B. Layouts of A and B: "r" by rows, "c" by columns, "m" in turns, "s" with gaps between rows."""
+    """Return lists of A and B. Layouts: "r" by rows, "c" by columns, "m" alternating, "s" with gaps between rows."""
     generator = torch.Generator(device).manual_seed(seed)
     lists = [], []
     for g, (m, n, k) in enumerate(CASES[case]):
@@ -61,7 +61,7 @@ def draw(case, dtype, device, layouts="rr", seed=0):
 
 
 def with_gradients(op, a_list, b_list, dtype=None):
-    """Every output, then the gradient of every matrix."""
+    """Return every output, then the gradient of every matrix."""
     leaves = [matrix.detach().to(dtype or matrix.dtype).requires_grad_() for matrix in (*a_list, *b_list)]
     outs = op(leaves[: len(a_list)], leaves[len(a_list) :])
     generator = torch.Generator(outs[0].device).manual_seed(1)
@@ -106,7 +106,7 @@ def test_kernel(kernel, case, layouts, device):
     exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
     expected = [joined(reference_list(a_list, b_list, out_dtype=out_dtype)), joined(exact)]
     if epilogue is not None:
-        expected = [reference.plain_activation(product, epilogue) for product in expected]
+        expected = [reference.apply_activation(product, epilogue) for product in expected]
     assert_accurate(joined(args.out_list), *expected)
     assert all(out[:, n:].isnan().all() for out, (_, n) in zip(outs, shapes, strict=True)), "wrote between rows"
 
@@ -117,7 +117,7 @@ def skip_without_float8():
 
 
 FLOAT8_CASES = {
-    "unlike": [(40, 136, 32), (128, 16, 208), (16, 16, 16), (72, 80, 1040)],  # also as TMA takes it
+    "unlike": [(40, 136, 32), (128, 16, 208), (16, 16, 16), (72, 80, 1040)],  # sizes that TMA supports, too
     "odd_sizes": [(53, 47, 97), (1, 1, 1), (17, 129, 3), (0, 4, 4), (5, 6, 0)],
 }
 
@@ -134,7 +134,7 @@ def test_float8(case, layouts, out_dtype, device, monkeypatch):
     exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
     outs = [triton_list(a_list, b_list, out_dtype=out_dtype)]
     outs.append(GroupedProblem.from_lists(a_list, b_list, out_dtype=out_dtype, implementation="triton").run())
-    # Tensor cores sum the float8 products of a step in fewer bits than float32 has, but in more than float16.
+    # Tensor cores sum the float8 products of a step with fewer bits than float32, but more than float16.
     kept = torch.float16 if device == "cuda" and out_dtype == torch.float32 else out_dtype or torch.bfloat16
     baseline = reference_list(a_list, b_list, out_dtype=kept)
     for out in outs:
@@ -170,7 +170,7 @@ def test_epilogues(dtype, device):
         outs = [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]
         args = GroupedGemmListArguments(a_list, b_list, outs, epilogue=epilogue)
         selection.run(args)
-        expected = (reference.plain_activation(product, epilogue) for product in (products, exact))
+        expected = (reference.apply_activation(product, epilogue) for product in (products, exact))
         assert_accurate(joined(outs), *expected, epilogue)
 
 
@@ -194,7 +194,7 @@ def test_float32_results_of_16_bit_operands(dtype, device):
     by_columns=st.tuples(st.booleans(), st.booleans()),
 )
 def test_any_size(sizes, by_columns):
-    """Integer values, so that every sum is exact whatever its order."""
+    """Integer values make every sum exact, whatever its order."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     lists = []
@@ -227,7 +227,7 @@ def test_an_operand_without_a_contiguous_axis(device):
     assert torch.equal(triton_list([a], [b])[0], triton_list([a.contiguous()], [b])[0])
     leaf = b.requires_grad_()
     out = triton_list([a], [leaf])[0]
-    (gradient,) = torch.autograd.grad(out.sum(), leaf)  # the upstream gradient has no contiguous axis either
+    (gradient,) = torch.autograd.grad(out.sum(), leaf)  # the upstream gradient has no contiguous axis, either
     torch.testing.assert_close(gradient, a.sum(0)[:, None].expand(-1, 40))
 
 
@@ -258,7 +258,7 @@ def test_prepared_problem(device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_another_run_does_not_pass_unseen(implementation, device):
-    """What autograd keeps of the first run is not what lies there after the second."""
+    """Autograd detects that a second run has overwritten what it saved of the first."""
     a_list, b_list = draw("unlike", torch.float32, device)
     problem = GroupedProblem.from_lists(a_list, b_list, implementation=implementation)
     factor = torch.ones_like(problem.run()[0]).requires_grad_()
@@ -303,7 +303,7 @@ def test_artifact_and_workspace(device):
         artifact = kernel.compile(args)
         assert joined(outs).isnan().all(), "compiling writes nothing"
         num_bytes = kernel.get_workspace_size(args)
-        # Exactly as much as was asked for, and poisoned behind.
+        # Exactly the requested size, with poisoned memory after it.
         memory = torch.full((num_bytes + 256,), 255, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % 128 :]
         kernel.run(args, artifact, workspace=memory[:num_bytes])
@@ -328,7 +328,7 @@ def test_prepared_problem_of_the_reference(device):
 
 
 def test_table(device):
-    """The longest reduction's tiles come first; a problem without output has none."""
+    """Tiles of the longest reduction come first; a problem without output has no tiles."""
     a_list, b_list = draw("empty", torch.float32, device)
     a_list.append(torch.zeros(65, 40, device=device))
     b_list.append(torch.zeros(200, 40, device=device).t())
@@ -509,5 +509,5 @@ def test_what_tma_refuses_the_pointer_kernel_takes(problem, error):
     outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
     args = GroupedGemmListArguments(a_list, b_list, outs)
     assert error in tma.supports(args).error
-    if kernel := find(args):  # none on a machine with a GPU: these tensors are on the CPU
+    if kernel := find(args):  # None on a machine with a GPU, because these tensors are on the CPU
         assert not kernel.metadata.design.tma

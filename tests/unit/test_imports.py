@@ -1,4 +1,4 @@
-"""Imports point one way: between the packages, between their folders and between files."""
+"""Imports point one way: between the packages, their folders and their files."""
 
 import ast
 import os
@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# The rooms of each package from the ground up. A room imports from those above it in this list alone, deferred and
-# type-only imports included.
+# The floors of each package from the bottom up. A module imports only from floors listed above its own, including
+# deferred and type-only imports.
 FLOORS = {
     "moe_kernels": [
         ["runtime.triton", "router_spec", "activation_spec", "types"],
@@ -25,9 +25,10 @@ FLOORS = {
         ["__main__", "__init__"],
     ],
     "moe_layers": [
-        ["checks", "precision", "memory"],
+        ["checks", "precision", "memory", "architectures"],
         ["routing"],
         ["experts", "balance"],
+        ["config"],
         ["parallel", "checkpoint", "integrations"],
         ["feed_forward"],
         ["whole_models"],
@@ -35,9 +36,16 @@ FLOORS = {
     ],
 }
 
-# What `moe_layers` may import from `moe_kernels` beyond its public names.
+# Internal modules of `moe_kernels` that `moe_layers` may import in addition to the public names.
 INTERNAL = {
+    "moe_kernels.activation.functions",
+    "moe_kernels.activation_spec",
+    "moe_kernels.experts.chunked",
+    "moe_kernels.experts.fused",
+    "moe_kernels.permutation.partial_sums",
+    "moe_kernels.routing.routers",
     "moe_kernels.runtime.dispatch",
+    "moe_kernels.runtime.pytorch",
     "moe_kernels.types",
 }
 
@@ -55,7 +63,7 @@ MODULES = {**modules("moe_kernels"), **modules("moe_layers")}
 
 
 def imports_of(name):
-    """Dotted names of the modules that a module imports, with the imported name where that is a module itself."""
+    """Return the dotted names of the modules that a module imports, and imported names that are modules."""
     package, names = name.split(".")[:-1], set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
@@ -70,7 +78,7 @@ def imports_of(name):
 
 
 def floor_of(name):
-    """The floor of a module: the longest of the listed names that it is or lies in."""
+    """Return the floor of a module: the longest listed name that equals or contains it."""
     package, *rest = name.removesuffix(".__init__").split(".")
     rest = rest or ["__init__"]
     for length in range(len(rest), 0, -1):
@@ -101,7 +109,7 @@ def test_imports_point_down(name):
 
 def test_no_import_circles():
     graph = {name: {n if n in MODULES else f"{n}.__init__" for n in imports_of(name)} for name in MODULES}
-    # A package's own __init__ runs before its modules, whoever imports them; it holds no code but the re-exports.
+    # Importing a module first runs its package's __init__, which holds only re-exports.
     graph = {name: others & graph.keys() for name, others in graph.items() if not name.endswith("__init__")}
     done = set()
 
@@ -129,7 +137,8 @@ def test_layers_import_public_names_alone():
 def test_only_the_runtime_knows_triton_versions_and_private_apis():
     for name, path in MODULES.items():
         if not name.startswith("moe_kernels.runtime"):
-            assert "TRITON_VERSION" not in path.read_text(), name
+            text = path.read_text()
+            assert "TRITON_VERSION" not in text and "torch._C" not in text, name
 
 
 def test_reference_imports_only_torch_and_einops():
@@ -150,9 +159,11 @@ def test_no_module_is_shadowed_by_a_function_of_its_name():
         assert not children & set(package.__all__)
 
 
-def test_public_names_are_listed():
+def test_public_names_are_listed_and_few():
     import moe_kernels
     import moe_layers
+
+    assert len(moe_kernels.__all__) + len(moe_layers.__all__) <= 60
 
     for package in (moe_kernels, moe_layers):
         assert len(set(package.__all__)) == len(package.__all__)
@@ -184,3 +195,11 @@ def test_runs_without_triton():
     )
     assert result.returncode == 0, result.stderr
     assert "Triton is not installed" in result.stdout
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_importing_the_packages_does_not_import_the_compiler(interpret):
+    code = "import moe_layers, sys; print(sorted({'torch._dynamo', 'torch._inductor'} & set(sys.modules)))"
+    env = {**os.environ, "TRITON_INTERPRET": interpret}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert result.stdout == "[]\n", result.stderr

@@ -55,7 +55,7 @@ def test_matches_reference(case, dtype, device):
 @pytest.mark.parametrize("case", sorted(set(CASES) - {"growing", "one_row"}))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_kernel(kernel, case, transposed, device):
-    """Every kernel; the rows of no group hold NaN."""
+    """Test every kernel. Rows without a group hold NaN."""
     a, b, offsets = draw(case, kernel.metadata.operands.A.dtype, device)
     b = b.t().contiguous().t() if transposed else b
     clean = a.clone()
@@ -104,7 +104,7 @@ def test_worked_by_hand(op, device):
     transposed=st.tuples(st.booleans(), st.booleans()),
 )
 def test_any_size_and_stride(sizes, head, tail, size_k, size_n, transposed):
-    """Integer values, so that every sum is exact whatever its order."""
+    """Integer values make every sum exact, whatever its order."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     offsets = torch.tensor([head, *sizes]).cumsum(0)
@@ -119,7 +119,7 @@ def test_any_size_and_stride(sizes, head, tail, size_k, size_n, transposed):
 
 
 def gradients(op, a, b, offsets, dout):
-    """The output, then both gradients."""
+    """Return the output, then both gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in (a, b)]
     out = op(*leaves, offsets)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
@@ -140,7 +140,7 @@ def test_rows_of_no_group_do_not_leak(op, poison, device):
 
 
 def test_rows_of_a_neighbour_do_not_leak(device):
-    """A tile may hold rows of two groups; each is its own."""
+    """A tile may hold rows of two groups, which do not affect each other."""
     a, b, offsets = draw("growing", torch.float32, device)
     clean = triton_jagged(a, b, offsets)
     a[64:192] = torch.nan
@@ -199,14 +199,14 @@ def test_pack_groups_whatever_the_default_device(device):
         ([7, 7, 33], 64),
         ([5, 5], 9),
         ([0, 0], 0),
-        # Not valid: clamped to a non-decreasing sequence within the rows.
+        # Invalid offsets: clamped to a non-decreasing sequence within the rows.
         ([7, 3, 12, -4, 9], 10),
         ([-3, 2, 300], 50),
         ([2**20, 3], 20),
     ],
 )
 def test_table(offsets, num_rows, offsets_dtype, device):
-    """By group: the reference's table of the groups behind the rows before the first offset."""
+    """By group, the table equals the reference's table with one more group, the rows before the first offset."""
     offsets = torch.tensor(offsets, dtype=offsets_dtype, device=device)
     clamped = offsets.clamp(0, num_rows).cummax(0).values
     out = torch.full((num_rows, 3), torch.nan, device=device)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_kernels import sum_shares
+from moe_kernels.permutation.partial_sums import sum_shares
 from moe_kernels.testing import assert_accurate
 
 from ..dtypes import DTYPES
@@ -18,7 +18,7 @@ def draw_shares(num_shares, num_tokens, d_model, dtype, device):
 def test_sum(num_shares, rank, d_model, dtype, device):
     shares = draw_shares(num_shares, 7, d_model, dtype, device)
     received = shares.clone()
-    received[rank] = torch.nan  # is not read
+    received[rank] = torch.nan  # must not be read
     out = torch.full((7, d_model), torch.nan, dtype=dtype, device=device)
     sum_shares(shares[rank].contiguous(), received, rank, out)
     assert_accurate(out, shares.sum(0), shares.double().sum(0))
@@ -43,7 +43,7 @@ def test_nothing_to_sum(shape, device):
 
 
 def test_rounds_once(device):
-    """Twice half a unit in the last place: of a sum that is rounded at each step nothing is left of them."""
+    """Adds half a unit in the last place twice; a sum rounded at each step would lose both."""
     values = torch.tensor([1.0, 2**-11, 2**-11], device=device).half()
     out = torch.empty(1, 1, dtype=torch.float16, device=device)
     sum_shares(values[:1].view(1, 1), values.view(3, 1, 1), 0, out)
@@ -51,7 +51,7 @@ def test_rounds_once(device):
 
 
 def test_counts_as_a_change(device):
-    """Of what autograd may have saved."""
+    """The write counts as a change of tensors that autograd may have saved."""
     out = torch.zeros(2, 8, device=device)
     before = out._version
     sum_shares(torch.ones(2, 4, device=device), torch.ones(1, 2, 4, device=device), 0, out.detach()[:, 4:])

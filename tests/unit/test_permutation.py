@@ -11,7 +11,7 @@ from ..dtypes import DTYPES
 
 
 def draw_rows(case, dtype, device, seed=0):
-    """(rows, weights, slot_to_row) for a case."""
+    """Return (rows, weights, slot_to_row) for a case."""
     inputs = make_inputs(case, dtype, device, seed)
     weights, permutation = make_permutation(inputs, case.top_k)
     generator = torch.Generator(device).manual_seed(seed)
@@ -68,7 +68,7 @@ def test_any_strides_of_the_permutation(implementation, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "d_model"), [(1, 3), (37, 4100), (700, 130)])
 def test_tokens_spread_by_the_tile(num_tokens, d_model, dtype, device, monkeypatch):
-    """As many tokens go: each to its rows, nothing to the rows of dropped slots, nor behind any row."""
+    """Every token reaches its rows; rows of dropped slots and rows past the end are not written."""
     monkeypatch.setattr("moe_kernels.permutation.permute._FEWEST_TILES", 0)
     tokens = torch.randn(num_tokens, d_model + 1, device=device).to(dtype)[:, :d_model]
     slot_to_row = torch.randperm(2 * num_tokens, device=device).int().view(num_tokens, 2)
@@ -111,19 +111,36 @@ def test_dropped_slots_add_nothing(implementation, device):
     assert dweights.tolist() == [[6.0, 0.0], [3.0, 9.0], [0.0, 0.0]]
     spoiled = weights.detach().masked_fill(permutation.slot_to_row < 0, torch.nan)
     assert torch.equal(combine(rows, spoiled, permutation.slot_to_row, implementation=implementation), out)
-    tokens = torch.ones(3, 4, device=device, requires_grad=True)
-    permuted = permute(tokens, permutation, implementation=implementation)
-    upstream = torch.ones_like(permuted)
-    if implementation == "triton":  # the reference sends a gradient to dropped rows' tokens; nothing reads those rows
-        upstream[3:] = torch.nan
-        (dtokens,) = torch.autograd.grad(permuted, tokens, upstream)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_padding_rows_are_zeros(implementation, device):
+    """Behind the last expert's rows, or between others as communication leaves them; NaN never leaks, either way."""
+    experts = torch.tensor([[1, 9], [0, 1], [-1, -1]], dtype=torch.int32, device=device)
+    sorted_slots = sort_by_expert(experts, 2, implementation=implementation)
+    spaced = sorted_slots._replace(
+        slot_to_row=torch.tensor([[2, -1], [0, 100], [-1, -1]], dtype=torch.int32, device=device),
+        row_to_token=torch.tensor([1, 2, 0, *[2] * 97, 1, 2], dtype=torch.int32, device=device),
+    )
+    values = torch.arange(1.0, 4.0, device=device)[:, None].repeat(1, 130)
+    values[2] = torch.nan  # a token of no expert
+    for permutation, owners in ((sorted_slots, {0: 2.0, 1: 1.0, 2: 2.0}), (spaced, {0: 2.0, 2: 1.0, 100: 2.0})):
+        tokens = values.clone().requires_grad_()
+        rows = permute(tokens, permutation, implementation=implementation)
+        expected = torch.zeros_like(rows)
+        for row, value in owners.items():
+            expected[row] = value
+        assert torch.equal(rows, expected)
+        upstream = torch.full_like(rows, torch.nan)
+        upstream[list(owners)] = 1.0
+        (dtokens,) = torch.autograd.grad(rows, tokens, upstream)
         assert dtokens[:, 0].tolist() == [1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("num_rows", [0, 2, 9])
 def test_combine_of_fewer_and_more_rows_than_slots(num_rows, implementation, device):
-    """The slots own some of the rows, in any order; other rows are not read, and get a gradient of zero."""
+    """The slots own some rows, in any order. Other rows are not read and get a gradient of zero."""
     slots = {0: [[-1, -1], [-1, -1]], 2: [[1, -1], [-1, 0]], 9: [[8, 0], [-1, 3]]}[num_rows]
     slot_to_row = torch.tensor(slots, dtype=torch.int32, device=device)
     rows = torch.full((num_rows, 3), torch.nan, device=device)
@@ -138,7 +155,7 @@ def test_combine_of_fewer_and_more_rows_than_slots(num_rows, implementation, dev
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_float64_weights(implementation, device, monkeypatch):
-    """Kernels get float32 ones, which only the interpreter could do without; the gradient is float64 again."""
+    """Kernels get float32 weights, which only the interpreter could do without. The gradient is float64 again."""
     taken = []
     monkeypatch.setattr(
         "moe_kernels.permutation.permute._combine_op", lambda *args: taken.append(args[1].dtype) or _combine_op(*args)
@@ -157,7 +174,7 @@ def test_float64_weights(implementation, device, monkeypatch):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize(("num_tokens", "top_k", "d_model"), [(3, 0, 4), (3, 2, 0), (0, 2, 4)])
 def test_combine_of_nothing(num_tokens, top_k, d_model, implementation, device):
-    """No slots give zeros, and no columns a gradient of zeros to the weights."""
+    """Without slots the result is zero; without columns the weights' gradient is zero."""
     num_rows = num_tokens * top_k
     rows = torch.ones(num_rows, d_model, device=device, requires_grad=True)
     weights = torch.ones(num_tokens, top_k, device=device, requires_grad=True)
@@ -171,8 +188,8 @@ def test_combine_of_nothing(num_tokens, top_k, d_model, implementation, device):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_combine_of_fewer_rows_skips_dropped_slots(dtype, weighted, device):
-    """To the same bits as with rows for all of them; neither reads rows of no slot."""
-    slots = [[4, -1, 1], [-1, -1, -1], [-1, 0, -1], [5, 2, -1]]  # none owns row 3
+    """The result has the same bits as with rows for all slots; rows without a slot are not read."""
+    slots = [[4, -1, 1], [-1, -1, -1], [-1, 0, -1], [5, 2, -1]]  # no slot owns row 3
     slot_to_row = torch.tensor(slots, dtype=torch.int32, device=device)
     generator = torch.Generator(device).manual_seed(0)
     rows = torch.randn(12, 130, device=device, generator=generator).to(dtype)

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import RouterSpec, reference, scored_linear_routing, scored_routing
-from moe_kernels.routing.scored import _facts, _scored_linear_routing_op, _scored_routing_op
+from moe_kernels import RouterSpec, linear_routing, reference, topk_routing
+from moe_kernels.routing.scored import scored_linear_routing_op, scored_routing_op, spec_fields
 from moe_kernels.routing.scored_kernels import launch_backward
 from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
@@ -16,18 +16,16 @@ from ..dtypes import DTYPES
 from ..golden_case import load_case
 from ..gpu import waiting_is_an_error
 
-triton_scored = partial(scored_routing, implementation="triton")
-triton_linear = partial(scored_linear_routing, implementation="triton")
+triton_scored = partial(topk_routing, implementation="triton")
+triton_linear = partial(linear_routing, implementation="triton")
 
 SPECS = {
     "softmax": RouterSpec.softmax(),
     "softmax_unnormalized": RouterSpec.softmax(normalize=False, scale=0.5),
     "dbrx": RouterSpec.dbrx(2.0),
     "deepseek_v2": RouterSpec.deepseek_v2(4, 2, scale=1.7),
-    "softmax_groups_zero": RouterSpec.deepseek_v2(4, 2, scale=1.7, excluded_score=0.0),
     "softmax_top2_groups": RouterSpec.softmax(num_groups=3, topk_groups=2, group_score="top2_sum", norm_epsilon=1e-20),
     "deepseek_v3": RouterSpec.deepseek_v3(4, 2, scale=2.5),
-    "sigmoid_groups_zero": RouterSpec.deepseek_v3(4, 2, scale=2.5, excluded_score=0.0),
     "sigmoid_one_group": RouterSpec.deepseek_v3(norm_epsilon=0.0),
     "sigmoid_epsilon": RouterSpec.deepseek_v3(norm_epsilon=0.3, selection_bias=None),
     "sigmoid_plain": RouterSpec.deepseek_v3(normalize=False),
@@ -36,15 +34,13 @@ SPECS = {
     "biased_softmax_minimum": RouterSpec.ernie(norm_minimum=0.5),
     "biased_softmax_scale": RouterSpec.ernie(normalize=False, scale=6.0),
     "llama4": RouterSpec.llama4(),
-    "biased_logit": RouterSpec(score="sigmoid", selection_bias="logit"),
     "softcap": RouterSpec.deepseek_v3(norm_epsilon=0.0, logit_softcap=2.0),
-    "multiplier": RouterSpec.deepseek_v3(norm_epsilon=1e-15, logit_multiplier=0.25),
     "sparsemixer": RouterSpec.phimoe(0.1),
 }
 
 
 def draw(spec, num_tokens=40, num_experts=12, device="cpu", dtype=torch.float32, seed=0):
-    """(logits, selection bias or None)"""
+    """Return (logits, selection bias or None)."""
     generator = torch.Generator(device).manual_seed(seed)
     logits = 2 * torch.randn(num_tokens, num_experts, device=device, generator=generator)
     bias = 0.7 * torch.randn(num_experts, device=device, generator=generator)
@@ -52,8 +48,7 @@ def draw(spec, num_tokens=40, num_experts=12, device="cpu", dtype=torch.float32,
 
 
 def by_hand(logits, top_k, spec, bias):
-    """One token's (experts, weights) from its logits, written as loops over Python numbers."""
-    logits = logits * spec.logit_multiplier
+    """Compute one token's (experts, weights) from its logits, with loops over Python numbers."""
     if spec.logit_softcap:
         logits = spec.logit_softcap * (logits / spec.logit_softcap).tanh()
     if spec.score == "softmax":
@@ -62,13 +57,12 @@ def by_hand(logits, top_k, spec, bias):
         scores = (1 / (1 + (-logits).exp())).tolist()
     else:
         scores = (1 + logits.exp()).log().sqrt().tolist()
-    keys = logits.tolist() if spec.selection_bias == "logit" else scores
-    keys = [key + (0.0 if bias is None else bias[e].item()) for e, key in enumerate(keys)]
+    keys = [score + (0.0 if bias is None else bias[e].item()) for e, score in enumerate(scores)]
     size = len(keys) // spec.num_groups
     groups = [keys[first : first + size] for first in range(0, len(keys), size)]
     worth = [max(g) if spec.group_score == "max" else sum(sorted(g)[-2:]) for g in groups]
     best = sorted(range(len(groups)), key=lambda g: -worth[g])[: spec.topk_groups]
-    keys = [key if e // size in best else spec.excluded_score for e, key in enumerate(keys)]
+    keys = [key if e // size in best else -torch.inf for e, key in enumerate(keys)]
     experts = sorted(range(len(keys)), key=lambda e: -keys[e])[:top_k]
     weights = [scores[e] for e in experts]
     if spec.normalize:
@@ -81,7 +75,7 @@ def by_hand(logits, top_k, spec, bias):
 def test_reference_matches_loops(name):
     spec, top_k = SPECS[name], 3
     logits, bias = draw(spec, dtype=torch.float64)
-    routed = reference.scored_routing(logits, top_k, spec, bias)
+    routed = reference.topk_routing(logits, top_k, spec, bias)
     for t in range(len(logits)):
         experts, weights = by_hand(logits[t], top_k, spec, bias)
         assert routed.topk_experts[t].tolist() == experts
@@ -92,7 +86,7 @@ def test_sparsemixer_by_hand():
     # Relative distance to the highest, 4: 0, 0.05, 0.5, 2 / 0.4 for -4: two experts within 2 * 0.1.
     # Then to 3.8: experts 2 and 3 are at 0.4737 and beyond, so the second is alone.
     logits = torch.tensor([[4.0, 3.8, 2.0, -4.0]], dtype=torch.float64)
-    routed = reference.scored_routing(logits, 2, RouterSpec.phimoe(0.1))
+    routed = reference.topk_routing(logits, 2, RouterSpec.phimoe(0.1))
     assert routed.topk_experts.tolist() == [[0, 1]]
     first = 1 / (1 + torch.exp(torch.tensor(-0.2, dtype=torch.float64)))
     torch.testing.assert_close(routed.topk_weights, torch.stack([first, torch.ones_like(first)])[None])
@@ -103,7 +97,7 @@ def test_gradcheck_of_reference(name):
     spec = SPECS[name]
     logits, bias = draw(spec, 3, dtype=torch.float64)
     logits.requires_grad_()
-    torch.autograd.gradcheck(lambda x: reference.scored_routing(x, 2, spec, bias).topk_weights, logits)
+    torch.autograd.gradcheck(lambda x: reference.topk_routing(x, 2, spec, bias).topk_weights, logits)
 
 
 @pytest.mark.parametrize("name", ["softmax", "deepseek_v3", "softcap"])
@@ -113,9 +107,7 @@ def test_gradcheck_of_linear_reference(name):
     shapes = ((3, 4), (12, 4), (12,))
     operands = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
     bias = draw(spec)[1]
-    torch.autograd.gradcheck(
-        lambda x, w, b: reference.scored_linear_routing(x, w, 2, spec, b, bias).topk_weights, operands
-    )
+    torch.autograd.gradcheck(lambda x, w, b: reference.linear_routing(x, w, 2, spec, b, bias).topk_weights, operands)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -125,13 +117,13 @@ def test_kernel_matches_reference(name, dtype, device):
     top_k = 2 if name == "sparsemixer" else 5
     logits, bias = draw(spec, device=device, dtype=dtype)
     routed = triton_scored(logits, top_k, spec, selection_bias=bias)
-    expected = reference.scored_routing(logits, top_k, spec, bias)
+    expected = reference.topk_routing(logits, top_k, spec, bias)
     assert torch.equal(routed.topk_experts, expected.topk_experts)
     assert torch.equal(routed.logits, expected.logits)
     assert routed.topk_weights.dtype == torch.float32
     check_accuracy(
         lambda logits: triton_scored(logits, top_k, spec, selection_bias=bias).topk_weights,
-        lambda logits: reference.scored_routing(logits, top_k, spec, bias).topk_weights,
+        lambda logits: reference.topk_routing(logits, top_k, spec, bias).topk_weights,
         lambda seed: (draw(spec, device=device, dtype=dtype, seed=seed)[0],),
         ("weights", "dlogits"),
     )
@@ -149,7 +141,7 @@ def test_any_size(num_tokens, num_experts, num_groups, top_k, device):
         bias = draw(spec, num_tokens, num_experts, device)[1]
         check_accuracy(
             lambda x, spec=spec, bias=bias: triton_scored(x, top_k, spec, selection_bias=bias).topk_weights,
-            lambda x, spec=spec, bias=bias: reference.scored_routing(x, top_k, spec, bias).topk_weights,
+            lambda x, spec=spec, bias=bias: reference.topk_routing(x, top_k, spec, bias).topk_weights,
             lambda seed, spec=spec: (draw(spec, num_tokens, num_experts, device, seed=seed)[0],),
             ("weights", "dlogits"),
         )
@@ -172,21 +164,8 @@ def test_linear_matches_reference(name, output, dtype, device):
         return lambda tokens, w, b: getattr(op(tokens, w, 2, spec, logit_bias=b, **options), output)
 
     check_accuracy(
-        run(triton_linear), run(reference.scored_linear_routing), operands, (output, "dtokens", "dw_router", "dbias")
+        run(triton_linear), run(reference.linear_routing), operands, (output, "dtokens", "dw_router", "dbias")
     )
-
-
-def test_logits_in_token_dtype(device):
-    dtype = DTYPES[-1]
-    tokens = torch.randn(30, 20, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
-    w_router = torch.randn(12, 20, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
-    spec = RouterSpec(logits_in_token_dtype=True)
-    routed = triton_linear(tokens, w_router, 2, spec)
-    rounded = torch.nn.functional.linear(tokens, w_router).float()
-    assert torch.equal(routed.logits, rounded)
-    assert not torch.equal(routed.logits, triton_linear(tokens, w_router, 2, RouterSpec()).logits)
-    expected = reference.scored_linear_routing(tokens, w_router, 2, spec)
-    assert torch.equal(routed.topk_experts, expected.topk_experts)
 
 
 def test_linear_saves_tokens_weights_and_the_choice_only(device):
@@ -203,12 +182,12 @@ def test_split_gradient_adds_up(device):
     logits, bias = draw(spec, device=device)
     experts = triton_scored(logits, 3, spec, selection_bias=bias).topk_experts
     dweights, direct = (torch.randn(40, n, device=device, generator=generator) for n in (3, 12))
-    split = launch_backward(dweights, experts, logits, direct, torch.float16, *_facts(spec)[-5:])
+    split = launch_backward(dweights, experts, logits, direct, torch.float16, *spec_fields(spec)[-5:])
     high, low = split.float().chunk(2, dim=1)
 
     def gradient(logits):
         leaf = logits.clone().requires_grad_()
-        routed = reference.scored_routing(leaf, 3, spec, bias)
+        routed = reference.topk_routing(leaf, 3, spec, bias)
         assert torch.equal(routed.topk_experts, experts)
         return torch.autograd.grad(routed.topk_weights, leaf, dweights.to(leaf.dtype))[0] + direct
 
@@ -218,33 +197,30 @@ def test_split_gradient_adds_up(device):
         assert_accurate(high, baseline, exact, "dlogits")
 
 
-@pytest.mark.parametrize("op", [triton_scored, scored_routing], ids=["triton", "reference"])
+@pytest.mark.parametrize("op", [triton_scored, topk_routing], ids=["triton", "reference"])
 def test_lower_id_wins_ties(op, device):
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0], [2.0] * 6], device=device)
     implementation = {} if op is triton_scored else {"implementation": "reference"}
     grouped = RouterSpec.deepseek_v3(3, 2, selection_bias=None)
-    # Groups (0, 1), (1, 0), (1, 1): the last, and of the equal others the first.
+    # Groups (0, 1), (1, 0), (1, 1): the last group, and the first of the equal others.
     routed = op(logits, 4, grouped, **implementation)
     assert routed.topk_experts.tolist() == [[1, 4, 5, 0], [0, 1, 2, 3]]
     plain = op(logits, 4, RouterSpec.deepseek_v3(selection_bias=None), **implementation)
     assert plain.topk_experts.tolist() == [[1, 2, 4, 5], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("op", [triton_scored, scored_routing], ids=["triton", "reference"])
-def test_excluded_groups_come_back_only_as_zero(op, device):
-    """With a negative bias on all kept experts, the excluded ones beat them at 0.0 and never at -inf."""
+@pytest.mark.parametrize("op", [triton_scored, topk_routing], ids=["triton", "reference"])
+def test_excluded_groups_never_come_back(op, device):
+    """Not even with a negative bias on all kept experts."""
     implementation = {} if op is triton_scored else {"implementation": "reference"}
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], device=device)
     bias = torch.full((4,), -5.0, device=device)
     spec = RouterSpec.deepseek_v3(2, 1)
     assert op(logits, 2, spec, selection_bias=bias, **implementation).topk_experts.tolist() == [[0, 1]]
-    routed = op(logits, 2, replace(spec, excluded_score=0.0), selection_bias=bias, **implementation)
-    assert routed.topk_experts.tolist() == [[2, 3]]
-    torch.testing.assert_close(routed.topk_weights.sum(-1).cpu(), torch.ones(1))
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
-@pytest.mark.parametrize("op", [triton_scored, scored_routing], ids=["triton", "reference"])
+@pytest.mark.parametrize("op", [triton_scored, topk_routing], ids=["triton", "reference"])
 @pytest.mark.parametrize("name", SPECS)
 def test_nan_stays_in_its_token_and_ids_are_distinct(name, op, device):
     implementation = {} if op is triton_scored else {"implementation": "reference"}
@@ -267,11 +243,11 @@ def test_nan_stays_in_its_token_and_ids_are_distinct(name, op, device):
 
 
 def test_small_scores_keep_their_precision(device):
-    """softplus(-20) is 2e-9: lost when it is added to one, kept by the kernel's logarithm."""
+    """softplus(-20) is 2e-9: lost when added to one, kept by the kernel's logarithm."""
     logits = torch.tensor([[-20.0, -30.0, -12.0, 15.0]], device=device)
     spec = RouterSpec(score="sqrt_softplus", normalize=False)
     weights = triton_scored(logits, 4, spec).topk_weights
-    exact = reference.scored_routing(logits.double(), 4, spec).topk_weights
+    exact = reference.topk_routing(logits.double(), 4, spec).topk_weights
     torch.testing.assert_close(weights.double(), exact, rtol=1e-6, atol=0)
 
 
@@ -279,12 +255,12 @@ def test_small_scores_keep_their_precision(device):
 def test_opcheck(name, device):
     spec = SPECS[name]
     logits, bias = draw(spec, 6, device=device)
-    torch.library.opcheck(_scored_routing_op.overload, (logits.requires_grad_(), bias, 2, *_facts(spec)))
+    torch.library.opcheck(scored_routing_op.overload, (logits.requires_grad_(), bias, 2, *spec_fields(spec)))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(12, 4, device=device, requires_grad=True)
     logit_bias = torch.randn(12, device=device, requires_grad=True)
     torch.library.opcheck(
-        _scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, False, 2, *_facts(spec))
+        scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, False, 2, *spec_fields(spec))
     )
 
 
@@ -301,16 +277,7 @@ def test_compiles_without_graph_break(device):
     assert torch.equal(compiled(tokens, w_router).topk_weights, run(tokens, w_router).topk_weights)
 
 
-def test_spec_without_facts_is_the_plain_softmax_router():
-    logits, _ = draw(RouterSpec())
-    for normalize in (True, False):
-        routed = reference.scored_routing(logits, 3, RouterSpec(normalize=normalize))
-        plain = reference.topk_routing(logits, 3, normalize=normalize)
-        assert torch.equal(routed.topk_experts, plain.topk_experts)
-        torch.testing.assert_close(routed.topk_weights, plain.topk_weights)
-
-
-# The router of each golden case: its facts, top_k, and the names of its weight, logit bias and selection bias.
+# The router of each golden case: settings, top_k, and the names of its weight, logit bias and selection bias.
 GOLDEN = {
     "qwen3_moe": (RouterSpec.softmax(), 3, "gate.weight", None, None),
     "qwen2_moe": (RouterSpec.softmax(normalize=False), 3, "gate.weight", None, None),
@@ -338,7 +305,7 @@ GOLDEN = {
 
 
 def assert_same_routing(experts, weights, golden):
-    """The choice and its weights, whatever the order of the slots."""
+    """Compare the choice and its weights, whatever the order of the slots."""
     expected_experts, order = golden["topk_idx"].sort(-1)
     expected_weights = golden["topk_weight"].gather(1, order)
     actual_experts, order = experts.long().sort(-1)
@@ -352,7 +319,7 @@ def test_matches_golden(name, implementation, device):
     spec, top_k, weight, bias, selection_bias = GOLDEN[name]
     case = load_case(name, device)
     num_experts, d_model = case.weights[weight].shape
-    router = TopKRouter(d_model, num_experts, top_k, spec=spec, implementation=implementation, device=device)
+    router = TopKRouter(d_model, num_experts, top_k, router=spec, implementation=implementation, device=device)
     names = {"weight": weight, "bias": bias, "selection_bias": selection_bias}
     state = {key: case.weights[name] for key, name in names.items() if name}
     router.load_state_dict({key: tensor if key == "weight" else tensor.flatten() for key, tensor in state.items()})
@@ -373,7 +340,7 @@ def test_matches_gemma4(implementation, device):
     state = {name: torch.randn(t.shape, device=device, generator=generator) for name, t in theirs.state_dict().items()}
     theirs.load_state_dict(state)
     spec = RouterSpec.gemma4(config.rms_norm_eps)
-    ours = TopKRouter(48, 10, 3, spec=spec, implementation=implementation, device=device)
+    ours = TopKRouter(48, 10, 3, router=spec, implementation=implementation, device=device)
     names = {"proj.weight": "weight", "scale": "input_scale", "per_expert_scale": "per_expert_scale"}
     ours.load_state_dict({names[name]: tensor for name, tensor in state.items()})
     tokens = torch.randn(40, 48, device=device, generator=generator)
@@ -394,21 +361,21 @@ def test_matches_gemma4(implementation, device):
 
 
 def test_selection_bias_stays_float32(device):
-    router = TopKRouter(8, 6, 2, spec=RouterSpec.deepseek_v3(), device=device)
+    router = TopKRouter(8, 6, 2, router=RouterSpec.deepseek_v3(), device=device)
     with torch.no_grad():
         router.selection_bias.copy_(torch.arange(6) / 1000 + 1)
     before = router.selection_bias.clone()
     router.to(torch.bfloat16)
     assert router.weight.dtype == torch.bfloat16 and torch.equal(router.selection_bias, before)
     assert router.double().selection_bias.dtype == torch.float64
-    made = TopKRouter(8, 6, 2, spec=RouterSpec.deepseek_v3(), device=device, dtype=torch.bfloat16)
+    made = TopKRouter(8, 6, 2, router=RouterSpec.deepseek_v3(), device=device, dtype=torch.bfloat16)
     assert made.selection_bias.dtype == torch.float32
     assert "selection_bias" in made.state_dict() and "selection_bias" not in dict(made.named_parameters())
 
 
 def test_module_starts_with_neutral_factors():
     spec = RouterSpec.gemma4(1e-6, logit_bias=True)
-    router = TopKRouter(64, 32, 2, spec=spec)
+    router = TopKRouter(64, 32, 2, router=spec)
     router.reset_parameters(0.02)
     assert abs(router.weight.std().item() - 0.02) < 0.002
     assert not router.bias.any() and (router.input_scale == 1).all() and (router.per_expert_scale == 1).all()
@@ -418,7 +385,7 @@ def test_module_starts_with_neutral_factors():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 @pytest.mark.parametrize("spec", [RouterSpec.gemma4(1e-6), SPECS["deepseek_v3"], SPECS["sparsemixer"]], ids=str)
 def test_module_compiles_without_graph_break(spec, device):
-    router = TopKRouter(16, 12, 2, spec=spec, implementation="triton", device=device)
+    router = TopKRouter(16, 12, 2, router=spec, implementation="triton", device=device)
     router.reset_parameters(1.0)
     tokens = torch.randn(9, 16, device=device)
     compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
@@ -431,7 +398,7 @@ def test_module_compiles_without_graph_break(spec, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", [RouterSpec.gemma4(1e-6), *SPECS.values()], ids=str)
 def test_module_never_waits_for_the_gpu(spec, device):
-    router = TopKRouter(64, 12, 2, spec=spec, device=device, dtype=torch.bfloat16)
+    router = TopKRouter(64, 12, 2, router=spec, device=device, dtype=torch.bfloat16)
     router.reset_parameters(0.5)
     tokens = torch.randn(40, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     router(tokens).topk_weights.sum().backward()  # compiles
@@ -444,16 +411,18 @@ def test_module_never_waits_for_the_gpu(spec, device):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(TopKRouter, 8, 4, 2, spec=RouterSpec(), normalize=False), "normalize=False must be said in spec"),
-        (partial(TopKRouter, 8, 4, 2, spec=RouterSpec(num_groups=3)), "TopKRouter: num_experts must be a multiple of"),
+        (partial(TopKRouter, 8, 4, 2, router="softmax"), "router must be a RouterSpec, got str 'softmax'"),
+        (
+            partial(TopKRouter, 8, 4, 2, router=RouterSpec(num_groups=3)),
+            "TopKRouter: num_experts must be a multiple of",
+        ),
         (partial(RouterSpec, score="tanh"), r"score must be one of \('softmax', .*\), got 'tanh'"),
         (partial(RouterSpec, selection_bias="weight"), "selection_bias must be one of"),
         (partial(RouterSpec, group_score="mean"), "group_score must be one of"),
-        (partial(RouterSpec, excluded_score=1.0), "excluded_score must be one of"),
         (partial(RouterSpec, num_groups=2, topk_groups=3), r"topk_groups must be in \[1, num_groups=2\], got 3"),
         (partial(RouterSpec, norm_power=0.0), "norm_power must be positive, got 0.0"),
         (partial(RouterSpec, scale=float("nan")), "scale must be a finite number, got nan"),
-        (partial(RouterSpec, logit_multiplier=None), "logit_multiplier must be a finite number, got None"),
+        (partial(RouterSpec, norm_epsilon=None), "norm_epsilon must be a finite number, got None"),
         (partial(RouterSpec, num_groups=2.0), "num_groups must be an integer, got 2.0"),
         (partial(RouterSpec, norm_epsilon=-1.0), "must not be negative, got -1.0 and 0.0"),
         (partial(RouterSpec().check_sizes, "r", 4, 5), r"top_k must be in \[1, num_experts=4\], got 5"),
@@ -473,29 +442,21 @@ def test_bad_facts(make, message):
         (RouterSpec.deepseek_v3(), {}, "this router has a selection_bias, got none"),
         (RouterSpec(), {"selection_bias": torch.zeros(12)}, "this router has no selection_bias, got one"),
         (RouterSpec.deepseek_v3(), {"selection_bias": torch.zeros(11)}, r"selection_bias must be \[E\] with E=12"),
-        (RouterSpec(), {"logits": torch.zeros(3)}, r"logits must be \[T, E\], got \[3\]"),
-        (RouterSpec(), {"logits": torch.zeros(3, 4).int()}, "logits must be torch.float32"),
-        (RouterSpec(), {"top_k": 13}, r"top_k must be in \[1, num_experts=12\], got 13"),
-        (RouterSpec(), {"implementation": "cuda"}, "implementation must be one of"),
     ],
 )
-def test_bad_logits(spec, options, message):
+def test_bad_selection_bias(spec, options, message):
     with pytest.raises(ValueError, match=message):
-        scored_routing(**{"logits": torch.zeros(3, 12), "top_k": 2, "spec": spec, **options})
+        topk_routing(torch.zeros(3, 12), 2, spec, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("spec", "bias", "message"),
     [
-        ({"w_router": torch.zeros(2, 5)}, r"w_router must be \[E, D\] with D=4, got \[2, 5\]"),
-        ({"w_router": torch.zeros(2, 4).half()}, "one floating-point dtype"),
-        ({"w_router": torch.zeros(2, 4, device="meta")}, "one device"),
-        ({"logit_bias": torch.zeros(2)}, "this router has no logit_bias, got one"),
-        ({"spec": RouterSpec(logit_bias=True)}, "this router has a logit_bias, got none"),
-        ({"spec": RouterSpec(logit_bias=True), "logit_bias": torch.zeros(2, device="meta")}, "one device"),
+        (RouterSpec(), torch.zeros(2), "this router has no logit_bias, got one"),
+        (RouterSpec(logit_bias=True), None, "this router has a logit_bias, got none"),
+        (RouterSpec(logit_bias=True), torch.zeros(2, device="meta"), "one device"),
     ],
 )
-def test_bad_linear_operands(options, message):
-    operands = {"tokens": torch.zeros(3, 4), "w_router": torch.zeros(2, 4), "top_k": 1, "spec": RouterSpec()}
+def test_bad_logit_bias(spec, bias, message):
     with pytest.raises(ValueError, match=message):
-        scored_linear_routing(**{**operands, **options})
+        linear_routing(torch.zeros(3, 4), torch.zeros(2, 4), 1, spec, logit_bias=bias)

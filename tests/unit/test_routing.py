@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_kernels import RouterSpec, linear_routing, reference, scored_linear_routing, topk_routing
-from moe_kernels.routing.softmax import _linear_routing_op, _topk_op
+from moe_kernels import RouterSpec, linear_routing, reference, topk_routing
+from moe_kernels.routing.softmax import linear_routing_op, topk_routing_op
 from moe_kernels.testing import CASES, check_accuracy, make_inputs
 
 from ..dtypes import DTYPES
@@ -20,12 +20,12 @@ triton_topk = partial(topk_routing, implementation="triton")
 def test_matches_reference(case, dtype, normalize, device):
     case = CASES[case]
     logits = make_inputs(case, dtype, device).logits.to(dtype)
-    routed = triton_topk(logits, case.top_k, normalize=normalize)
+    routed = triton_topk(logits, case.top_k, spec=RouterSpec(normalize=normalize))
     assert torch.equal(routed.topk_experts, reference.topk_routing(logits, case.top_k).topk_experts)
     assert routed.topk_weights.dtype == torch.float32
 
     def weights(op):
-        return lambda logits: op(logits, case.top_k, normalize=normalize).topk_weights
+        return lambda logits: op(logits, case.top_k, spec=RouterSpec(normalize=normalize)).topk_weights
 
     check_accuracy(
         weights(triton_topk),
@@ -41,7 +41,7 @@ def test_worked_by_hand(device):
     normalized = triton_topk(logits, 2)
     assert normalized.topk_experts.tolist() == [[1, 3]]
     torch.testing.assert_close(normalized.topk_weights.cpu(), torch.tensor([[4 / 7, 3 / 7]]))
-    plain = triton_topk(logits, 2, normalize=False)
+    plain = triton_topk(logits, 2, spec=RouterSpec(normalize=False))
     assert plain.topk_experts.tolist() == [[1, 3]]
     torch.testing.assert_close(plain.topk_weights.cpu(), torch.tensor([[0.4, 0.3]]))
 
@@ -53,7 +53,7 @@ def test_normalizing_is_top_k_then_softmax_and_softmax_then_top_k(op, device):
     torch.testing.assert_close(op(logits, 3).topk_weights, chosen.softmax(-1))
     probabilities, _ = logits.softmax(-1).topk(3)
     torch.testing.assert_close(op(logits, 3).topk_weights, probabilities / probabilities.sum(-1, keepdim=True))
-    torch.testing.assert_close(op(logits, 3, normalize=False).topk_weights, probabilities)
+    torch.testing.assert_close(op(logits, 3, spec=RouterSpec(normalize=False)).topk_weights, probabilities)
 
 
 @pytest.mark.parametrize("op", [triton_topk, reference.topk_routing])
@@ -76,8 +76,8 @@ def test_any_size_with_many_ties(num_tokens, num_experts, data, normalize, seed)
     top_k = data.draw(st.integers(1, num_experts))
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-3, 4, (num_tokens, num_experts), generator=generator).float().to(device)
-    actual = triton_topk(logits, top_k, normalize=normalize)
-    expected = reference.topk_routing(logits, top_k, normalize=normalize)
+    actual = triton_topk(logits, top_k, spec=RouterSpec(normalize=normalize))
+    expected = reference.topk_routing(logits, top_k, spec=RouterSpec(normalize=normalize))
     assert torch.equal(actual.topk_experts, expected.topk_experts)
     torch.testing.assert_close(actual.topk_weights, expected.topk_weights)
 
@@ -85,7 +85,8 @@ def test_any_size_with_many_ties(num_tokens, num_experts, data, normalize, seed)
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
 @pytest.mark.parametrize("num_experts", [5, 64, 200, 512])
 def test_the_last_bits_of_a_logit_decide(num_experts, device):
-    """Logits of some tokens are neighbours among float32; of others, the last chosen and the first that is not."""
+    """Some tokens' logits are adjacent float32 numbers; for others, only the last chosen and first unchosen logit
+    are."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(40, num_experts, device=device, generator=generator)
     order = torch.rand(20, num_experts, device=device, generator=generator).argsort(-1)
@@ -93,7 +94,7 @@ def test_the_last_bits_of_a_logit_decide(num_experts, device):
     logits[10:20] *= -1
     near = logits[20:].topk(5).indices
     fourth = logits[20:].gather(1, near[:, 3:4])
-    logits[20:].scatter_(1, near[:, 4:5], torch.nextafter(fourth, fourth + 1))  # past the fourth by one bit
+    logits[20:].scatter_(1, near[:, 4:5], torch.nextafter(fourth, fourth + 1))  # above the fourth by one bit
     for top_k in (1, 4):
         actual, expected = triton_topk(logits, top_k), reference.topk_routing(logits, top_k)
         assert torch.equal(actual.topk_experts, expected.topk_experts)
@@ -103,11 +104,11 @@ def test_the_last_bits_of_a_logit_decide(num_experts, device):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_nan_and_infinity_stay_in_their_token(op, normalize, device):
     logits = make_inputs(CASES["odd_sizes"], torch.float32, device).logits
-    clean = op(logits, 3, normalize=normalize)
+    clean = op(logits, 3, spec=RouterSpec(normalize=normalize))
     broken = logits.clone()
     broken[4] = float("nan")
     broken[7, 2] = float("nan")
-    routed = op(broken, 3, normalize=normalize)
+    routed = op(broken, 3, spec=RouterSpec(normalize=normalize))
     others = [t for t in range(len(logits)) if t not in (4, 7)]
     assert torch.equal(routed.topk_weights[others], clean.topk_weights[others])
     assert torch.equal(routed.topk_experts[others], clean.topk_experts[others])
@@ -147,7 +148,7 @@ def test_linear_routing_matches_reference(case, dtype, normalize, device):
     for output in ("topk_weights", "logits"):
 
         def run(tokens, w_router, op, output=output):
-            return getattr(op(tokens, w_router, case.top_k, normalize=normalize), output)
+            return getattr(op(tokens, w_router, case.top_k, spec=RouterSpec(normalize=normalize)), output)
 
         check_accuracy(
             partial(run, op=partial(linear_routing, implementation="triton")),
@@ -164,15 +165,15 @@ def test_linear_routing_keeps_no_logits(normalize, device):
     w_router = torch.randn(case.num_experts, case.d_model, device=device, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)), lambda t: t):
-        linear_routing(tokens, w_router, case.top_k, normalize=normalize, implementation="triton")
+        linear_routing(tokens, w_router, case.top_k, spec=RouterSpec(normalize=normalize), implementation="triton")
     assert saved, "nothing was saved"
     assert (case.num_tokens, case.num_experts) not in saved
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("spec", [None, RouterSpec.deepseek_v3(), RouterSpec(logits_in_token_dtype=True)], ids=str)
+@pytest.mark.parametrize("spec", [RouterSpec(), RouterSpec.deepseek_v3()], ids=str)
 def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
-    """As if the tokens were float32, but for what is kept of them, and the dtype of their gradient."""
+    """Results equal those of float32 tokens, except for what is saved of the tokens and the dtype of their gradient."""
     case, dtype = CASES["odd_sizes"], DTYPES[-1]
     tokens = make_inputs(case, dtype, device).tokens
     w_router = torch.randn(case.num_experts, case.d_model, device=device)
@@ -181,11 +182,8 @@ def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
     def run(tokens, w_router):
         tokens, w_router = tokens.detach().requires_grad_(), w_router.detach().requires_grad_()
         options = {"batch_invariant": batch_invariant, "implementation": "triton"}
-        if spec is None:
-            routed = linear_routing(tokens, w_router, case.top_k, **options)
-        else:
-            options["selection_bias"] = None if spec.selection_bias is None else bias
-            routed = scored_linear_routing(tokens, w_router, case.top_k, spec, **options)
+        options["selection_bias"] = None if spec.selection_bias is None else bias
+        routed = linear_routing(tokens, w_router, case.top_k, spec, **options)
         routed.topk_weights.square().sum().backward()
         return routed, tokens.grad, w_router.grad
 
@@ -222,21 +220,20 @@ def test_autocast_rounds_nothing(implementation, device):
 def test_gradcheck_of_reference(normalize):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
-    torch.autograd.gradcheck(lambda x: reference.topk_routing(x, 3, normalize=normalize).topk_weights, logits)
+    spec = RouterSpec(normalize=normalize)
+    torch.autograd.gradcheck(lambda x: reference.topk_routing(x, 3, spec).topk_weights, logits)
     tokens = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     w_router = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    torch.autograd.gradcheck(
-        lambda x, w: reference.linear_routing(x, w, 3, normalize=normalize)[1:], (tokens, w_router)
-    )
+    torch.autograd.gradcheck(lambda x, w: reference.linear_routing(x, w, 3, spec)[1:], (tokens, w_router))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_opcheck(normalize, device):
     logits = torch.randn(6, 5, device=device, requires_grad=True)
-    torch.library.opcheck(_topk_op.overload, (logits, 2, normalize))
+    torch.library.opcheck(topk_routing_op.overload, (logits, 2, normalize))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(5, 4, device=device, requires_grad=True)
-    torch.library.opcheck(_linear_routing_op.overload, (tokens, w_router, 2, normalize, False))
+    torch.library.opcheck(linear_routing_op.overload, (tokens, w_router, 2, normalize, False))
 
 
 def test_compiles_without_graph_break(device):

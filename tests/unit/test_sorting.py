@@ -15,7 +15,7 @@ triton_sort = partial(sort_by_expert, implementation="triton")
 
 @pytest.fixture(params=["few", "many"], scope="module", autouse=True)
 def way(request):
-    """Few slots are sorted in another way; every test goes both."""
+    """Few slots use another sort kernel; every test runs both."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "many":
             patch.setattr(sort, "_FEW_SLOTS", -1)

@@ -1,4 +1,4 @@
-"""Tables of measured kernels: the shipped one, one's own over it, and the selector that reads them."""
+"""Tables of measured kernels: the shipped one, the user's over it, and the selector that reads them."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_ones_own_table_lies_over_the_shipped_one(folders):
     merged = merged_table("GPU X")
     assert merged.kernels == {"a": "own", "b": "shipped", "e": "own"}
     assert merged.copies == {"c": [False] * 3, "d": [True] * 3}
-    assert merged.milliseconds == {"b": 2.0}  # the shipped kernel's time is not the own kernel's
+    assert merged.milliseconds == {"b": 2.0}  # the shipped kernel's time does not apply to the user's kernel
     assert merged_table("GPU Y") == Table({}, {})
 
 
@@ -87,7 +87,7 @@ def test_an_activation_measured_itself_takes_its_own_entry(monkeypatch):
     b = rows.new_empty(2, 96, 1024).transpose(1, 2)
     out, product = rows.new_empty(40, 48), rows.new_empty(40, 96)
     args = GroupedGemmArguments(rows, b, out, offsets=offsets, epilogue="geglu", preactivation=product)
-    monkeypatch.setattr(Kernel, "supports", Kernel.takes)  # whatever GPU there is: nothing runs
+    monkeypatch.setattr(Kernel, "supports", Kernel.takes)  # on any GPU, because nothing runs
     first, *_, last = get_kernels(args)
     monkeypatch.setattr(selection, "_selected", {})
     assert selection.find(args) is first
@@ -98,7 +98,7 @@ def test_an_activation_measured_itself_takes_its_own_entry(monkeypatch):
 
 
 def test_copies_by_width():
-    """A plain activation has half the columns before it, and is computed by a GEMM only behind a copy."""
+    """A plain activation halves the columns before it, and a GEMM computes it only after a copy."""
 
     class Specialized:
         metadata = next(k.metadata for k in get_kernels() if isinstance(k.metadata.design, WarpSpecializedDesign))

@@ -12,7 +12,7 @@ from moe_kernels.gemm.tile_table import MAX_GROUPS, empty_tile_table, make_tile_
         ([0, 0, 0], 0),
         ([5], 9),
         ([0, 0, 33, 33], 64),
-        # Not valid: clamped to a non-decreasing sequence within the rows.
+        # Invalid offsets: clamped to a non-decreasing sequence within the rows.
         ([7, 3, 12, -4, 9], 10),
         ([100, 2, 300], 50),
     ],
@@ -48,7 +48,7 @@ def test_every_row_is_in_one_tile(device):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_table_in_one_memory(given, device):
-    """Its tensors start at whole 16 bytes, as if each had a memory of its own, and do not overlap."""
+    """The tensors start at multiples of 16 bytes, as if allocated separately, and do not overlap."""
     like = torch.zeros(1, dtype=torch.int32, device=device)
     for num_groups in (1, 2, 3, 4, 5, 8, 60, 127):
         for num_rows in (0, 1, 16, 33, 1000):

@@ -1,4 +1,4 @@
-"""Tuning ahead of time: entries, resuming, the time budget, and what `show` and `verify` say of a table."""
+"""Tuning ahead of time: entries, resuming, the time budget, and the output of `show` and `verify`."""
 
 import pytest
 import torch
@@ -26,22 +26,21 @@ EVERY_SECOND = 10.0
 
 @pytest.fixture(autouse=True)
 def fresh_selection(monkeypatch):
-    """What is tuned here is selected here alone."""
+    """Discard selections made by tuning in these tests."""
     monkeypatch.setattr(selection, "_selected", {})
-    monkeypatch.setattr(selection, "_plans", {})
-    monkeypatch.setattr(selection, "_replays", {})
+    monkeypatch.setattr(selection, "_launches", {})
     monkeypatch.setattr(selection, "_copies", {})
 
 
 @pytest.fixture
 def last_is_fastest(monkeypatch):
-    """A clock by which a later kernel is ten times as fast as the one before."""
+    """Fake a clock by which each kernel is ten times as fast as the one before."""
     for name in ("measure", "measure_replays"):
         monkeypatch.setattr(tuner, name, lambda functions: {name: 10.0**-i for i, name in enumerate(functions)})
 
 
 def job_of(measured, names=("a", "b", "c")):
-    """Entries that note when they are measured."""
+    """Return a job whose entries record when they are measured."""
 
     def entry(name):
         def measure():
@@ -83,7 +82,7 @@ def test_starts_no_measurement_after_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tuner.time, "monotonic", lambda: EVERY_SECOND * len(measured))
     assert not tune([job_of(measured)], path, seconds=15, again=False)
     assert measured == ["a", "b"] and set(read(path).kernels) == {"a", "b"}
-    # What is known needs no time.
+    # Known entries take no time.
     assert tune([job_of(measured, "ab")], path, seconds=0, again=False)
 
 
@@ -99,7 +98,7 @@ def test_tunes_a_layer(tmp_path, device, last_is_fastest):
     for key, args in listed.items():
         assert selection.find(args).metadata.kernel_name == table.kernels[key]
     (copies,) = table.copies.values()
-    assert copies == [True, True, True]  # measured last
+    assert copies == [True, True, True]  # the last measured choice
     assert not verify(table, device)
 
 
@@ -139,7 +138,7 @@ def test_arguments_of_a_key_have_this_key(device):
         args = make(device)
         made = arguments_of(args.table_key(), device)
         assert type(made) is type(args) and made.error() is None
-        if not made.table_key().startswith("grouped_gemm_list"):  # all problems have the largest sizes
+        if not made.table_key().startswith("grouped_gemm_list"):  # all problems of a list have the largest sizes
             assert made.table_key() == args.table_key()
 
 

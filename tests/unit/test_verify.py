@@ -1,4 +1,4 @@
-"""Checks of what kernels write: right ones pass, planted wrong ones are caught, and none runs unless asked for."""
+"""Verification of kernel results: right ones pass, planted errors are caught, and no check runs unless asked for."""
 
 import dataclasses
 import os
@@ -103,7 +103,7 @@ def test_right_kernels_pass_and_a_wrong_number_does_not(case, device):
 
 
 def test_autocast_makes_no_wrong_number_right(device):
-    """The products that a result is held to are not rounded further than the result."""
+    """The products that a result is compared with are not rounded further than the result."""
     args = dataclasses.replace(
         gemm_arguments(device), **{name: getattr(gemm_arguments(device), name).float() for name in ("A", "B", "out")}
     )
@@ -159,36 +159,42 @@ def test_every_nth_launch_is_checked(device):
     kernel = selection.select(args)
     launches = []
 
-    def wrong_launch(kernel, args):
-        launches.append(kernel)
+    def wrong_launch(args):
+        launches.append(args)
         args.out.fill_(7.0)
+        return kernel
 
     launch = verified(wrong_launch, 3)
     name = kernel.metadata.kernel_name
     for _ in range(2):
-        launch(kernel, args)
-        launch(kernel, args)
+        assert launch(args) is launch(args) is kernel
         with pytest.raises(RuntimeError, match=f"MOE_VERIFY: wrong result in launch [36]: {name}: error .* exceeds"):
-            launch(kernel, args)
-    assert launches == [kernel] * 6
+            launch(args)
+    assert launches == [args] * 6
+
+
+def test_what_was_not_launched_is_not_checked(device, monkeypatch):
+    monkeypatch.setattr("moe_kernels.gemm.verify.check_result", lambda *_, **options: pytest.fail("checked"))
+    assert verified(lambda args: None, 1)(grouped_arguments(device)) is None
 
 
 def test_groups_take_turns(device):
-    """A kernel that is wrong in one group of many is caught, if not at once."""
+    """A kernel that is wrong in one group of many is caught, but possibly not at once."""
     rows = torch.randn(64, 16, device=device).half()
     offsets = torch.arange(4, 65, 4, device=device).int()
     args = GroupedGemmArguments(rows, torch.randn(16, 16, 16, device=device).half(), rows.clone(), offsets=offsets)
     kernel = selection.select(args)
 
-    def wrong_in_group_11(kernel, args):
+    def wrong_in_group_11(args):
         kernel.run(args)
         args.out[45] += 1
+        return kernel
 
     launch = verified(wrong_in_group_11, 1)
-    launch(kernel, args)
+    launch(args)
     with pytest.raises(RuntimeError, match=kernel.metadata.kernel_name):
         for _ in range(15):
-            launch(kernel, args)
+            launch(args)
 
 
 def test_the_interval():
@@ -201,27 +207,33 @@ def test_the_interval():
 
 @pytest.mark.skipif(selection.VERIFY is not None, reason="MOE_VERIFY is set")
 def test_off_costs_nothing():
-    assert selection.run is selection._run and selection.launch is selection._launch
-    assert selection.run_if_supported is selection._run_if_supported
+    assert selection._launch is selection._launch_selected
 
 
 PLANTED = """
-import dataclasses, torch
-from moe_kernels import fused_experts, reference, tuning
-from moe_kernels.gemm.base import GroupedGemmKernel
+import torch
+from moe_kernels import fused_experts
+from moe_kernels.gemm import selection
 from moe_kernels.testing import Case, make_inputs, make_permutation
 device = "cuda" if torch.cuda.is_available() else "cpu"
 inputs = make_inputs(Case(32, 32, 32, 4, 2), torch.float16, device)
 weights, permutation = make_permutation(inputs, 2)
 forward = lambda: fused_experts(inputs.tokens, weights, permutation, inputs.w_up, inputs.w_down)
-forward()
-forward()
-print("right")
-run = GroupedGemmKernel.run
-def planted(self, args, **options):
-    run(self, args, **options)
-    args.out[0] *= 1.5
-GroupedGemmKernel.run = planted
+launches = []
+run_launch = selection.run_launch
+def noted(launch, operand, *ready):
+    launches.append((launch.function.fn.__name__, len(ready)))
+    return run_launch(launch, operand, *ready)
+selection.run_launch = noted
+for _ in range(3):
+    forward()
+    print(launches)
+    launches.clear()
+def planted(launch, operand, *ready):
+    left = run_launch(launch, operand, *ready)
+    operand.mul_(1.5)  # The result is no longer that of the operands.
+    return left
+selection.run_launch = planted
 try:
     forward()
     forward()
@@ -231,10 +243,14 @@ except RuntimeError as error:
 
 
 def test_the_environment_turns_it_on():
-    """Python -O leaves assertions out, which must not turn it off."""
+    """And changes no launch. Python -O leaves assertions out, which must not turn it off."""
     command = [sys.executable, "-O", "-c", PLANTED]
-    result = subprocess.run(command, env=os.environ | {"MOE_VERIFY": "2"}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    first, raised = result.stdout.splitlines()
-    assert first == "right" and raised.startswith("MOE_VERIFY: ")
+    lines = {}
+    for setting in ("0", "2"):
+        result = subprocess.run(command, env=os.environ | {"MOE_VERIFY": setting}, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        lines[setting] = result.stdout.splitlines()
+    *launches, raised = lines["2"]
+    assert launches == lines["0"] and len(launches) == 3 and ", 1)" in launches[-1]
+    assert raised.startswith("MOE_VERIFY: ")
     assert raised.split(": ")[2] in {kernel.metadata.kernel_name for kernel in get_kernels()}

@@ -1,4 +1,4 @@
-"""Warp-specialised GEMMs of few groups find their tiles by the offsets, of many in a table: bit by bit the same."""
+"""Warp-specialised GEMMs find tiles from the offsets of few groups, or a table for many: bitwise equal results."""
 
 import dataclasses
 

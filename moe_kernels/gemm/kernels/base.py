@@ -1,4 +1,4 @@
-"""What the designs of a family share: the checks of arguments, and the metadata a kernel reads on the device."""
+"""Code shared by the designs of a family: argument checks, and the metadata that a kernel reads on the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-_MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores do while memory moves a byte, A100 to B200
-_BOUNDS_BLOCK = 128  # the tile height of a table that is made for its bounds alone
+_MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while memory moves one byte, A100 to B200
+_BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
 
 
 class GroupedGemmKernel(Kernel):
@@ -39,14 +39,14 @@ class GroupedGemmKernel(Kernel):
             return Status(f"Operand `preactivation`: {error}")
         gather = self.metadata.design.gather
         if (args.row_to_token is not None) != gather:
-            return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
+            return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")
         for name in args.optional_operands:
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
-        """It is stored as `out` is, and the up half of a gated activation's as a matrix of its own."""
+        """Return the error of `preactivation`: stored as `out` is, and its up half as a separate aligned matrix."""
         product, operand = args.preactivation, self.metadata.operands.out
         if product is None:
             return None
@@ -59,20 +59,20 @@ class GroupedGemmKernel(Kernel):
         return None
 
     def estimate(self, args: GroupedGemmArguments) -> float:
-        """Of one group and one step of the reduction."""
+        """Return the cost of one group and one step of the reduction."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
     def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """The table of these arguments for this kernel's tile height; made here unless they hold it."""
+        """Return the arguments' tile table for this kernel's tile height, or make one."""
         if self._has_table(args):
             return args.tile_table
         offsets = args.offsets
         if args.tile_table is not None:
             bounds = args.tile_table.bounds
-            offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # faster than a slice
+            offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # narrow is faster than a slice
         return _table(offsets, args.out.shape[0], self.metadata.design.tile_shape[0], memory, write)
 
     def _has_table(self, args: GroupedGemmArguments) -> bool:
@@ -95,15 +95,15 @@ class WgradKernel(Kernel):
     def supports_design(self, args: WgradArguments) -> Status:
         gather = self.metadata.design.gather
         if (args.a_row_to_token is not None or args.dout_row_to_token is not None) != gather:
-            return Status(f"Operand `row_to_token`: this kernel {'needs' if gather else 'takes no'} index")
+            return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")
         return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
     def estimate(self, args: WgradArguments) -> float:
-        """Of one group and one step of the reduction."""
+        """Return the cost of one group and one step of the reduction."""
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """The bounds and the order of the groups; made here unless the arguments hold them."""
+        """Return the arguments' bounds and order of the groups, or make them."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
         return args.tile_table
@@ -116,7 +116,7 @@ class WgradKernel(Kernel):
 
 
 def padded(rows: int, columns: int, design: Design) -> int:
-    """Elements of the tiles that cover a matrix."""
+    """Return the number of elements in the tiles that cover a matrix."""
     block_m, block_n, _ = design.tile_shape
     return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
 
@@ -129,7 +129,7 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, w
 
 
 def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """TMA counts rows up to 2**30 and describes no empty tensor; gathered rows are copied in pieces of 16 bytes."""
+    """Check TMA's limits: at most 2**30 rows, no empty tensor, gathered rows of whole 16-byte pieces."""
     if not design.tma:
         return SUPPORTED
     if num_rows > MAX_ROWS:
@@ -142,7 +142,7 @@ def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
 
 
 def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
-    """One program per SM that is not reserved. Without a GPU a few, so that each walks several tiles."""
+    """Return one program per SM that is not reserved. Without a GPU: a few, so that each walks several tiles."""
     num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
     return max(num_sms - reserved_sms, 1)
 
@@ -153,7 +153,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def kernel_name(op: str, kind: str, dtype: torch.dtype, design: Design, *rest: str | None) -> str:
-    """A unique name from what distinguishes kernels."""
+    """Return a unique kernel name, built from all properties that distinguish kernels."""
     tile = "x".join(map(str, design.tile_shape))
     parts = [op, kind, str(dtype)[6:], tile, f"w{design.num_warps}", f"s{design.num_stages}"]
     return "_".join([*parts, *(part for part in rest if part), *(["gather"] if design.gather else [])])

@@ -1,7 +1,7 @@
-"""Batched GEMM by the kernels for grouped GEMM: matrices that lie behind each other are groups of equal size.
+"""Batched GEMM by the grouped GEMM kernels: matrices stored one after another are groups of equal size.
 
-The flattened A and out are the rows, and their table of tiles is made from sizes that the host knows. A matrix B
-without a batch makes one group of all rows.
+The flattened A and out are the rows. Their tile table is made from sizes that the host knows. A matrix B without a
+batch makes one group of all rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .base import GroupedGemmKernel, padded
 from .tma import TMA_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
-_TABLE_LAUNCHES = 1e9  # multiplications in the time of the launches that make a table
+_TABLE_LAUNCHES = 1e9  # multiplications that take as long as the launches that make a table
 
 
 class BatchedGemm(Kernel):
-    """A kernel for grouped GEMM on batches whose matrices lie behind each other."""
+    """A grouped GEMM kernel on batches whose matrices are stored one after another."""
 
     arguments_class = GemmArguments
 
@@ -38,11 +38,11 @@ class BatchedGemm(Kernel):
 
     def supports_design(self, args: GemmArguments) -> Status:
         if args.out.dim() == 3 and args.A.dim() == 2:
-            return Status("Operand `A`: this kernel takes none that a batch shares")
+            return Status("Operand `A`: this kernel takes none shared by a batch")
         for name in ("A", "out"):
             tensor = getattr(args, name)
             if tensor.dim() == 3 and not is_one_behind_another(tensor):
-                return Status(f"Operand `{name}`: expected matrices behind each other, got strides {tensor.stride()}")
+                return Status(f"Operand `{name}`: expected matrices one after another, got strides {tensor.stride()}")
         return self.grouped.supports_design(_grouped(args))
 
     def estimate(self, args: GemmArguments) -> float:
@@ -64,7 +64,7 @@ class BatchedGemm(Kernel):
         return self.grouped.scratch_bytes(_grouped(args))
 
     def metadata_bytes(self, args: GemmArguments) -> int:
-        """Of the table, and in front of it of the offsets that it is made from."""
+        """Return the bytes of the tile table plus the offsets it is built from."""
         num_bytes = self.grouped.metadata_bytes(_grouped(args))
         return num_bytes + _offsets_bytes(args) if num_bytes else 0
 
@@ -80,7 +80,7 @@ class BatchedGemm(Kernel):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[L, M, C] as [L * M, C]; a view, of matrices that lie behind each other."""
+    """Return [L, M, C] as [L * M, C]: a view of matrices stored one after another."""
     if tensor.dim() == 2:
         return tensor
     num_batches, num_rows, num_columns = tensor.shape
@@ -88,7 +88,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _grouped(args: GemmArguments) -> GroupedGemmArguments:
-    """The same product, without offsets. No row lies behind the last group."""
+    """Return the same product as a grouped GEMM without offsets. No row follows the last group."""
     b = args.B if args.B.dim() == 3 else args.B.unsqueeze(0)
     table = args.tile_table
     return GroupedGemmArguments(
@@ -101,7 +101,7 @@ def _offsets_bytes(args: GemmArguments) -> int:
 
 
 def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -> GroupedGemmArguments:
-    """With offsets, in `memory` [G] int32 if it is given."""
+    """Add offsets to the arguments, stored in `memory` [G] int32 if given."""
     num_rows, num_groups = len(grouped.out), len(grouped.B)
     size = num_rows // num_groups
     if memory is None:

@@ -1,9 +1,9 @@
 """Packed rows of several groups times one shared matrix.
 
-Because the groups share B, the rows are one group to a grouped GEMM, and a tile may hold rows of several groups: each
-design for contiguous groups computes this, given a table of tiles over all rows between the first offset and the last.
-"By group" the table cuts at every offset instead. The launch that makes the table also writes the zeros of the rows
-before and behind.
+The groups share B, so a grouped GEMM treats all rows as one group, and a tile may hold rows of several groups. Every
+design for contiguous groups computes this, given a tile table over the rows between the first and the last offset.
+"By group", the table is cut at every offset instead. The launch that makes the table also zeroes the rows before the
+first offset and after the last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
 @dataclass(frozen=True, eq=False)
 class JaggedGemmArguments(Arguments):
-    """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for the others."""
+    """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for all other rows."""
 
     tensors = ("A", "B", "out", "group_offsets")
     operand_names = ("A", "B", "out")
@@ -40,7 +40,7 @@ class JaggedGemmArguments(Arguments):
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # as `make_jagged_table` makes it, which has then written the zeros as well
+    tile_table: TileTable | None = None  # made by `make_jagged_table`, which then has also written the zeros
     epilogue: str | None = None  # no kernel applies one so far
 
     def shape_error(self) -> str | None:
@@ -57,9 +57,9 @@ class JaggedGemmArguments(Arguments):
         return len(self.group_offsets) - 1
 
     def grouped(self, num_groups: int) -> GroupedGemmArguments:
-        """The same product as a grouped GEMM, with B for each group."""
+        """Return the same product as a grouped GEMM, with B repeated for each group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # One group's stride is never used, but it has to be one that TMA takes.
+        # The stride of a single group is never used, but TMA must accept it.
         group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(
@@ -67,7 +67,7 @@ class JaggedGemmArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        """What support and speed depend on; the number of rows only by its power of two."""
+        """Return all properties that support and speed depend on; the number of rows rounded up to a power of two."""
         aligned = tuple(
             tensor.data_ptr() % 16 == 0
             and all(stride == 1 or stride * tensor.element_size() % 16 == 0 for stride in tensor.stride())
@@ -78,7 +78,7 @@ class JaggedGemmArguments(Arguments):
         return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
 
     def table_key(self) -> str:
-        """The key of a table of measured kernels."""
+        """Return the key of a table of measured kernels."""
         layout = "row" if self.B.stride(1) == 1 else "column"
         size_k, size_n = self.B.shape
         return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"
@@ -97,7 +97,7 @@ class JaggedGemmOperands:
 
 
 class JaggedGemm(Kernel):
-    """A kernel for grouped GEMM, given a table for packed rows that share B."""
+    """A grouped GEMM kernel, given a tile table for packed rows that share B."""
 
     arguments_class = JaggedGemmArguments
 
@@ -146,7 +146,7 @@ class JaggedGemm(Kernel):
         return table is not None and table.block_rows == height and len(table.bounds) == num_groups + 2
 
     def estimate(self, args: JaggedGemmArguments) -> float:
-        """Multiplications of a step of the reduction, padding included."""
+        """Return the multiplications of one reduction step, padding included."""
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_groups = self._num_table_groups(args)
         row_tiles = num_groups * cdiv(cdiv(len(args.A), num_groups), block_m)
@@ -161,12 +161,12 @@ def make_jagged_table(
     num_rows: int,
     block_rows: int,
     *,
-    parts: int | None,  # cut the rows into so many equal parts; None: by group
-    out: Tensor | None = None,  # [R, N]: zeros are written to its rows before the first offset and behind the last
-    memory: Tensor | None = None,  # [tile_table_bytes] uint8 to put the table; None allocates
+    parts: int | None,  # cut the rows into this many equal parts; None cuts by group
+    out: Tensor | None = None,  # [R, N]: its rows before the first offset and after the last are zeroed
+    memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
     write: bool = True,  # False leaves everything uninitialised
 ) -> TileTable:
-    """The table of a grouped GEMM over packed rows. One launch, no wait.
+    """Return the table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
 
     Offsets that decrease or leave [0, num_rows] are clamped, as in `make_tile_table`.
     """
@@ -306,7 +306,7 @@ JAGGED_KERNELS = tuple(
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """The kernel with float32 results, of which B's gradient is summed."""
+    """Return the kernel with float32 results, which are summed to B's gradient."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"
@@ -314,7 +314,7 @@ def _float32_out(kernel: Kernel) -> Kernel:
     return type(kernel)(metadata)
 
 
-# The pointer kernels write float32 results as they are.
+# The pointer kernels already write float32 results.
 FLOAT32_WGRAD_KERNELS = tuple(
     _float32_out(kernel)
     for kernel in TMA_WGRAD_KERNELS

@@ -1,8 +1,8 @@
 """Independent products in one launch: their arguments, and the table of problems that the kernels walk.
 
-Every problem has its own sizes, addresses and leading dimensions. The table holds them on the device, and for every
-tile of the output the problem that it belongs to; a fixed number of programs takes the tiles in turn. Tiles of long
-reductions come first, so that the last ones to finish are short.
+Every problem has its own sizes, addresses and leading dimensions. The table holds them on the device, together with the
+problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long reductions come
+first, so that the last tiles to finish are short.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from ..arguments import Arguments, epilogue_key
 from ..kernel import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
 from .base import num_programs
 
-# A row of the table: addresses, sizes and leading dimensions as below; 1 for A stored by columns, plus 2 for B; the
-# first tile and the one behind the last. Even, so that the tiles behind the rows are aligned to 16 bytes.
+# Fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; then 1 for A stored by
+# columns, plus 2 for B; the first tile and the end tile. The number is even, so that the tile list after the rows is
+# aligned to 16 bytes.
 NUM_FIELDS = 12
 
 
 class Problem(NamedTuple):
-    """One product. An operand is stored by rows, or by columns; the leading dimension is the other axis's stride."""
+    """One product. Operands are stored by rows or by columns; the leading dimension is the other axis's stride."""
 
     pointers: tuple[int, int, int]  # A, B, out
     sizes: tuple[int, int, int]  # M, N, K
@@ -44,7 +45,7 @@ class Problem(NamedTuple):
 
 
 class ProblemTable(NamedTuple):
-    """What the kernels read. Valid as long as the tensors that it points to."""
+    """The table that the kernels read. It is valid as long as the tensors whose addresses it holds."""
 
     problems: Tensor  # [G, NUM_FIELDS] int64
     tile_to_problem: Tensor  # [tiles] int32
@@ -64,13 +65,14 @@ class ProblemTable(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What selectors and kernels ask of all problems at once. Those without an output count in `problems` alone."""
+    """Properties of all problems together, for selection and kernels. Only `problems` counts those without an
+    output."""
 
     problems: list[Problem]
     num_filled: int
-    layouts: tuple[str, str]  # "row", "column" or "mixed", of A and B
+    layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
     aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
-    whole: bool  # and so are the contiguous axes
+    whole: bool  # the contiguous axes are multiples of 16 bytes, too
     separate: bool  # no row of an operand overlaps the next
     largest: tuple[int, int, int]  # M, N, K
     depths: frozenset[int]
@@ -79,12 +81,22 @@ class Survey(NamedTuple):
 
 
 def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
-    """The leading dimension and whether the matrix is stored by columns; None if neither axis is contiguous."""
+    """Return the leading dimension and whether the matrix is stored by columns; None if neither axis is contiguous."""
     row_stride, column_stride = matrix.stride()
     if column_stride == 1 or matrix.shape[1] <= 1:
         return row_stride, False
     if row_stride == 1 or matrix.shape[0] <= 1:
         return column_stride, True
+    return None
+
+
+def _matrix_error(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> str | None:
+    if matrix.dtype != dtype:
+        return f"expected {dtype}, got {matrix.dtype}"
+    if matrix.device != device:
+        return f"expected device {device}, got {matrix.device}"
+    if leading_dimension(matrix) is None:
+        return f"expected one contiguous axis, got {matrix.stride()}"
     return None
 
 
@@ -99,7 +111,7 @@ class GroupedGemmListArguments(Arguments):
     B_list: Sequence[Tensor]  # [K, N] each
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
-    table: ProblemTable | None = None  # of these tensors; made by the kernel when it is not given
+    table: ProblemTable | None = None  # table of these tensors; None: the kernel makes it
     epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
 
     def __post_init__(self) -> None:
@@ -111,13 +123,17 @@ class GroupedGemmListArguments(Arguments):
 
     @property
     def A(self) -> Tensor:
-        """The first A: its device is that of all operands."""
+        """The first A. All operands are on its device."""
         return self.A_list[0]
 
     @property
     def operands(self) -> dict[str, Tensor]:
-        """Those of the first problem that has an output; the others are like them but for their sizes."""
-        lists = self.A_list, self.B_list, self.out_list  # what differs in length is an error, but here no crash
+        """Operands of the first problem with an output. The other problems differ only in their sizes."""
+        lists = (
+            self.A_list,
+            self.B_list,
+            self.out_list,
+        )  # lists of different lengths are reported as an error later, so they must not crash here
         filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
         shown = next(filled, None) or next(zip(*lists, strict=False), ())
         return dict(zip(self.operand_names, shown, strict=False))
@@ -141,12 +157,8 @@ class GroupedGemmListArguments(Arguments):
             if not len(a) == len(b) == 2 or a[1] != b[0] or out != (a[0], b[1]):
                 return f"problem {g}: expected [M, K] @ [K, N] and [M, N], got {a} @ {b} and {out}"
             for name, matrix, dtype in zip(("A", "B", "out"), matrices, dtypes, strict=True):
-                if matrix.dtype != dtype:
-                    return f"Operand `{name}` of problem {g}: expected {dtype}, got {matrix.dtype}"
-                if matrix.device != self.A.device:
-                    return f"Operand `{name}` of problem {g}: expected device {self.A.device}, got {matrix.device}"
-                if leading_dimension(matrix) is None:
-                    return f"Operand `{name}` of problem {g}: expected one contiguous axis, got {matrix.stride()}"
+                if error := _matrix_error(matrix, dtype, self.A.device):
+                    return f"Operand `{name}` of problem {g}: {error}"
             if leading_dimension(matrices[2])[1]:
                 return f"Operand `out` of problem {g}: expected rows contiguous, got strides {matrices[2].stride()}"
             if out[0] > 1 and matrices[2].stride(0) < out[1]:
@@ -155,7 +167,7 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """One pass over the problems, which must be without error: it is what a call costs the CPU."""
+        """One pass over the problems, which must be free of errors. It is a call's main cost on the CPU."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()
@@ -171,7 +183,7 @@ class GroupedGemmListArguments(Arguments):
             num_filled += 1
             by_columns.add((a_columns, b_columns))
             depths.add(k)
-            a_line, b_line = m if a_columns else k, k if b_columns else n  # what is contiguous
+            a_line, b_line = m if a_columns else k, k if b_columns else n  # lengths of the contiguous axes
             address_bits |= pointers[0] | pointers[1] | pointers[2] | (lda | ldb) * item | ldo * out_item
             size_bits |= (a_line | b_line) * item | n * out_item
             separate = separate and lda >= a_line and ldb >= b_line
@@ -184,20 +196,22 @@ class GroupedGemmListArguments(Arguments):
         return Survey(problems, num_filled, layouts, aligned, whole, separate, largest, frozenset(depths), area, work)
 
     def selection_key(self) -> tuple[Any, ...]:
-        """What support and speed depend on; sizes only by their powers of two. The problems must be without error."""
+        """Return what support and speed depend on, with sizes rounded to powers of two. Problems must have no
+        errors."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
         return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
 
     def table_key(self) -> str:
-        """The key of a table of measured kernels."""
+        """Return the key of a table of measured kernels."""
         groups, m, n, k, area = self._size_class()
         layouts = "A={} B={}".format(*self.survey.layouts)
         form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"
         return f"{form} G={groups} M={m} N={n} K={k} area={area}"
 
     def _size_class(self) -> tuple[int, ...]:
-        """Number of problems, largest M, N and K, and sum of M * N, each rounded up to a power of two."""
+        """Return the number of problems, largest M, N and K, and the sum of M * N, each rounded up to a power of
+        two."""
         s = self.survey
         return tuple(1 << max(size - 1, 0).bit_length() for size in (s.num_filled, *s.largest, s.area))
 
@@ -209,11 +223,11 @@ def _layout(by_columns: set[bool]) -> str:
 def make_problem_table(
     args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None, *, write: bool = True
 ) -> ProblemTable:
-    """The table of these arguments for tiles of one shape: one upload, no wait.
+    """Return the table of these arguments for tiles of one shape: one upload, no host synchronisation.
 
     Args:
-        memory: [problem_table_bytes] uint8 on the device to put it; None allocates.
-        write: False leaves it uninitialised.
+        memory: [problem_table_bytes] uint8 on the device for the table; None allocates.
+        write: False leaves the table uninitialised.
     """
     problems = args.survey.problems
     order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
@@ -226,7 +240,7 @@ def make_problem_table(
     on_host = functools.partial(torch.tensor, device="cpu")
     described = on_host([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
-    # One copy: the problems, then the tiles behind them, in pairs.
+    # One copy: the problems, followed by the tiles in pairs.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
     if memory is None:
@@ -246,7 +260,7 @@ def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: i
 
 @dataclass(frozen=True)
 class GroupedGemmListOperands:
-    """out_list[g] = A_list[g] @ B_list[g]; each A and B stored by rows or by columns, each out by rows."""
+    """out_list[g] = A_list[g] @ B_list[g]. Each A and B is stored by rows or by columns, each out by rows."""
 
     A: Operand
     B: Operand
@@ -255,14 +269,14 @@ class GroupedGemmListOperands:
 
 @dataclass(frozen=True)
 class PointerArrayDesign(PointerDesign):
-    """Addresses from a table; `programs_per_sm` programs for each SM, or one per tile where tiles are fewer."""
+    """Addresses from a table. Each SM runs `programs_per_sm` programs, or fewer if there are fewer tiles."""
 
     programs_per_sm: int = 1
 
 
 @dataclass(frozen=True)
 class TmaArrayDesign(TmaDesign):
-    """Descriptors made on the device from a table, once for the tiles of a problem that a program walks."""
+    """Descriptors made on the device from a table, once per program and problem."""
 
     programs_per_sm: int = 1
 
@@ -274,7 +288,7 @@ class GroupedGemmListKernel(Kernel):
 
     def __init__(self, metadata: KernelMetadata, compiled_as: Kernel | None = None):
         super().__init__(metadata)
-        # The kernel whose code it runs, where they differ only in the number of programs.
+        # The kernel whose code this one runs, if they differ only in the number of programs.
         self.compiled_as = compiled_as or self
 
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
@@ -289,12 +303,12 @@ class GroupedGemmListKernel(Kernel):
 
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        """What a kernel that asks for alignment asks beyond it."""
+        """Return whether a kernel that needs alignment supports the arguments, beyond their alignment."""
 
     def table(
         self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
     ) -> ProblemTable:
-        """The table for this kernel's tiles; made here unless the arguments hold it."""
+        """Return the arguments' table for this kernel's tiles, or make one."""
         if self._has_table(args):
             return args.table
         return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory, write=write)
@@ -311,15 +325,15 @@ class GroupedGemmListKernel(Kernel):
         return dataclasses.replace(args, table=self.table(args, memory, write=write))
 
     def num_programs(self, args: GroupedGemmListArguments) -> int:
-        """One for each tile, but no more than the design has for each SM."""
+        """Return one program per tile, up to the design's number of programs per SM."""
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
         return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
-        """Multiplications of the SM with most tiles, and for each tile what precedes its reduction.
+        """Return the multiplications of the SM with most tiles, including each tile's work before its reduction.
 
-        Programs that share an SM hide that part behind each other's reductions.
+        Programs that share an SM overlap this work with each other's reductions.
         """
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
@@ -333,7 +347,7 @@ class GroupedGemmListKernel(Kernel):
 
 @triton.jit
 def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row and column of a problem's tile. GROUP_TILES rows of tiles walk the columns together."""
+    """Return first row and column of a problem's tile. GROUP_TILES rows of tiles walk the columns together."""
     num_row_tiles = tl.cdiv(M, BLOCK_M)
     band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
     first = local // band * GROUP_TILES

@@ -32,7 +32,7 @@ def multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """a @ b over a reduction of `depth`, as float32."""
+    """Return a @ b over a reduction of `depth`, as float32."""
     k = tl.arange(0, BLOCK_K)
     total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
     for first in range(0, depth, BLOCK_K):
@@ -51,7 +51,7 @@ def multiply_tile(
 
 @triton.jit
 def activate(product, FORWARD: tl.constexpr):
-    """The product behind a plain activation, or as it is."""
+    """Apply a plain activation to the product; without one, return the product."""
     if FORWARD is None:
         return product
     else:
@@ -103,7 +103,7 @@ def _grouped_gemm_kernel(
     row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(bounds_ptr + group + 1)
     row_mask = row < end
-    # The tail has no matrix, no bias and no scales: its rows become zeros.
+    # The tail has no matrix, bias or scales: its rows become zeros.
     row_inside = row < tl.where(group < G, end, 0)
     row = row.to(tl.int64)
     column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -204,12 +204,12 @@ _TILES = {
 
 
 def plain_forward(metadata: KernelMetadata) -> Any:
-    """The device function of a kernel's plain epilogue, or None."""
+    """Return the device function of a kernel's plain epilogue, or None."""
     return None if metadata.epilogue is None else PLAIN_EPILOGUES[metadata.epilogue].forward
 
 
 def out_operand(dtype: torch.dtype) -> Operand:
-    """What the results of operands of this dtype can be: theirs, or float32; a float8 result would need a scale."""
+    """Return the possible results for operands of this dtype: that dtype or float32. Float8 results need a scale."""
     if dtype == FLOAT8:
         return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
     return Operand(dtype, other_dtypes=() if dtype == torch.float32 else (torch.float32,))

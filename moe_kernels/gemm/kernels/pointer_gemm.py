@@ -65,7 +65,7 @@ def _gemm_kernel(
 
 
 class PointerGemm(Kernel):
-    """`out[l] = epilogue(A[l] @ B[l])`, one program per tile; an operand without a batch is shared by all l."""
+    """`out[l] = epilogue(A[l] @ B[l])`, one program per tile. All l share an operand that has no batch."""
 
     arguments_class = GemmArguments
     epilogues = tuple(PLAIN_EPILOGUES)

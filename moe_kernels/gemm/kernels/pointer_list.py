@@ -28,7 +28,7 @@ from .precision import dot_precision
 
 @triton.jit
 def _strides(leading, by_columns, LAYOUT: tl.constexpr):
-    """Row and column stride. Where all problems share a layout, the compiler sees which one is 1."""
+    """Return row and column stride. If all problems share a layout, the compiler sees which stride is 1."""
     if LAYOUT == "row":
         return leading, 1
     elif LAYOUT == "column":
@@ -47,8 +47,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous axes are multiples of so many elements
-    OUT_PIECE: tl.constexpr,  # and those of out
+    PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous axes are multiples of this many elements
+    OUT_PIECE: tl.constexpr,  # the same for out
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
@@ -65,7 +65,7 @@ def _pointer_array_kernel(
         a_ptr = tl.multiple_of(tl.load(problem_ptr).to(tl.pointer_type(DTYPE)), ALIGNMENT)
         b_ptr = tl.multiple_of(tl.load(problem_ptr + 1).to(tl.pointer_type(DTYPE)), ALIGNMENT)
         out_ptr = tl.multiple_of(tl.load(problem_ptr + 2).to(tl.pointer_type(OUT_DTYPE)), OUT_ALIGNMENT)
-        # Dividing and multiplying tells the compiler of the alignment.
+        # Dividing and multiplying tells the compiler the alignment.
         M = tl.load(problem_ptr + 3).to(tl.int32)
         N = tl.load(problem_ptr + 4).to(tl.int32) // OUT_PIECE * OUT_PIECE
         K = tl.load(problem_ptr + 5).to(tl.int32)
@@ -148,9 +148,9 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Tile, warps, stages, choices of programs per SM (the first by rule), alignment. Every tile fits the shared memory of
-# the smallest GPU of its generation. Without alignment an address is kept for every element: only a small tile has
-# registers for them.
+# Tile, warps, stages, choices of programs per SM (the first is the rule of thumb), alignment. Every tile fits the
+# shared memory of the smallest GPU of its generation. Without alignment, a kernel keeps an address for every element,
+# and only a small tile has enough registers for that.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)
@@ -183,7 +183,7 @@ def _kernels(
 
 POINTER_ARRAY_KERNELS = (
     *(kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)),
-    # With an activation only those that take any operands.
+    # Activations are offered only by the designs that take any operands.
     *(
         kernel
         for dtype, designs in _DESIGNS.items()

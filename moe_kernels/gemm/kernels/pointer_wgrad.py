@@ -1,4 +1,4 @@
-"""Weight gradient of a grouped GEMM through pointers: a reduction over each group's own number of rows."""
+"""Weight gradient of a grouped GEMM through pointers: a reduction over the rows of each group."""
 
 from __future__ import annotations
 

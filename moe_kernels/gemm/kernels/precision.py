@@ -1,12 +1,12 @@
-"""How float32 operands are multiplied and summed."""
+"""Multiplication and summation of float32 operands."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ...runtime.pytorch import float32_uses_tf32
 from ...runtime.triton import tl, triton
-from ..arguments import float32_uses_tf32
 from ..kernel import device_cc
 
 # Compute capabilities whose tensor cores multiply float64 as fast as other units do float32. Most others have 1/32 or
@@ -16,15 +16,15 @@ _FAST_FLOAT64 = frozenset({80, 90})
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Whether float64 products cost no more than float32 ones. In the interpreter they cost no more."""
+    """Return whether float64 products are as cheap as float32 ones. In the interpreter they are."""
     return device.type != "cuda" or device_cc(device) in _FAST_FLOAT64
 
 
 def dot_precision(operand: Tensor) -> str | None:
-    """How a kernel multiplies operands like this one. None: not float32, so exactly, into a float32 sum.
+    """Return how a kernel multiplies operands like this one. None: not float32; products are exact, sums are float32.
 
-    "tf32" if PyTorch was asked for it. Else "float64" where that is fast: products are exact and sums rounded once at
-    the end. Else "float32", in short runs.
+    "tf32" if PyTorch was asked for it. Otherwise "float64" where it is fast: products are exact and the sum is rounded
+    once, at the end. Otherwise "float32", summed in short runs.
     """
     if operand.dtype != torch.float32:
         return None
@@ -35,7 +35,7 @@ def dot_precision(operand: Tensor) -> str | None:
 
 @triton.jit
 def zero_total(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
-    """What a sum of products starts from."""
+    """Return the initial value of a sum of products."""
     if PRECISION == "float64":
         return tl.zeros((ROWS, COLUMNS), tl.float64)  # [ROWS, COLUMNS]
     else:
@@ -44,18 +44,19 @@ def zero_total(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def add_product(a, b, total, positive, PRECISION: tl.constexpr):
-    """total + a @ b.
+    """Return total + a @ b.
 
-    `positive` is any number above zero that the compiler does not know, lest it adds every float32 term to `total`.
+    `positive` is any positive number unknown to the compiler; it keeps the compiler from adding each float32 term to
+    `total`.
     """
-    # Tensor cores sum float8 products in about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2); this adds the sum of
-    # each step to float32.
+    # Tensor cores sum float8 products with about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2). IMPRECISE adds each
+    # step's sum to a float32 total.
     IMPRECISE: tl.constexpr = a.shape[1] if a.dtype.is_fp8() else None
     if PRECISION is None:
         return tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
     elif PRECISION == "float64":
         return tl.dot(a.to(tl.float64), b.to(tl.float64), total, out_dtype=tl.float64)
     else:
-        # The product is summed by itself: a sum's error grows with the number of its terms.
+        # The step's product is summed separately, because a sum's error grows with the number of its terms.
         zero = tl.where(positive <= 0, total, 0.0)
         return total + tl.dot(a, b, zero, input_precision="tf32" if PRECISION == "tf32" else "ieee")

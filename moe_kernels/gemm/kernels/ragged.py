@@ -1,4 +1,4 @@
-"""TMA descriptors over rows that belong to groups: nothing past the end of a group is read or written.
+"""TMA descriptors over grouped rows. The hardware reads and writes nothing past the end of a group.
 
 A matrix [R, C] with row stride s is described with rank 4: shape [big, big, 2**30, C] and strides [2**34 - s, s, s, 1].
 The coordinates [2**30, end, 2**30 - left, c] address row `end - left`, since 2**30 * 2**34 wraps to zero:
@@ -18,7 +18,7 @@ _BIG = 0x7FFF0000
 
 
 def ragged_shape_and_strides(row_stride: int, num_columns: int, split: int = 1) -> tuple[list[int], list[int]]:
-    """Shape and strides of the descriptor; with `split` 2 the columns are two halves that do not touch."""
+    """Return the descriptor's shape and strides. With `split` 2 the columns form two halves that boxes do not cross."""
     shape = [_BIG, _BIG, 2**30, num_columns]
     strides = [2**34 - row_stride, row_stride, row_stride, 1]
     if split > 1:
@@ -29,7 +29,7 @@ def ragged_shape_and_strides(row_stride: int, num_columns: int, split: int = 1) 
 
 @triton.jit
 def ragged_descriptor(ptr, row_stride, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The descriptor, made on the device. Its blocks are [1, 1, BLOCK_R, BLOCK_C]."""
+    """Return a descriptor made on the device. Its blocks are [1, 1, BLOCK_R, BLOCK_C]."""
     stride = row_stride.to(tl.int64)
     return tl.make_tensor_descriptor(
         ptr,
@@ -41,11 +41,11 @@ def ragged_descriptor(ptr, row_stride, num_columns, BLOCK_R: tl.constexpr, BLOCK
 
 @triton.jit
 def load_ragged(descriptor, row, end, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """[BLOCK_R, BLOCK_C] from `row`, zeros from row `end` on."""
+    """Load [BLOCK_R, BLOCK_C] from `row`, with zeros from row `end` on."""
     return descriptor.load([0x40000000, end, 0x40000000 - (end - row), column]).reshape(BLOCK_R, BLOCK_C)
 
 
 @triton.jit
 def store_ragged(descriptor, row, end, column, value, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Write [BLOCK_R, BLOCK_C] from `row`, but nothing from row `end` on."""
+    """Write [BLOCK_R, BLOCK_C] from `row`, and nothing from row `end` on."""
     descriptor.store([0x40000000, end, 0x40000000 - (end - row), column], value.reshape(1, 1, BLOCK_R, BLOCK_C))

@@ -1,9 +1,9 @@
-"""Persistent grouped GEMM through TMA, software-pipelined: B by TMA, A by TMA or gathered row by row.
+"""Persistent, software-pipelined grouped GEMM through TMA. B is loaded by TMA, A by TMA or gathered row by row.
 
-The output goes through ragged descriptors, so a tile that is only partly in a group writes its own rows alone. With
-an activation, a tile multiplies the same columns of both halves of B, writes both to `preactivation`, and their
-activation, computed from the values as stored and the bias, to `out`. Without an activation the bias is added before
-the product is rounded.
+The output is written through ragged descriptors, so a tile that is only partly in a group writes only its own rows.
+With an activation, a tile multiplies the same columns of both halves of B and writes both to `preactivation`. It
+computes the activation from these stored values and the bias, and writes it to `out`. Without an activation, the bias
+is added before the product is rounded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _tma_kernel(
     row_to_token_ptr,  # [R], or None
     b_ptr,  # [G, K, N], contiguous along K if B_COLUMN, else along N
     b_group_stride,
-    b_stride,  # of the axis that is not contiguous
+    b_stride,  # stride of the axis that is not contiguous
     bias_ptr,  # [G, N], or None
     bias_strides,
     product_ptr,  # [R, N]: out, or preactivation with an activation
@@ -56,11 +56,11 @@ def _tma_kernel(
     if row_to_token_ptr is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [num_a_rows, K], [a_stride, 1], [BLOCK_M, BLOCK_K])
     else:
-        # Multiples of 8, which the compiler learns here; so the copies are 16 bytes wide.
+        # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
         a_stride = a_stride // 8 * 8
         K = K // 8 * 8
     if GATED:
-        # One box holds the same columns of the gate and of the up half.
+        # One box holds the same columns of the gate half and the up half.
         columns = N // 2
         up_offset = columns * b_stride.to(tl.int64)
         b_desc = tl.make_tensor_descriptor(
@@ -93,7 +93,7 @@ def _tma_kernel(
         row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + 2 * row_tile + 1) * BLOCK_M
         if row_to_token_ptr is not None:
             rows = row + tl.arange(0, BLOCK_M)
-            # Rows past the end read token 0: their products are not written.
+            # Rows past the end read token 0; their products are not written.
             token = tl.load(row_to_token_ptr + rows, mask=rows < end, other=0).to(tl.int64)
             a_ptrs = a_ptr + token[:, None] * a_stride + k_range[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
@@ -150,13 +150,13 @@ def _tma_kernel(
 
 @triton.jit
 def _load_bias(bias_ptr, bias_strides, group, column, mask):
-    """The group's biases of columns, [1, number of columns] float32."""
+    """Return the group's biases of these columns, [1, number of columns] float32."""
     pointers = bias_ptr + group.to(tl.int64) * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 class TmaGroupedGemm(GroupedGemmKernel):
-    """`out[start:end] = A[start:end] @ B[g]`, optionally gathering A and with an activation behind."""
+    """`out[start:end] = A[start:end] @ B[g]`, optionally with gathered A and followed by an activation."""
 
     def scratch_bytes(self, args: GroupedGemmArguments) -> int:
         num_descriptors = 2 + (not self.metadata.design.gather) + 2 * (self.metadata.epilogue is not None)
@@ -220,13 +220,13 @@ def _kernel(dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str 
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     flat = "flat" if design.flatten else None
     name = kernel_name("grouped_gemm", "tma", dtype, design, flat, f"b_{b_layout}", epilogue)
-    # Beside a gather and an activation there are no registers left for a bias.
+    # A gather together with an activation leaves no registers for a bias.
     optional = () if design.gather and epilogue is not None else ("bias",)
     cls = TmaGroupedGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
 
 
-# One pipeline over all tiles was measured to pay only without a gather. Smaller tiles were never the fastest.
+# Measured: one pipeline over all tiles pays only without a gather, and smaller tiles were never the fastest.
 _DESIGNS = (
     _design((128, 256, 64), 8, 4, flatten=True),
     _design((128, 256, 64), 8, 4, gather=True),

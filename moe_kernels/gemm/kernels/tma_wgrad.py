@@ -1,4 +1,4 @@
-"""Weight gradient through TMA: ragged loads return zeros past a group's end; one operand may be gathered instead."""
+"""Weight gradient through TMA. Ragged loads return zeros past a group's end; either operand may be gathered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .ragged import load_ragged, ragged_descriptor
 
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
-    """[rows, columns] of the tokens of `rows`; zeros from row `end` on."""
-    # Multiples of 8, which the compiler learns here; so the copies are 16 bytes wide.
+    """Load [rows, columns] of the tokens of `rows`, with zeros from row `end` on."""
+    # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8
     inside = rows < end
@@ -79,7 +79,7 @@ def _tma_wgrad_kernel(
 
 
 class TmaWgrad(WgradKernel):
-    """`out[g] = A[start:end].T @ dout[start:end]`, optionally gathering one operand or both."""
+    """`out[g] = A[start:end].T @ dout[start:end]`. One operand or both may be gathered."""
 
     def scratch_bytes(self, args: WgradArguments) -> int:
         num_descriptors = 1 + (args.a_row_to_token is None) + (args.dout_row_to_token is None)
@@ -128,7 +128,7 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
     return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
 
 
-# A gathered tile needs its index before its rows, which takes two of the stages.
+# Loading a gathered tile's index before its rows takes two of the stages.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),

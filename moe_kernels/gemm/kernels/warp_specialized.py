@@ -1,4 +1,4 @@
-"""The warp-specialised kernels of `hopper/` as catalog objects, and where they do not apply, why."""
+"""The warp-specialised kernels of `hopper/` as catalog objects, with the reasons where they do not apply."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ if OBSTACLE is None:
     from .hopper.wgrad import wgrad_kernel
 
 
-_MOST_WALKED = 32  # groups: as many as `hopper/tiles.py` has lanes for
-_PRODUCT_PARTS = 2  # in which a finished tile's product is written; those of its activation follow
+_MOST_WALKED = 32  # groups: the number of lanes in `hopper/tiles.py`
+_PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, before the parts of its activation
 
 
 def _pieces(epilogue: str | None) -> int:
-    """In how many the activation of a finished tile is computed, each beside a step of the reduction. Sixteen values of
-    each thread take about as long as the step, whose length is that of four multiplications of both warpgroups; without
-    an exponential 64 do. A gated one has half as many values."""
+    """Return the number of pieces in which a finished tile's activation is computed, each during one reduction step.
+
+    A step lasts as long as four multiplications of both warpgroups. In that time a thread computes about 16 values, or
+    64 without an exponential. A gated activation has half as many values.
+    """
     if epilogue is None:
         return 0
     if is_gated(epilogue):
@@ -63,7 +65,7 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 
 
 def _form(shape: list[int], strides: list[int], block: list[int]) -> dict[str, Any]:
-    """All of a descriptor but its tensor."""
+    """Return all fields of a descriptor except its tensor."""
     return {
         "shape": shape,
         "strides": strides,
@@ -74,7 +76,7 @@ def _form(shape: list[int], strides: list[int], block: list[int]) -> dict[str, A
 
 
 def _descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
-    """As `TensorDescriptor` makes it, but without its checks, which take most of its time: of what `supports` asks."""
+    """Make a `TensorDescriptor` without its checks, which take most of its time and repeat what `supports` checks."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.__dict__.update(form, base=tensor)
     return descriptor
@@ -97,12 +99,12 @@ def _plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
-    """Over [R, C]; with `split` 2 over [R, 2, C / 2], so that neither half reaches into the other."""
+    """Describe [R, C]; with `split` 2, [R, 2, C / 2], so that neither half reaches into the other."""
     return _descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
-    """Rows of A contiguous or gathered; with an epilogue, `out` is its activation and `preactivation` the product."""
+    """Rows of A contiguous or gathered. With an epilogue, `preactivation` is the product and `out` its activation."""
 
     obstacle = OBSTACLE
 
@@ -111,7 +113,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
         if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
-            # Steps over nothing would take longer than a pass of its own.
+            # Padding the reduction with empty steps would take longer than a separate activation pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
             return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")
@@ -119,7 +121,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             gated = is_gated(self.metadata.epilogue)
             if args.bias.shape[-1] % (16 if gated else 8):
                 return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
-            # Registers do not suffice for float32 beside a gated activation.
+            # Registers do not suffice for a float32 bias together with a gated activation.
             return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
         return status
 
@@ -156,7 +158,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 args.out.shape[0],
                 num_columns,
                 cdiv(num_columns, block_n),
-                # A finished tile is written in parts, beside the first steps of the next one.
+                # A finished tile is written in parts, during the first steps of the next tile.
                 max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
             ),
             _options(self, args.zero_tail, num_groups),
@@ -171,7 +173,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         return args if self._walks(args) else super().with_metadata(args, memory, write=write)
 
     def _walks(self, args: GroupedGemmArguments) -> bool:
-        """Whether every tile is found by walking the offsets: of few groups that takes less than a table's launch."""
+        """Return whether the kernel walks the offsets: for few groups that is faster than the launch of a table."""
         if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
             return False
         return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()
@@ -215,7 +217,7 @@ def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: in
 
 
 class WarpSpecializedWgrad(WgradKernel):
-    """Ragged TMA loads return zeros past the end of a group. The operand on the tile's narrow side may be gathered."""
+    """Ragged TMA loads return zeros past a group's end. The operand on the tile's narrow side may be gathered."""
 
     obstacle = OBSTACLE
 
@@ -285,7 +287,7 @@ def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, e
     tma = Operand(dtype, "row", 16)
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
-    # Beside a gather and an activation there are no registers left for a bias.
+    # A gather together with an activation leaves no registers for a bias.
     optional = () if design.gather and epilogue is not None else ("bias",)
     cls = WarpSpecializedGroupedGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))

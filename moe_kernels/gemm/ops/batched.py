@@ -1,4 +1,4 @@
-"""Dense and batched GEMM with float32 accumulation. The kernels are in `gemm/`; `selection.select` chooses one."""
+"""Dense and batched GEMM with float32 accumulation. `selection.select` chooses a kernel of `gemm/kernels`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def batched_gemm(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [M, N]; [L, M, N] if an operand is batched
-    """a @ b, for each l of a batch; an operand without a batch is shared by all l. Differentiable in `a` and `b`.
+    """Return a @ b, per matrix of a batch; all matrices share an unbatched operand. Differentiable in `a` and `b`.
 
     Any strides. Accumulates in float32 and rounds once; float32 operands use TF32 only after
     `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
     Upstream gradients are rounded to the dtype of `a` first.
 
     Args:
-        out_dtype: None is `a`'s; 16-bit operands also give float32.
+        out_dtype: default: `a`'s dtype. 16-bit operands also allow float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -78,7 +78,7 @@ def _backward(ctx, dout):
 
 
 def _summed_product(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """left @ right, summed over the batch if `dim` is 2: the batch is then part of the reduction."""
+    """Return left @ right, summed over the batch if `dim` is 2: the batch is then part of the reduction."""
     if dim == 2 and left.dim() == 3:
         left = left.transpose(0, 1).flatten(1)  # [M, L * K]
         right = right.flatten(0, 1)  # [L * K, N]

@@ -5,7 +5,7 @@
     grouped_gemm_wgrad:  out[g] = a[start:end].T @ dout[start:end]         the reduction is ragged
 
 with `start, end = offsets[g - 1], offsets[g]`, the convention of `torch.nn.functional.grouped_mm`. The kernels are in
-`gemm/`; `selection.select` chooses one.
+`gemm/kernels`; `selection.select` chooses one.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ def grouped_gemm(
 
         out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
 
-    so a routing weight as `row_scale` weighs the bias too, as in the weighted sum of the experts' outputs. Any strides:
-    a stored [G, N, K] weight goes in as `.transpose(-2, -1)` without a copy. Accumulates in float32; of float8, after
-    every 128 products, which the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past
-    `offsets[-1]` are zeros in the result and are never read, so NaN there reaches neither it nor a gradient.
-    Deterministic, and never waits for the GPU.
+    A routing weight passed as `row_scale` also scales the bias, as in the weighted sum of the experts' outputs.
+    Operands may have any strides: a stored [G, N, K] weight is passed as `.transpose(-2, -1)` without a copy.
+    Accumulates in float32. Float8 products are accumulated every 128 products, which the tensor cores sum with about 14
+    bits. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past `offsets[-1]` are zeros in the result and are
+    never read, so NaN there reaches neither the result nor a gradient. Deterministic, without host synchronisation.
 
-    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` is stored by rows or
-    columns as `b` is, with zeros for empty groups. Their GEMMs take upstream gradients rounded to the dtype of `a`.
+    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s storage
+    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for its
+    GEMMs.
 
     Args:
-        offsets: on the CPU they are checked; on a GPU, where a check would wait, they are clamped to a non-decreasing
-            sequence within [0, R].
+        offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
+            non-decreasing sequence within [0, R].
         bias: in the dtype of `a` or of the result, or float32.
-        activation: the name of a gated one, of the gate columns [0, F) and the up columns [F, 2F) as rounded to
-            `out_dtype`.
-        scale_a, scale_b: of the float8 values in `a` and `b`.
-        out: where to write the result, sharing no memory with an operand; no input may require a gradient.
-        out_dtype: None is `out`'s, else `a`'s, and bfloat16 for float8. 16-bit operands also give float32, float8
-            (e4m3) ones float16, bfloat16 and float32.
+        activation: the name of a gated activation. It applies to the gate columns [0, F) and the up columns [F, 2F),
+            after they are rounded to `out_dtype`. Default: none.
+        scale_a, scale_b: scales of the float8 values in `a` and `b`.
+        out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
+        out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32,
+            float8 (e4m3) operands float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -102,17 +103,17 @@ def grouped_gemm_wgrad(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [G, K, N]
-    """The weight gradient of `grouped_gemm`: each group's `a.T @ dout`, exact zeros for an empty group.
+    """Return the weight gradient of `grouped_gemm`: each group's `a.T @ dout`, with exact zeros for empty groups.
 
     Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
     Differentiable in `a` and `dout`.
 
     Args:
-        out: where to write the result, sharing no memory with an operand; no input may require a gradient.
-        out_dtype: None is `out`'s, else `a`'s; 16-bit operands also give float32.
+        out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
+        out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
 
     Raises:
-        ValueError: as `grouped_gemm`, or float8 operands.
+        ValueError: as for `grouped_gemm`, or the operands are float8.
     """
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
     check_values("grouped_gemm_wgrad", offsets, a.shape[0])
@@ -193,7 +194,7 @@ def _(a, b, offsets, bias=None, row_scale=None, scale_a=None, scale_b=None, out_
 
 
 def _grouped_gemm_setup(ctx, inputs, output):
-    # Trailing defaults are not among the inputs.
+    # `inputs` lacks trailing defaults.
     ctx.num_inputs = len(inputs)
     ctx.save_for_backward(*(*inputs, None, None)[:5])
 
@@ -242,7 +243,7 @@ def _gated_gemm_backward(ctx, dout, _):
         return (None,) * 9
     *inputs, preactivation = ctx.saved_tensors
     if inputs[4] is not None:
-        # The gradient of a row's scale sums over its columns: rounding them first would show.
+        # The gradient of a row's scale sums over the columns, so rounding them first would be visible.
         preactivation, dout = preactivation.float(), dout.float()
     dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
     return _product_backward(ctx, dpreactivation, *inputs)
@@ -260,7 +261,7 @@ def _product_backward(
     bias: Tensor | None,
     row_scale: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of all inputs; only a, b, bias and row_scale have one."""
+    """Return the gradients of all inputs; only a, b, bias and row_scale have one."""
     needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
     da = db = dbias = drow_scale = None
     if row_scale is not None:
@@ -271,7 +272,7 @@ def _product_backward(
     if needs_b:
         db = _wgrad_op(a, dout, offsets, _is_transposed(b))
     if needs_bias:
-        # The sum of each group's rows is their product with ones.
+        # The sum of each group's rows equals their product with ones.
         ones = dout.new_ones(1, 1).expand(len(dout), 1)
         dbias = _wgrad_op(ones, dout, offsets, False).squeeze(1).to(bias.dtype)
     gradients = (da, db, None, dbias, drow_scale if needs_scale else None)
@@ -290,7 +291,7 @@ def _row_scale_backward_op(
 ) -> tuple[Tensor, Tensor]:  # gradient of what was scaled [R, N] in a's dtype, drow_scale [R]; empty unless needed
     rows = None
     if needs_scale:
-        # Computed again, in float32: what forward would have to save beside the result.
+        # Recomputed in float32; otherwise forward would have to save it in addition to the result.
         rows = a.new_empty(dout.shape, dtype=torch.float32)
         launch_grouped_gemm(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
     drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)
@@ -303,14 +304,14 @@ def _(dout, a, b, offsets, bias, row_scale, needs_scale):
 
 
 def _is_transposed(b: Tensor) -> bool:
-    """Whether b [G, K, N] is stored as [G, N, K]."""
+    """Return whether b [G, K, N] is stored as [G, N, K]."""
     return b.stride(1) < b.stride(2)
 
 
 def empty_wgrad(
     like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """An unwritten [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
+    """Return an unwritten [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
     if transposed:
         return like.new_empty(num_groups, size_n, size_k, dtype=dtype).transpose(1, 2)
     return like.new_empty(num_groups, size_k, size_n, dtype=dtype)
@@ -322,7 +323,7 @@ def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None
 
 
 def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
-    # The fastest kernels write rows: to a transposed matrix the transpose of the product.
+    # The fastest kernels write rows, so a transposed result gets the transposed product.
     operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
     selection.run(WgradArguments(*operands, offsets=offsets))
 

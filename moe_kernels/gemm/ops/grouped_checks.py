@@ -1,4 +1,4 @@
-"""Whether the operands of a grouped GEMM fit together, and the dtype of the result."""
+"""Checks of grouped GEMM operands, and the dtype of the result."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ...runtime.checks import (
     check_same_device,
     check_same_dtype,
     check_shapes,
-    once_per_form,
     result_dtype,
 )
-from ...runtime.dispatch import FLOAT8
+from ...runtime.dispatch import FLOAT8, once_per_form
 from ..epilogue import check_epilogue
 
 
@@ -31,7 +30,7 @@ def check_product(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.dtype:
-    """The dtype of the result. Raises ValueError unless all operands of `grouped_gemm` fit."""
+    """Return the dtype of the result. Raise ValueError unless all operands of `grouped_gemm` fit together."""
     sizes = check_shapes("grouped_gemm", a=(a, "R K"), b=(b, "G K N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm", a=a, b=b)
     _check_offsets("grouped_gemm", offsets, a=a, b=b)
@@ -54,7 +53,7 @@ def check_wgrad(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.dtype:
-    """As `check_product`, for `grouped_gemm_wgrad`."""
+    """Check the operands of `grouped_gemm_wgrad` like `check_product`."""
     sizes = check_shapes("grouped_gemm_wgrad", a=(a, "R K"), dout=(dout, "R N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm_wgrad", a=a, dout=dout)
     if a.dtype == FLOAT8:
@@ -74,15 +73,15 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
-    """Raises ValueError if `out` is expanded, with rows or columns in one place, or anything requires a gradient."""
+    """Raise ValueError if `out` is expanded (elements share memory), or if a tensor requires a gradient."""
     check_no_gradient(op, "out=", out, *inputs)
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")
 
 
 def check_values(op: str, offsets: Tensor, num_rows: int) -> None:
-    """Raises ValueError unless offsets on the CPU are sorted within the rows."""
-    # While a graph is traced there are no values to check; the kernels clamp them.
+    """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]."""
+    # While a graph is traced there are no values to check; the kernels clamp them instead.
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         values = offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:

@@ -2,7 +2,7 @@
 
     out[start:end] = a_packed[start:end] @ b        with start, end = group_offsets[g], group_offsets[g + 1]
 
-The kernels are in `gemm/`; `gemm/jagged.py` says why they need not respect the groups.
+`gemm/kernels/jagged.py` explains why the kernels need not respect the groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..kernels.jagged import JaggedGemmArguments, make_jagged_table
 
 
 class PackedGroups(NamedTuple):
-    """Groups of rows, one behind the other."""
+    """Groups of rows, packed one after another."""
 
     a_packed: Tensor  # [R, K]
     group_offsets: Tensor  # [G + 1] int32: group g owns rows group_offsets[g] to group_offsets[g + 1]
@@ -36,10 +36,10 @@ class PackedGroups(NamedTuple):
 def pack_groups(
     a_list: Sequence[Tensor],  # [M, K] each
 ) -> PackedGroups:
-    """Pack groups of rows for `jagged_gemm`. Differentiable in each; a copy, and one upload that does not wait.
+    """Pack groups of rows for `jagged_gemm`, by a copy and an asynchronous upload. Differentiable in each group.
 
     Raises:
-        ValueError: there is no group, or they disagree in columns, dtype or device.
+        ValueError: the list is empty, or groups disagree in columns, dtype or device.
         NotImplementedError: a CUDA graph is being captured.
     """
     kinds = {(tuple(a.shape[1:]), a.dtype, a.device) for a in a_list}
@@ -62,14 +62,14 @@ def jagged_gemm(
 ) -> Tensor:  # [R, N]
     """Multiply each group of rows by the same matrix. Differentiable in `a_packed` and `b`.
 
-    Operands of two dtypes are converted to the promoted one first, which is the result's; any strides. Accumulates in
-    float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    Operands of two dtypes are first converted to the promoted dtype, which is also the result's. Any strides.
+    Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
     `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows before the first offset and at or past the last are zeros
-    in the result and are never read into it or into a gradient. The gradient of `b` is the sum of parts of the rows in
-    a fixed order, and has `b`'s storage order. Deterministic, and never waits for the GPU.
+    in the result; neither the result nor a gradient reads them. The gradient of `b` sums parts of the rows in a fixed
+    order and has `b`'s storage order. Deterministic, without host synchronisation.
 
     Args:
-        group_offsets: on the CPU they are checked; on a GPU, where a check would wait, they are clamped to a
+        group_offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
             non-decreasing sequence within [0, R].
         implementation: "triton", "reference", or None to choose by device.
 
@@ -95,7 +95,7 @@ def _check_offsets(group_offsets: Tensor, num_rows: int) -> None:
         raise ValueError(
             f"jagged_gemm: group_offsets must be [G + 1] with at least one group, got {list(group_offsets.shape)}"
         )
-    # While a graph is traced there are no values to check; the kernels clamp them.
+    # While a graph is traced there are no values to check; the kernels clamp them instead.
     if group_offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         values = group_offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
@@ -136,9 +136,9 @@ _LEAST_PART_ROWS = 256
 
 @registered_op("jagged_gemm_wgrad")
 def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed: bool) -> Tensor:
-    """a.T @ dout over the rows of the groups; stored as its transpose if `transposed`.
+    """Return a.T @ dout over the rows of the groups, stored as its transpose if `transposed`.
 
-    A sum over many rows for few columns: the rows are cut into as many parts as keep the GPU busy.
+    The sum has many rows but few columns, so the rows are cut into enough parts to keep the GPU busy.
     """
     left, right = (dout, a) if transposed else (a, dout)
     num_rows, size_k, size_n = *left.shape, right.shape[1]

@@ -1,7 +1,7 @@
 """Independent products of different sizes in one launch: out_list[g] = a_list[g] @ b_list[g].
 
 A table on the device holds every problem's addresses, sizes and leading dimensions, and a fixed number of programs
-walks the tiles of all outputs (`gemm/array.py`). `grouped_gemm_list` makes the table in every call; a
+walks the tiles of all outputs (`gemm/kernels/list.py`). `grouped_gemm_list` makes the table in every call; a
 `GroupedProblem` makes it once.
 """
 
@@ -32,22 +32,23 @@ def grouped_gemm_list(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> list[Tensor]:  # [M, N] each
-    """Multiply G pairs of matrices, all of different sizes, in one launch.
+    """Multiply G pairs of matrices of different sizes in one launch.
 
-    Operands lie by rows or by columns, each with any leading dimension; one with neither axis contiguous is copied
-    first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once; of float8, after every step of
-    the reduction, whose products the tensor cores sum in about 14 bits. Float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
+    Operands are stored by rows or by columns, with any leading dimension; an operand without a contiguous axis is
+    copied first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once. Float8 products are
+    accumulated after every step of the reduction, which the tensor cores sum with about 14 bits. Float32 operands use
+    TF32 only after `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`.
+    Deterministic.
 
     Differentiable in every matrix, unless they are float8. Upstream gradients are rounded to the operands' dtype first.
     Each list's gradient is one launch, and is stored in its matrix's order.
 
-    A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, and
-    never waits. Not in a CUDA graph, and where the same tensors are multiplied again: use `GroupedProblem`.
+    A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, with
+    no host synchronisation. In a CUDA graph, or to multiply the same tensors again, use `GroupedProblem`.
 
     Args:
-        out_dtype: None is the operands', and bfloat16 for float8. 16-bit operands also give float32, float8 (e4m3)
-            ones float16, bfloat16 and float32.
+        out_dtype: default: the operands' dtype, and bfloat16 for float8. 16-bit operands also allow float32, float8
+            (e4m3) operands float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -75,11 +76,11 @@ def grouped_gemm_list(
 class GroupedProblem:
     """Products whose table is made once, so that each `run` is one launch. CUDA graphs may capture `run`.
 
-    The table holds addresses: `run` multiplies what `a_list` and `b_list` hold at that time, and overwrites `out_list`.
+    The table holds addresses: `run` multiplies the current values of `a_list` and `b_list` and overwrites `out_list`.
     """
 
     args: GroupedGemmListArguments
-    kernel: Kernel | None  # None: the reference
+    kernel: Kernel | None  # None means the reference
     artifact: CompiledArtifact | None = None
 
     @classmethod
@@ -93,11 +94,11 @@ class GroupedProblem:
         kernel: Kernel | None = None,
         implementation: str | None = None,
     ) -> GroupedProblem:
-        """Prepare `a_list[g] @ b_list[g]` for every g. Costs what a call of `grouped_gemm_list` costs, less the launch.
+        """Prepare `a_list[g] @ b_list[g]` for every g. Costs as much as `grouped_gemm_list` without its launch.
 
         Args:
-            out_dtype: None is that of `out_list`, else as in `grouped_gemm_list`.
-            kernel: one of the catalog (`get_kernels`); None selects.
+            out_dtype: default: the dtype of `out_list`, else as in `grouped_gemm_list`.
+            kernel: a kernel of the catalog (`get_kernels`); None selects one.
 
         Raises:
             ValueError: as `grouped_gemm_list`, also for `out_list`; an operand requires grad while gradients are
@@ -116,16 +117,19 @@ class GroupedProblem:
             raise ValueError(f"{op}: {error}")
         if kernel is None and _choose(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
-        kernel = kernel or selection.select(args)
+        return cls._prepared(args, kernel or selection.select(args))
+
+    @classmethod
+    def _prepared(cls, args: GroupedGemmListArguments, kernel: Kernel) -> GroupedProblem:
         if not (status := kernel.supports(args)):
-            raise ValueError(f"{op}: {kernel.metadata.kernel_name}: {status.error}")
+            raise ValueError(f"GroupedProblem.from_lists: {kernel.metadata.kernel_name}: {status.error}")
         table = make_problem_table(args, *kernel.metadata.design.tile_shape[:2])
         args = dataclasses.replace(args, table=table)
         artifact = kernel.compile(args, assume_supported_args=True) if args.survey.num_filled else None
         return cls(args, kernel, artifact)
 
     def run(self) -> list[Tensor]:  # [M, N] each
-        """Multiply on the current stream. Returns the same `out_list` each time."""
+        """Multiply on the current stream. Return the same `out_list` each time."""
         args = self.args
         if self.kernel is not None:
             self.kernel.run(args, self.artifact, assume_supported_args=True)
@@ -170,7 +174,7 @@ def _grouped_gemm_list_op(
     outs = _empty_products(a_list, b_list, by_columns, out_dtype)
     operands = a_list, b_list, outs
     if any(by_columns):
-        # Kernels write rows. The transpose of a product stored by columns is the product of the transposes, by rows.
+        # Kernels write rows. A product stored by columns equals, transposed, the product of the transposes by rows.
         problems = zip(*operands, by_columns, strict=True)
         operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
     args = GroupedGemmListArguments(*(_with_contiguous_axes(matrices) for matrices in operands))
@@ -214,7 +218,7 @@ def _backward(ctx, douts):
 def _gradients(
     needed: list[bool], left: Sequence[Tensor], right: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """left[g] @ right[g], stored as likes[g], where it is needed; one launch."""
+    """Return left[g] @ right[g], stored like likes[g], for the gradients that are needed; one launch."""
     wanted = [g for g, is_needed in enumerate(needed) if is_needed]
     if not wanted:
         return [None] * len(needed)

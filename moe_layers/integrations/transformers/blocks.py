@@ -1,7 +1,7 @@
-"""Experts of transformers that have no experts interface, by class name: how ours replaces their forward.
+"""Replacement forwards for experts of transformers without an experts interface, by class name.
 
-The modules stay where they are with their parameters, and call one another as before: what others put around one of
-them (hooks, LoRA, sharding) acts.
+The modules keep their places and parameters, and call one another as before. Anything attached to them (hooks, LoRA,
+sharding) still applies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _FlatSpec(ExpertsSpec):
 
 @dataclass(frozen=True)
 class _FirstSpec(ExpertsSpec):
-    """LongCat: behind the matrices of the experts lie unused ones, of the zero experts."""
+    """LongCat: the experts' matrices are followed by unused matrices of the zero experts."""
 
     num_experts: int = 0
 
@@ -60,14 +60,14 @@ def _dbrx_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
 
 
 def _longcat_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Ids beyond the experts are zero experts: they return the token."""
+    """Run the experts. Ids beyond them are zero experts, which return the token."""
     routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
     return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
 
 
 def _llama4_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores of the experts that were not chosen are zero."""
+    """Run the block. Scores of experts that were not chosen are zero."""
     tokens = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(tokens)  # [T, E] each
     chosen = logits.topk(self.top_k, dim=1).indices
@@ -77,13 +77,13 @@ def _llama4_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class Swap:
-    """How to compute the experts of a class.
+    """Replacement of the experts of a class.
 
     Attributes:
-        forward: in place of the experts' own.
-        spec: from the experts module and an implementation.
-        caller: class of the block around the experts, if it calls its own in another way than ours; "" if not.
-        caller_forward: in place of that block's.
+        forward: replaces the forward of the experts.
+        spec: makes the ExpertsSpec from the experts module and an implementation.
+        caller: class of the surrounding block, if it must call the experts in another way; else "".
+        caller_forward: replaces the forward of that block.
     """
 
     forward: Callable[..., object]

@@ -1,4 +1,4 @@
-"""The experts modules of a transformers model, and which of them we can compute."""
+"""Finds the experts modules of a transformers model that this package can compute."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .experts_forward import ATTRIBUTE, ExpertsSpec
 from .recognition import recognise_gated, recognise_plain
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# How transformers calls classes that hold routed experts.
+# Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
 _SHARED_EXPERTS = re.compile(r"SharedExpert")
-# Before, DBRX's experts multiplied by transposed matrices.
+# Earlier versions of DBRX's experts multiplied by transposed matrices.
 _OLDEST = {"DbrxExperts": "5.17"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """An experts module that we can compute.
+    """An experts module that this package can compute.
 
     Attributes:
-        forwards: what to put in place of whose forward; empty for one that goes through the experts interface.
+        forwards: replacement forwards by module; empty for a module that uses the experts interface.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Found:
 
 
 def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
-    """All experts of a model, in the order of its modules.
+    """Return all experts of a model, in the order of its modules.
 
     Raises:
-        ValueError: there are none, or some that we cannot compute.
+        ValueError: the model has no experts, or unsupported ones.
     """
     found = [
         part
@@ -55,7 +55,7 @@ def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
         if (part := _found(model, name, module, implementation)) is not None
     ]
     if unknown := sorted(set(_unknown(model, {part.experts for part in found}))):
-        raise ValueError(f"enable: all experts must be ones that moe_layers can compute, got {', '.join(unknown)}")
+        raise ValueError(f"enable: moe_layers must support all experts, got unsupported {', '.join(unknown)}")
     if not found:
         raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
     for part in found:
@@ -88,7 +88,7 @@ def _found(model: nn.Module, name: str, module: nn.Module, implementation: str |
 
 
 def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
-    """The modules of a class inside of which a module lies, at any depth: wrappers may be between."""
+    """Return the modules of a class that contain a module, at any depth: wrappers may be in between."""
     return [
         block
         for block in model.modules()
@@ -97,7 +97,7 @@ def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
 
 
 def _has_interface(module: nn.Module) -> bool:
-    """Whether the forward of the module's class asks the experts interface for an implementation."""
+    """Return whether the forward of the module's class gets its implementation from the experts interface."""
     forward = type(module).forward
     while inspect.isfunction(forward):
         if "experts_interface" in forward.__code__.co_freevars:
@@ -120,7 +120,7 @@ def _interface_spec(experts: nn.Module, implementation: str | None) -> ExpertsSp
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
-    """Classes that look like routed experts, around and inside of which nothing is known."""
+    """Yield classes that look like routed experts, with no known module around or inside them."""
     inside = {inner for block in known for inner in block.modules()}
     for module in model.modules():
         kind = type(module).__name__

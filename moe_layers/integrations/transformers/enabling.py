@@ -1,4 +1,4 @@
-"""Hugging Face transformers: our experts in the MoE blocks of a model, in one call.
+"""Hugging Face transformers: run a model's MoE blocks with this package's experts, in one call.
 
     from moe_layers.integrations.transformers import disable, enable
 
@@ -6,8 +6,8 @@
     ...
     disable(model)
 
-The model keeps its modules, parameters, names and routers; only what computes the experts changes. Needs transformers
-5.7 or later.
+The model keeps its modules, parameters, names and routers; only the computation of the experts changes. Needs
+transformers 5.7 or later.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import transformers
 from packaging.version import Version
 from torch import nn
 
-from moe_kernels import IMPLEMENTATIONS
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ...checks import check_choice, check_kind
 from .discovery import Found, find_experts
@@ -30,7 +31,7 @@ from .experts_forward import ATTRIBUTE, NAME
 __all__ = ["EnableReport", "disable", "enable"]
 
 OLDEST = "5.7"
-_STATE = "_moe_layers_state"  # of an enabled model
+_STATE = "_moe_layers_state"  # attribute of an enabled model
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
@@ -38,11 +39,11 @@ if Version(transformers.__version__) < Version(OLDEST):
 
 @dataclass(frozen=True)
 class EnableReport:
-    """What `enable` dispatched.
+    """Summary of the blocks that `enable` changed.
 
     Attributes:
-        blocks: how many MoE blocks.
-        kinds: how many of each (class, activation, path); a path is "experts interface" or "replaced forward".
+        blocks: number of MoE blocks.
+        kinds: count of each (class, activation, path). A path is "experts interface" or "replaced forward".
     """
 
     blocks: int
@@ -55,52 +56,49 @@ class EnableReport:
 
 @dataclass(eq=False)
 class _State:
-    """What `disable` puts back. Each belongs to one enabled model."""
+    """Everything that `disable` restores. One instance belongs to one enabled model."""
 
-    configs: list[tuple[object, str | None]]  # each with its experts implementation
+    configs: list[tuple[object, str | None]]  # with their experts implementations
     experts: list[nn.Module]
-    replaced: list[nn.Module]  # the modules whose forward is ours
+    replaced: list[nn.Module]  # modules whose forward was replaced
 
     def __post_init__(self) -> None:
         _STATES.add(self)
 
     def __setstate__(self, values: dict[str, object]) -> None:
-        """That of a copied or unpickled model."""
+        """Register the state of a copied or unpickled model."""
         vars(self).update(values)
         _STATES.add(self)
 
 
-_STATES: WeakSet[_State] = WeakSet()  # of all models that are enabled now
+_STATES: WeakSet[_State] = WeakSet()  # of all currently enabled models
 
 
 def enable(model: nn.Module, *, implementation: str | None = None) -> EnableReport:
     """Compute the experts of all MoE blocks of a model with `moe_kernels`.
 
-    Checks everything before it changes anything. An enabled model may be enabled again, with another implementation.
+    The function checks everything before it changes anything. An enabled model may be enabled again, with another
+    implementation.
 
-    The choice of an experts implementation belongs to the model's configuration. Another model that was built from the
-    same object, or from a copy that was made while this one was enabled, raises when it is called. One with a copy can
-    be enabled too; its `disable` leaves "eager", because the copy does not tell what was there before.
+    The choice of an experts implementation is part of the model's configuration. Another model with the same
+    configuration object, or with a copy made while this model was enabled, raises when called. A model with such a copy
+    can also be enabled; its `disable` restores "eager", because the copy does not record the earlier choice.
 
     Args:
         model: any module that holds MoE blocks of transformers.
-        implementation: "triton", "reference", or None to choose by device.
+        implementation: "triton", "reference", or None (default) to choose by device.
 
     Raises:
-        ValueError: there is no MoE block; or one that we cannot compute, which is named; or a part of the model, or
-            another one with its configuration, is enabled.
+        ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
+            or another model with its configuration, is enabled.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
     check_kind("enable", "model", model, nn.Module)
     found = find_experts(model, implementation)
-    through_interface = [part.experts for part in found if not part.forwards]
-    configs = {id(experts.config): experts.config for experts in through_interface}.values()
+    configs = _configs_of(found)
     if hasattr(model, _STATE):
         disable(model)
-    if any(hasattr(part.experts, ATTRIBUTE) for part in found):
-        raise ValueError("enable: no part of the model may be enabled, or enabled again, without the whole")
-    if any(config is taken for config in configs for state in _STATES for taken, _ in state.configs):
-        raise ValueError("enable: each model must have a configuration object of its own, got that of an enabled one")
+    _check_free(found, configs)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
     state = _State(
         [(config, _implementation_of(config)) for config in configs],
@@ -112,14 +110,28 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
     for module, forward in forwards.items():
         module.forward = partial(forward, module)
     for config in configs:
-        # The public setters go on to the configurations of parts without experts.
+        # The public setters also change the configurations of parts without experts.
         config._experts_implementation_internal = NAME
     setattr(model, _STATE, state)
     return _report(found)
 
 
+def _configs_of(found: list[Found]) -> list[Any]:
+    """Return the distinct configurations of the experts that are called through the interface."""
+    through_interface = [part.experts for part in found if not part.forwards]
+    return list({id(experts.config): experts.config for experts in through_interface}.values())
+
+
+def _check_free(found: list[Found], configs: list[Any]) -> None:
+    """Raise ValueError if a part of the model, or another model with its configuration, is enabled."""
+    if any(hasattr(part.experts, ATTRIBUTE) for part in found):
+        raise ValueError("enable: no part of the model may be enabled, or enabled again, without the whole")
+    if any(config is taken for config in configs for state in _STATES for taken, _ in state.configs):
+        raise ValueError("enable: each model must have a configuration object of its own, got that of an enabled one")
+
+
 def disable(model: nn.Module) -> None:
-    """Undo `enable`: the model is what it was before.
+    """Undo `enable` and restore the model's previous state.
 
     Raises:
         ValueError: the model is not enabled.
@@ -134,13 +146,13 @@ def disable(model: nn.Module) -> None:
     for experts in state.experts:
         delattr(experts, ATTRIBUTE)
     _STATES.discard(state)
-    # A wrapper, such as that of torch.compile or peft, shows the state of the model in it as its own.
+    # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
     delattr(holder, _STATE)
 
 
 def _implementation_of(config: object) -> str | None:
-    """Of the experts, not being ours: a copy of an enabled configuration names ours and forgot what was before."""
+    """Return the experts implementation to restore. A copy of an enabled configuration has lost it: "eager"."""
     implementation = config._experts_implementation_internal
     return "eager" if implementation == NAME else implementation
 

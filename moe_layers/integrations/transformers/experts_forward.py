@@ -1,4 +1,4 @@
-"""The experts of a model of another library through `moe_kernels`, on the parameters as the model stores them."""
+"""Computes another library's experts with `moe_kernels`, on the parameters as the model stores them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
 
 NAME = "moe_layers"  # in the experts interface
-ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec while it is ours
+ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec while it is enabled
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """How an experts module is to be computed from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
+    """How to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
 
     Attributes:
         transposed: matrices are [in, out].
@@ -37,7 +37,7 @@ class ExpertsSpec:
 
     @property
     def copies(self) -> bool:
-        """Whether `w_up` is a copy of the parameters and not a view."""
+        """Whether `w_up` is a copy of the parameters instead of a view."""
         return self.interleaved
 
     @property
@@ -65,7 +65,7 @@ class ExpertsSpec:
 def _gates_first(
     interleaved: Tensor,  # [E, 2F, ...]
 ) -> Tensor:  # [E, 2F, ...]
-    """A copy whose rows are the even ones, then the odd ones."""
+    """Return a copy with the even rows first, then the odd rows."""
     return torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], 1)
 
 
@@ -75,7 +75,7 @@ def experts_forward(
     top_k_index: Tensor,  # [T, K]; ids outside [0, E) add nothing
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """What runs in place of the forward of an experts module.
+    """Replace the forward of an experts module.
 
     Raises:
         ValueError: the module was never passed to `enable`.
@@ -109,5 +109,5 @@ def experts_forward(
     return call_with_autocast_rules(experts, hidden_states, *weights).to(hidden_states.dtype)
 
 
-# Here, because to unpickle an enabled model imports this file and may call nothing else of ours.
+# Registered here, because unpickling an enabled model imports this file and may call nothing else of the package.
 ExpertsInterface.register(NAME, experts_forward)

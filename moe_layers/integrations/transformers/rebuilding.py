@@ -1,4 +1,4 @@
-"""Copies of parameters that backward makes again instead of keeping."""
+"""Copies of parameters that backward rebuilds instead of saving."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels.runtime.pytorch import has_saved_tensors_hooks
+
 
 @dataclass(frozen=True)
 class _Rebuilt:
-    """What stands for a copy of parameters among the saved tensors."""
+    """Represents a copy of parameters among the saved tensors."""
 
     parameters: tuple[Tensor, ...]
     versions: tuple[int, ...]
@@ -28,15 +30,16 @@ class _Rebuilt:
 def rebuilt_in_backward(
     copy: Tensor, parameters: tuple[Tensor, ...], build: Callable[..., Tensor]
 ) -> AbstractContextManager[None]:
-    """A context in which autograd keeps `parameters` in place of `copy`.
+    """Return a context in which autograd saves `parameters` instead of `copy`.
 
-    It does nothing under `torch.compile`, which sees for itself that a copy can be made again, and where hooks of
-    others (activation checkpointing, offloading) already decide what is kept: of several, autograd asks the last alone.
+    The context does nothing under `torch.compile`, which finds by itself that a copy can be recomputed. It also does
+    nothing if other hooks (activation checkpointing, offloading) are active, because autograd calls only the last of
+    several hooks.
 
     Args:
-        build: makes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.
+        build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.
     """
-    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if torch.compiler.is_compiling() or has_saved_tensors_hooks():
         return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
     rebuilt = _Rebuilt(parameters, versions, copy.dtype, build)

@@ -1,4 +1,4 @@
-"""Which activation an experts module of another library computes, told by what it does and not by its name."""
+"""Recognition of the activation in another library's experts module, by its results instead of its name."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ACTIVATIONS, Activation, gated_activation, plain_activation
+from moe_kernels import Activation, apply_activation
+from moe_kernels.activation_spec import ACTIVATION_KINDS
 
-# What experts modules call the numbers of their activation.
+# Attribute names that experts modules use for the numbers of their activation.
 _NUMBERS = {"limit": ("limit", "swiglu_limit"), "alpha": ("alpha", "swiglu_alpha")}
-_NUM_COLUMNS = 3  # of a gate; more than one, so that interleaved columns do not look like concatenated ones
+_NUM_COLUMNS = 3  # of a gate; several, so that interleaved columns differ from concatenated ones
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:
-    """The gated activation that equals `apply_gate` on a probe.
+    """Return the gated activation that equals `apply_gate` on a probe.
 
     Args:
-        experts: holds the numbers of the activation, and names it in errors.
-        apply_gate: of [n, 2F] columns, gate columns then up columns.
+        experts: holds the numbers of the activation. Errors name its class.
+        apply_gate: takes [n, 2F] columns, gate columns then up columns.
         interleaved: the columns are gate 0, up 0, gate 1, ... instead.
 
     Raises:
-        ValueError: none of ours equals it.
+        ValueError: no activation of this package equals it.
     """
     values = _probe(experts)
     gate, up = (grid.reshape(-1, 1).repeat(1, _NUM_COLUMNS) for grid in torch.meshgrid(values, values, indexing="ij"))
@@ -34,21 +35,21 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
     with torch.no_grad():
         wanted = apply_gate(given)
     candidates = _candidates(experts, gated=True)
-    computed = {a: gated_activation(columns, a, implementation="reference") for a in candidates}
+    computed = {a: apply_activation(columns, a, implementation="reference") for a in candidates}
     return _match(experts, wanted, computed, (1 + gate.abs()) * (1 + up.abs()))
 
 
 def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) -> Activation:
-    """The plain activation that equals `activation` on a probe.
+    """Return the plain activation that equals `activation` on a probe.
 
     Raises:
-        ValueError: none of ours equals it.
+        ValueError: no activation of this package equals it.
     """
     values = _probe(experts)[:, None]
     with torch.no_grad():
         wanted = activation(values)
     candidates = _candidates(experts, gated=False)
-    computed = {a: plain_activation(values, a, implementation="reference") for a in candidates}
+    computed = {a: apply_activation(values, a, implementation="reference") for a in candidates}
     return _match(experts, wanted, computed, 1 + values.square())
 
 
@@ -67,7 +68,7 @@ def _number(experts: nn.Module, kind: str) -> float | None:
 
 def _candidates(experts: nn.Module, *, gated: bool) -> list[Activation]:
     found = []
-    for published in map(Activation, ACTIVATIONS):
+    for published in map(Activation, ACTIVATION_KINDS):
         asked = [kind for kind in _NUMBERS if getattr(published, kind) is not None]
         numbers = {kind: value for kind in asked if (value := _number(experts, kind)) is not None and value > 0}
         if published.gated == gated:
@@ -77,12 +78,13 @@ def _candidates(experts: nn.Module, *, gated: bool) -> list[Activation]:
 
 def _match(experts: nn.Module, wanted: Tensor, computed: dict[Activation, Tensor], scale: Tensor) -> Activation:
     for activation, values in computed.items():
-        # Of this scale, float32 steps inside `wanted` err by 1e-7; the closest two of ours, GELU by tanh and by erf,
-        # differ by 1e-4.
+        # Relative to `scale`, float32 steps inside `wanted` err by 1e-7. Our two closest activations, GELU by tanh and
+        # by erf, differ by 1e-4.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)
     raise ValueError(
-        f"enable: the activation of {type(experts).__name__} must be one of {sorted(ACTIVATIONS)} with its numbers in "
-        f"{[name for names in _NUMBERS.values() for name in names]}, got act_fn={function!r} and another result"
+        f"enable: the activation of {type(experts).__name__} must be one of {sorted(ACTIVATION_KINDS)} with its "
+        f"numbers in {[name for names in _NUMBERS.values() for name in names]}, got act_fn={function!r} and "
+        "another result"
     )

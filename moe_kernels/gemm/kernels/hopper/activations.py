@@ -1,8 +1,8 @@
-"""Activations for the epilogue of 16-bit results: a few instructions a value, with an error far below the rounding.
+"""Activations for epilogues with 16-bit results: a few instructions per value, with an error far below the rounding.
 
-A consumer has the time of one step of the reduction for a piece of them. What these take from `activation_functions.py`
-they save there by not being exact to the last places of float32: the hardware's exp2 and reciprocal, relative error
-2**-22 each, and nothing around them. NaN stays NaN.
+A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
+last places of float32 and takes longer. These functions use the hardware's exp2 and reciprocal alone, with a relative
+error of 2**-22 each. NaN stays NaN.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _inverse_of_one_plus_exp2(x):
-    """sigmoid(y) for x = -log2(e) * y"""
+    """Return sigmoid(y) for x = -log2(e) * y."""
     return _reciprocal(1.0 + _exp2(x))
 
 
@@ -36,14 +36,14 @@ def _silu(x):
 
 @gluon.jit
 def _gelu_tanh(x):
-    # sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)), the factors times -log2(e)
+    # sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)), with factors times -log2(e)
     return x * _inverse_of_one_plus_exp2(x * (-2.302208198 - 0.1029432396 * (x * x)))
 
 
 @gluon.jit
 def _gelu(x):
-    """x * P(z < x) for a normal z. The logarithm of P(z < x) / P(z > x) is an odd function of x, here a polynomial:
-    within 2.9e-4 up to |x| = 5.6, so this is the relative error of the smaller of the two; rising beyond."""
+    """Return x * P(z < x) for a normal z. The log of P(z < x) / P(z > x) is an odd function of x, here a polynomial.
+    Its error is 2.9e-4 up to |x| = 5.6, which is the relative error of the smaller of the two, and grows beyond."""
     square = x * x
     total = -8.17412255e-10 * square + 9.19358523e-08
     total = total * square - 3.90990847e-06

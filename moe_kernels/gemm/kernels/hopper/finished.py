@@ -1,12 +1,12 @@
 """A finished tile of the grouped GEMM: its bias, its activation, and how it is written, one part at a time.
 
-The tile waits in registers, as a left and a right half in the dtype of the result. What the activation is computed from
-are these rounded values, the ones that backward reads, and the bias. Where there is no activation, the bias is added
-before they are rounded.
+The tile stays in registers as a left and a right half in the dtype of the result. The activation is computed from these
+rounded values, which backward also reads, and from the bias. Without an activation, the bias is added before the values
+are rounded.
 
-An activation is computed in several pieces, each beside a step of its own, so that the tensor cores do not wait for it.
-There the halves wait as pairs of columns: otherwise the compiler takes them apart, or computes the activation, before
-the next tile's first step, and runs out of registers.
+An activation is computed in several pieces, each during one reduction step, so that the tensor cores do not wait for
+it. For this the halves are stored as pairs of columns. Otherwise the compiler unpacks them, or computes the activation,
+before the next tile's first step, and runs out of registers.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ from .ring import ROW_BOUND, halves, joined, packed, pinned, send, stage, unpack
 
 @aggregate
 class Finished:
-    """Where the tile lies that waits to be written."""
+    """Position of the tile that is still to be written."""
 
     group: gl.tensor
     row: gl.tensor  # counted so that ROW_BOUND is the end of the group
@@ -35,13 +35,13 @@ class Finished:
 
 @gluon.constexpr_function
 def num_parts(pieces):
-    """Two of the product, then those of the activation."""
+    """Return the number of parts: two of the product, then those of the activation."""
     return 2 + pieces
 
 
 @gluon.jit
 def waiting(rounded, PIECES: gl.constexpr):
-    """The halves of a tile that has just been rounded, as they wait."""
+    """Return the halves of a rounded tile in the form in which they stay in registers."""
     if PIECES:
         left, right = halves(rounded)
         return packed(left), packed(right)
@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """[G, N], in rows of whole 16 bytes; where there is none, None stands in its place."""
+    """[G, N], in rows of whole 16 bytes. Without a bias, None replaces the object."""
 
     pointer: gl.tensor
     stride: gl.tensor
@@ -66,14 +66,14 @@ class Bias:
 
 @gluon.constexpr_function
 def _columns_of_threads(columns):
-    """As wgmma lays out the columns of its result, a thread's two neighbours first, so that one load takes both."""
+    """Lay out columns as wgmma does, a thread's two neighbours first, so that one load takes both."""
     registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
     return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
 
 
 @gluon.jit
 def load_bias(bias, group, first, end, like):
-    """The group's, of the columns of `like`, which begin at `first`; zeros from `end` on."""
+    """Load the group's bias for the columns of `like`, starting at column `first`; zeros from `end` on."""
     column = first + gl.arange(0, like.shape[1], layout=_columns_of_threads(like.shape[1]))
     loaded = gl.load(bias.pointer + group.to(gl.int64) * bias.stride + column, mask=column < end, other=0.0)
     return gl.convert_layout(loaded, gl.SliceLayout(0, like.type.layout))
@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Else the compiler would take the pairs of columns apart, and wait for them, where they are loaded.
+        # Otherwise the compiler unpacks the pairs of columns, and waits for them, right after the load.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 
@@ -98,7 +98,7 @@ def _activated_pairs(
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Sixteen pairs of columns at a time; eight beside a bias, for which there are registers then."""
+    """Compute 16 pairs of columns at a time, or 8 with a bias, which the registers then have room for."""
     PAIRS: gl.constexpr = pairs.shape[1]
     AT_ONCE: gl.constexpr = 16 if bias is None else 8
     if PAIRS > AT_ONCE:
@@ -111,7 +111,7 @@ def _activated_pairs(
         gate = unpacked(pairs, DTYPE).to(gl.float32)
         up = unpacked(up_pairs, DTYPE).to(gl.float32) if GATED else gate
         if bias is not None:
-            # Rows are multiples of 8 values, which the compiler learns here.
+            # Rows are multiples of 8 values; this tells the compiler.
             width = bias.num_columns // 16 * 8 if GATED else bias.num_columns // 8 * 8
             gate = plus_bias(gate, load_bias(bias, group, first, width, gate))
             up = plus_bias(up, load_bias(bias, group, width + first, 2 * width, up)) if GATED else gate
@@ -120,7 +120,7 @@ def _activated_pairs(
 
 @gluon.jit
 def _piece(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """The columns of one of so many equal pieces."""
+    """Return the columns of one of PIECES equal pieces."""
     if PIECES == 1:
         return value
     else:
@@ -145,7 +145,7 @@ def _write_activated(
     FORWARD: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """One piece goes to the staging buffer, which holds the compiler to computing it here; the last one sends all."""
+    """Write one piece to the staging buffer, which makes the compiler compute it here. The last piece sends all."""
     gate = _piece(pairs, PIECE, PIECES)
     up = _piece(up_pairs, PIECE, PIECES)
     column = first + PIECE * (2 * gate.shape[1])
@@ -169,8 +169,8 @@ def write_part(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Part 0 of a finished tile is its left half, 1 its right half, the others are the pieces of the activation. Those
-    of a plain activation are of the left half, then of the right one."""
+    """Write part 0 (left half), 1 (right half) or a piece of the activation of a finished tile. Plain activations have
+    the pieces of the left half first, then those of the right half."""
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
     elif GATED:
@@ -187,7 +187,7 @@ def write_part(
 
 @gluon.jit
 def _write_half(half, value, at, desc, buffer, SPLIT: gl.constexpr, PIECES: gl.constexpr):
-    """Half 0 is the left one. SPLIT: the descriptor has an axis for the halves."""
+    """Write the left (0) or right (1) half. SPLIT: the descriptor has an axis for the halves."""
     if PIECES:
         value = unpacked(value, desc.dtype)
     HALF_N: gl.constexpr = value.shape[1]
@@ -212,9 +212,9 @@ def write_last(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """All parts of the last tile."""
+    """Write all parts of the last tile."""
     if PIECES and not GATED:
-        # A loop that the compiler does not unroll: it would compute both halves at once, and run out of registers.
+        # The compiler must not unroll this loop: it would compute both halves at once and run out of registers.
         for half in range(0, gl.where(at.end > 0, 2, 0)):
             _write_half(half, left, at, out_desc, buffer, False, PIECES)
             first = (2 * at.column + half) * (2 * left.shape[1])
@@ -229,5 +229,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """The activation of zeros."""
+    """Return the gate: the activation of a tile of zeros."""
     return gate

@@ -1,4 +1,4 @@
-"""Grouped GEMM with a warp-specialised, persistent kernel: rows contiguous or gathered, with or without activation."""
+"""Warp-specialised, persistent grouped GEMM: rows contiguous or gathered, with or without an activation."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +27,7 @@ LONG_REDUCTION = gl.constexpr(16)  # steps
 
 @gluon.jit
 def _b_at(group, column, k, B_COLUMN: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Where a block of B lies in its descriptor."""
+    """Return the coordinates of a block of B in its descriptor."""
     if GATED:
         return [group, 0, column * (BLOCK_N // 2), k]
     elif B_COLUMN:
@@ -49,7 +49,7 @@ def _produce_contiguous(
 ):
     tiles = with_walk(tiles)
     step = 0
-    # Where a tile lies is loaded one tile ahead, so that no load stands in the way of a copy.
+    # A tile's position is loaded one tile ahead, so that no copy waits for that load.
     group, row, _, column = tile_at(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
@@ -78,12 +78,12 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # Both are multiples of 8; this way the compiler knows, and copies 16 bytes at a time.
+    # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
-    # Rows past the group repeat its last one; nothing of them is written.
+    # Rows past the group repeat its last row; their results are not written.
     token = gl.load(row_to_token_ptr + gl.minimum(row + r, max(end - 1, 0)))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
@@ -104,7 +104,7 @@ def _produce_gathered(
 def _produce(
     tiles,
     ring,
-    a_desc,  # None: gather
+    a_desc,  # None if gathered
     a_ptr,
     a_stride,
     row_to_token_ptr,
@@ -167,8 +167,8 @@ def _reduce_tile(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """(sum of a tile's steps, and bias if no activation follows; the step after them). Writes the finished tile beside
-    the first steps."""
+    """Return (sum of a tile's steps, plus bias unless an activation follows; the step after them). Writes the finished
+    tile during the first steps."""
     PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -177,8 +177,8 @@ def _reduce_tile(
         release_previous(ring, step, pred=part > 0)
         step += 1
     if bias is not None and PIECES == 0:
-        # Loaded while the rest is multiplied, into the registers that the finished tile has left. Rows are multiples of
-        # 8 values, which the compiler learns here.
+        # Loaded during the remaining multiplications, into the registers freed by the finished tile. Rows are multiples
+        # of 8 values; this tells the compiler.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, num_steps):
         total = _multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -226,17 +226,17 @@ def _consume(
     half_layout: gl.constexpr = left.type.layout
     if PIECES:
         left, right = packed(left), packed(right)
-    # No tile is finished yet: at the bound of the rows the hardware clips everything.
+    # No tile is finished yet. At the bound of the rows the hardware clips everything.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
-    # A program that ends a tile early reads what it shares with others at other times than they. Where a reduction is
-    # long the L2 cache does not hold it until then, which costs more than the early end gains.
+    # A program that ends a tile early no longer reads data at the same time as the programs that share it. With a long
+    # reduction, the L2 cache does not hold the data until then, which costs more than the early end saves.
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
-            # A last column tile that is at most half full gets half the multiplications.
+            # A last column tile that is at most half full needs only half the multiplications.
             if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
                 narrow, step = _reduce_tile(
@@ -257,7 +257,7 @@ def _consume(
                 left, right = waiting(total.to(out_desc.dtype), PIECES)
             at = Finished(group, 0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
         else:
-            # The tile has no rows for this warpgroup, so the other one gets the tensor cores to itself.
+            # The tile has no rows for this warpgroup, so the other warpgroup gets all of the tensor cores.
             for _ in range(tiles.num_steps):
                 slot = wait_step(ring, step)
                 mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -279,28 +279,28 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K], only if the rows are gathered, as the next three
+    a_ptr,  # [T, K]; like the next three, only if the rows are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
-    bias_ptr,  # [G, N], or None; with an activation of that alone
+    bias_ptr,  # [G, N], or None; with an activation, the activation's bias
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
-    activated_desc,  # ragged [R, F], or None; with an activation
+    activated_desc,  # ragged [R, F] with an activation, else None
     bounds_ptr,  # [G + 2]; offsets [G] if there is no table
-    tiles_ptr,  # [capacity, 2], or None, as the next
+    tiles_ptr,  # [capacity, 2], or None; the next likewise
     num_tiles_ptr,  # [2]
     num_rows,  # R
     num_columns,  # N
     num_column_tiles,
-    num_steps,  # of the reduction, at least the parts of a finished tile
+    num_steps,  # steps of the reduction, at least the number of parts of a finished tile
     NUM_GROUPS: gl.constexpr,  # G without a table, else None
     ZERO_TAIL: gl.constexpr,
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
-    PIECES: gl.constexpr,  # of the activation, each beside a step of its own
+    PIECES: gl.constexpr,  # pieces of the activation, each computed during one step
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -327,7 +327,7 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    staged = out_desc if activated_desc is None else activated_desc  # whose blocks have no axis for the halves
+    staged = out_desc if activated_desc is None else activated_desc  # its blocks have no axis for the halves
     buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(

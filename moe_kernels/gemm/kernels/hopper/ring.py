@@ -1,12 +1,12 @@
 """Parts of the warp-specialised Hopper kernels, in the Gluon of Triton 3.6 to 3.9.
 
-One warpgroup produces: it keeps several steps of both operands on their way to shared memory. Two warpgroups consume:
-each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a finished tile to global memory
-while the tensor cores already work on the next one: the tile waits in registers, as two rounded halves, and each of the
-first steps of the next tile takes one part of the writing with it.
+One warpgroup is the producer: it keeps the copies of several steps of both operands to shared memory in flight. Two
+warpgroups are consumers: each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a
+finished tile to global memory while the tensor cores already work on the next tile. The finished tile stays in
+registers, as two rounded halves, and each of the next tile's first steps writes one part of it.
 
 Ragged rows are read and written through descriptors whose row coordinate reaches its bound at the end of the group, so
-the hardware clips there; `ragged.py` has the maths. Gathered rows come through asynchronous copies of 16 bytes.
+the hardware clips there; `ragged.py` has the maths. Gathered rows are copied asynchronously, 16 bytes at a time.
 """
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
@@ -23,12 +23,12 @@ PRODUCER_THREADS = gl.constexpr(128)
 
 @aggregate
 class Ring:
-    """The buffers between the producer and the consumers. Steps take its slots in turn."""
+    """The buffers between the producer and the consumers. Steps use its slots in turn."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # barriers: both operands of the slot have arrived
-    empty: gl.shared_memory_descriptor  # barriers: both consumers are done with the slot
+    empty: gl.shared_memory_descriptor  # barriers: both consumers have finished with the slot
     slots: gl.constexpr
 
     @gluon.constexpr_function
@@ -42,7 +42,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
-    """Over buffers [SLOTS, ...] of both operands. With GATHER every thread of the producer reports its own copies."""
+    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread reports its copies."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -53,20 +53,20 @@ def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
 
 @gluon.jit
 def buffers(desc, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS blocks of a descriptor."""
+    """Allocate shared memory for SLOTS blocks of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)  # noqa: RUF005
 
 
 @gluon.jit
 def gather_buffers(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory for SLOTS blocks of gathered rows."""
+    """Allocate shared memory for SLOTS blocks of gathered rows."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
 def free_slot(ring, step):
-    """Producer: the slot of a step, once the consumers have left it."""
+    """Producer: wait until the consumers have released the slot of a step, and return the slot."""
     slot = step % ring.slots
     mbarrier.wait(ring.empty.index(slot), (step // ring.slots & 1) ^ 1)
     return slot
@@ -98,14 +98,14 @@ def gather_block(ready, pointers, mask, buffer):
 
 @gluon.constexpr_function
 def gather_layout(columns):
-    """One warp instruction copies whole rows of `columns` 16-bit elements, 16 bytes per thread."""
+    """Return the layout in which one warp instruction copies whole rows of `columns` 16-bit elements, 16 B a thread."""
     threads = columns // 8
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit
 def wait_step(ring, step):
-    """Consumer: the slot of a step, once its operands are there."""
+    """Consumer: wait for the operands of a step, and return its slot."""
     slot = step % ring.slots
     mbarrier.wait(ring.full.index(slot), step // ring.slots & 1)
     return slot
@@ -113,32 +113,32 @@ def wait_step(ring, step):
 
 @gluon.jit
 def release_previous(ring, step, pred=True):
-    """Consumer: give back the slot of the step before this one."""
+    """Consumer: release the slot of the previous step."""
     mbarrier.arrive(ring.empty.index((step + ring.slots - 1) % ring.slots), count=1, pred=pred)
 
 
 @gluon.jit
 def pinned(value):
-    """Ties a rounding to its place: drifting into the next tile's wgmma region, it would make the compiler wait after
-    every single wgmma."""
+    """Tie a rounding to its place in the code. If the compiler moved it into the next tile's wgmma region, it would
+    wait after every single wgmma."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def halves(value):
-    """The left and right half of the columns."""
+    """Return the left and right half of the columns."""
     return value.reshape(value.shape[0], 2, value.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @gluon.jit
 def joined(left, right):
-    """The inverse of `halves`."""
+    """Return the inverse of `halves`."""
     return gl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
 
 @gluon.jit
 def packed(value):
-    """Neighbouring 16-bit columns as one 32-bit value, tied to its place as by `pinned`."""
+    """Pack neighbouring 16-bit columns into one 32-bit value, tied to its place like `pinned`."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -147,7 +147,7 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """The inverse of `packed`, tied to its place as well: what is computed of it does not drift ahead."""
+    """Return the inverse of `packed`, tied to its place, too, so that computations on it do not move ahead."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
@@ -163,7 +163,7 @@ def write(value, desc, at, buffer):
 
 @gluon.jit
 def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Put one of so many equal pieces of columns into the staging buffer, piece 0 first."""
+    """Write one of PIECES equal pieces of columns to the staging buffer, piece 0 first."""
     if PIECE == 0:
         tma.store_wait(0)
     COLUMNS: gl.constexpr = value.shape[1]

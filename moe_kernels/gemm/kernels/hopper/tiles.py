@@ -1,4 +1,4 @@
-"""Which rows and columns a tile of a grouped GEMM has: read off a tile table or, of few groups, off their offsets."""
+"""Rows and columns of a grouped GEMM's tiles, from a tile table or, for few groups, from the groups' offsets."""
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
 
@@ -7,22 +7,22 @@ from triton.experimental.gluon import language as gl
 
 from ....runtime.gluon import aggregate
 
-MOST_WALKED = gl.constexpr(32)  # groups, one to a lane, whose offsets take the place of a table
+MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
 
 
 @aggregate
 class Tiles:
-    """The tiles of the product: row tiles from the table, or of few groups from their offsets, times column tiles."""
+    """The tiles of the product: row tiles from the table, or from the offsets of few groups, times column tiles."""
 
-    entries: gl.tensor  # pointer to [capacity, 2]; without a table [MOST_WALKED], how many tiles end with each group
-    bounds: gl.tensor  # pointer to [G + 2]; without a table [MOST_WALKED], the end row of each group
+    entries: gl.tensor  # pointer to [capacity, 2]; without a table, [MOST_WALKED] cumulative tile counts
+    bounds: gl.tensor  # pointer to [G + 2]; without a table, [MOST_WALKED] end rows of the groups
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
-    num_steps: gl.tensor  # of the reduction
+    num_steps: gl.tensor  # steps of the reduction
     block_m: gl.constexpr
     group_tiles: gl.constexpr  # row tiles that share their columns of B in the L2 cache
-    num_groups: gl.constexpr  # None with a table
+    num_groups: gl.constexpr  # None if there is a table
 
     @gluon.constexpr_function
     def __init__(
@@ -60,8 +60,8 @@ def _plus(x, y):
 
 @gluon.jit
 def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr):
-    """(tiles that end with each group, its end row) [MOST_WALKED], clamped as the table is; lanes past the last group
-    repeat it."""
+    """Return (cumulative tile counts, end rows) [MOST_WALKED] of the groups, clamped like the table's. Lanes past the
+    last group repeat it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     group = gl.arange(0, MOST_WALKED, layout=layout)
     raw_ends = gl.load(offsets_ptr + group, mask=group < NUM_GROUPS, other=0)
@@ -74,7 +74,7 @@ def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr)
 
 @gluon.jit
 def with_walk(tiles):
-    """For the warps that call this: without a table, tiles that hold the walk in registers."""
+    """Return tiles that hold the walk in the registers of the calling warps; with a table, return them unchanged."""
     if tiles.num_groups is None:
         return tiles
     else:
@@ -87,7 +87,7 @@ def with_walk(tiles):
 
 @gluon.jit
 def row_tile_at(tiles, row_tile):
-    """(group, first row, end row of the group)."""
+    """Return (group, first row, end row of the group)."""
     if tiles.num_groups is None:
         group = gl.load(tiles.entries + 2 * row_tile)
         block = gl.load(tiles.entries + 2 * row_tile + 1)
@@ -103,7 +103,7 @@ def row_tile_at(tiles, row_tile):
 
 @gluon.jit
 def tile_at(tiles, tile):
-    """(group, first row, end row of the group, column tile); past the last tile, the last one."""
+    """Return (group, first row, end row of the group, column tile); past the last tile, those of the last tile."""
     tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
     band = tiles.group_tiles * tiles.num_column_tiles
     first = tile // band * tiles.group_tiles

@@ -1,4 +1,4 @@
-"""The weight gradient with a warp-specialised, persistent kernel: one operand may be gathered."""
+"""Warp-specialised, persistent kernel for the weight gradient. One operand may be gathered."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +25,7 @@ from .ring import (
 
 @aggregate
 class Tiles:
-    """The tiles of all gradients: those of a group are neighbours, and groups come by falling number of rows."""
+    """The tiles of all gradients. Tiles of a group are adjacent, and groups are sorted by falling number of rows."""
 
     bounds_ptr: gl.tensor  # [G + 2]
     order_ptr: gl.tensor  # [G]
@@ -48,7 +48,7 @@ class Tiles:
 
 @gluon.jit
 def turns(tiles):
-    """How many tiles this program computes."""
+    """Return the number of tiles that this program computes."""
     whole = tiles.num_tiles // gl.num_programs(0)
     place = gl.program_id(0) if whole % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
     return whole + (place < tiles.num_tiles % gl.num_programs(0)).to(gl.int32)
@@ -56,8 +56,8 @@ def turns(tiles):
 
 @gluon.jit
 def tile_at(tiles, turn):
-    """(group, tile along K, tile along N, rows in the group, end row) of a turn; past the last tile, the last one."""
-    # Every other round goes backwards, so that no program gets the longer tile of every round.
+    """Return (group, tile along K, tile along N, rows in the group, end row) of a turn, clamped to the last tile."""
+    # Every other round runs backwards, so that no program gets the longer tile of every round.
     place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
     tile = min(turn * gl.num_programs(0) + place, tiles.num_tiles - 1)
     group = gl.load(tiles.order_ptr + tile // (tiles.num_k_tiles * tiles.num_n_tiles))
@@ -72,9 +72,10 @@ def tile_at(tiles, turn):
 
 @gluon.jit
 def steps_for(tiles, num_rows):
-    """At least two steps, to write the last tile's two parts along; steps past the end of a group read zeros."""
-    # Triton 3.6.0 takes a value that goes from tile to tile and is used for nothing but the bound of an inner loop for
-    # dead, and keeps the first tile's. Passing through assembly is a use that it respects.
+    """Return the number of steps, at least two, which write the last tile's two parts. Steps past a group read
+    zeros."""
+    # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses it. It then
+    # keeps the first tile's value. Passing the value through assembly counts as a use.
     num_rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
     return max((num_rows + tiles.block_r - 1) // tiles.block_r, 2)
 
@@ -104,7 +105,7 @@ def _produce_gathered(
     gathered_stride,
     row_to_token_ptr,
     num_gathered_columns,
-    desc,  # of the other operand
+    desc,  # the other operand's
     GATHER_A: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -114,7 +115,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # Both are multiples of 8; this way the compiler knows, and copies 16 bytes at a time.
+    # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -147,8 +148,8 @@ def _produce_gathered(
 def _produce(
     tiles,
     ring,
-    a_desc,  # None: gather
-    dout_desc,  # None: gather
+    a_desc,  # None if gathered
+    dout_desc,  # None if gathered
     gathered_ptr,
     gathered_stride,
     row_to_token_ptr,
@@ -190,7 +191,7 @@ def _multiply(
 
 @aggregate
 class Finished:
-    """Where the tile lies that waits to be written."""
+    """Position of the tile that is still to be written."""
 
     group: gl.tensor
     row: gl.tensor
@@ -218,7 +219,7 @@ def _reduce_tile(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """(sum over the steps of a tile, the step after them). Writes the finished tile beside the first steps."""
+    """Return (sum over a tile's steps, the step after them). Writes the finished tile during the first steps."""
     for part in gl.static_range(2):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, BLOCK_R, BLOCK_N)
         write(left if part == 0 else right, out_desc, [at.group, at.row, at.column + part * left.shape[1]], buffer)
@@ -255,7 +256,7 @@ def _consume(
     HALF_N: gl.constexpr = BLOCK_N // 2
     total = gl.zeros((HALF_K, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_K, BLOCK_N]
     left, right = halves(total.to(out_desc.dtype))
-    # No tile is finished yet: past the last group the hardware clips everything.
+    # No tile is finished yet. Past the last group the hardware clips everything.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     next_group, next_k, next_n, next_rows, _ = tile_at(tiles, 0)
@@ -263,7 +264,7 @@ def _consume(
         next_at = Finished(next_group, next_k * BLOCK_K + WARPGROUP * HALF_K, next_n * BLOCK_N)
         num_steps = steps_for(tiles, next_rows)
         next_group, next_k, next_n, next_rows, _ = tile_at(tiles, turn + 1)
-        # A last column tile that is at most half full gets half the multiplications.
+        # A last column tile that is at most half full needs only half the multiplications.
         if BLOCK_N == 256 and num_columns - next_at.column <= HALF_N:
             narrow = gl.zeros((HALF_K, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_K, HALF_N]
             narrow, step = _reduce_tile(
@@ -285,7 +286,7 @@ def _consume(
 def wgrad_kernel(
     a_desc,  # ragged [R, K], block [BLOCK_R, BLOCK_K]; None if gathered
     dout_desc,  # ragged [R, N], block [BLOCK_R, BLOCK_N]; None if gathered
-    gathered_ptr,  # [T, K] or [T, N], only if one is gathered, as the next three
+    gathered_ptr,  # [T, K] or [T, N]; like the next three, only if an operand is gathered
     gathered_stride,
     row_to_token_ptr,  # [R]
     num_gathered_columns,

@@ -1,0 +1,186 @@
+"""The steps of the expert feed-forward and of its backward on the rows of one chunk of tokens.
+
+`fused_experts` runs them on one chunk. `ExpertsInParts` runs the forward and the first step of backward chunk by chunk.
+`fused.py` derives the formulas. Each function allocates its results and frees everything else it allocates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation.ops import Destination, launch_weighted_activation_backward
+from ..activation_spec import Activation
+from ..permutation.permute import launch_slot_products
+from ..types import ExpertWeights
+from .expert_bias import launch_segment_sum
+from .router_gradient import launch_combine_with_router
+from .rows import Rows
+
+_activation = functools.cache(Activation)
+
+
+class Experts(NamedTuple):
+    """Weights and settings, the same for all chunks."""
+
+    weights: ExpertWeights  # contiguous biases
+    activation: str
+    limit: float | None
+    alpha: float | None
+    weight_on_input: bool = False
+
+    @classmethod
+    def of(cls, weights: ExpertWeights, activation: Activation, *, weight_on_input: bool = False) -> Experts:
+        w_up, w_down, b_up, b_down = weights
+        b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
+        weights = ExpertWeights(w_up, w_down, b_up, b_down)
+        return cls(weights, activation.name, activation.limit, activation.alpha, weight_on_input)
+
+    def kind(self) -> Activation:
+        return _activation(self.activation, self.limit, self.alpha)
+
+    def input_weights(self, topk_weights: Tensor | None) -> Tensor | None:
+        """The routing weights where they multiply the tokens."""
+        return topk_weights if self.weight_on_input else None
+
+    def output_weights(self, topk_weights: Tensor) -> Tensor | None:
+        """The routing weights where they multiply the experts' outputs."""
+        return None if self.weight_on_input else topk_weights
+
+
+class Activated(NamedTuple):
+    preactivation: Tensor  # H [R, 2F or F], for backward
+    activated: Tensor  # A [R, F]
+
+
+def activate(
+    experts: Experts,
+    rows: Rows,
+    tokens: Tensor,  # [T, D]
+    topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+) -> Activated:
+    """H = gather(tokens) @ w_up^T and A = activation(H)."""
+    weights, tokens = experts.weights, rows.as_read(tokens)
+    copy = experts.weight_on_input or rows.choose_copies(tokens, weights).tokens_forward
+    rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
+    w_up = weights.w_up.transpose(1, 2)
+    return Activated(*rows.activated_gemm(rows_in, w_up, experts.kind(), weights.b_up, gather=not copy))
+
+
+def down(experts: Experts, rows: Rows, activated: Tensor) -> Tensor:  # [R, F] -> [R, D]
+    """Y = A @ w_down^T."""
+    return rows.gemm(activated, experts.weights.w_down.transpose(1, 2), bias=experts.weights.b_down)
+
+
+class HiddenGradients(NamedTuple):
+    """What the gradients of tokens and weights are made from. None of it needs H any more."""
+
+    dpreactivation: Tensor  # dH [R, 2F or F]
+    weighted: Tensor  # A_w [R, F]
+    dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
+    drows: Tensor | None  # [R, D] from `copy_dout`
+
+
+def hidden_gradients(
+    experts: Experts,
+    rows: Rows,
+    dout: Tensor,  # [T, D]
+    topk_weights: Tensor,  # [T, K]
+    preactivation: Tensor,  # H [R, 2F or F]
+    *,
+    destination: Destination | None = None,
+    overwrite: bool = False,
+    needs_topk_weights: bool = True,
+) -> HiddenGradients:
+    """dH, A_w and the gradient of the routing weights.
+
+    A_w overwrites dA'. With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination
+    both are written there.
+    """
+    dout, (_, w_down, b_up, b_down) = rows.as_read(dout), experts.weights
+    drows = copy_dout(experts, rows, dout)
+    dactivated = rows.gemm(dout.contiguous() if drows is None else drows, w_down, gather=drows is None)  # dA' [R, F]
+    if overwrite:
+        destination = Destination(preactivation, dactivated, rows.slot_to_row)
+    dpreactivation, dtopk_weights = launch_weighted_activation_backward(
+        preactivation,
+        dactivated,
+        torch.ones_like(topk_weights) if experts.weight_on_input else topk_weights,
+        rows.slot_to_row,
+        experts.kind(),
+        rows.row_bias(b_up),
+        row_to_token=rows.row_to_token,
+        destination=destination,
+    )
+    if b_down is not None and needs_topk_weights and not experts.weight_on_input:
+        dtopk_weights += launch_slot_products(dout, b_down, rows.slot_experts())
+    return HiddenGradients(dpreactivation, dactivated, dtopk_weights, drows)
+
+
+def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
+    """Whether `dout` is copied to its rows, or GEMMs gather. Traced tensors have no kernels to choose: True."""
+    return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
+
+
+def copy_dout(experts: Experts, rows: Rows, dout: Tensor) -> Tensor | None:  # [R, D]
+    """`dout` copied to its rows, or None where it is faster that GEMMs gather."""
+    dout = rows.as_read(dout)
+    return rows.permute(dout) if rows.choose_copies(dout, experts.weights).dout else None
+
+
+def w_down_gradient(
+    rows: Rows,
+    dout: Tensor,  # [T, D]
+    drows: Tensor | None,  # [R, D] from `copy_dout`
+    weighted: Tensor,  # A_w [R, F]
+) -> Tensor:  # [E, D, F]
+    """gather(dout)^T @ A_w."""
+    a = rows.as_read(dout).contiguous() if drows is None else drows
+    return rows.wgrad(a, weighted, gather_a=drows is None)
+
+
+def w_up_gradient(
+    experts: Experts,
+    rows: Rows,
+    tokens: Tensor,  # [T, D]
+    dpreactivation: Tensor,  # dH [R, 2F or F]
+    topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+) -> Tensor:  # [E, 2F or F, D]
+    """dH^T @ gather(tokens)."""
+    tokens = rows.as_read(tokens)
+    copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
+    rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
+    return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy)
+
+
+def tokens_gradient(
+    experts: Experts,
+    rows: Rows,
+    dup_input: Tensor,  # dX [R, D]
+    topk_weights: Tensor,  # [T, K]
+    dtopk_weights: Tensor | None = None,  # [T, K]; read with w_router
+    w_router: Tensor | None = None,  # [E, D]
+) -> Tensor:  # [T, D]
+    """The sum of a token's rows of dX, with `w_router` plus the gradient through the routing weights."""
+    if w_router is None:
+        return rows.combine(dup_input, experts.input_weights(topk_weights))
+    bounds = rows.table.bounds
+    return launch_combine_with_router(dup_input, topk_weights, dtopk_weights, rows.slot_to_row, bounds, w_router)
+
+
+def b_up_gradient(experts: Experts, rows: Rows, dpreactivation: Tensor) -> Tensor:  # [E, 2F or F]
+    return launch_segment_sum(dpreactivation, rows.table.bounds).to(experts.weights.b_up.dtype)
+
+
+def b_down_gradient(
+    experts: Experts,
+    rows: Rows,
+    dout: Tensor,  # [T, D]
+    topk_weights: Tensor,  # [T, K]
+) -> Tensor:  # [E, D]
+    """The sum over each expert's rows of weight * dout."""
+    weights = experts.output_weights(topk_weights)
+    return rows.bias_gradient(rows.as_read(dout), weights).to(experts.weights.b_down.dtype)

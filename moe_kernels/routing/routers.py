@@ -1,0 +1,184 @@
+"""The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
+
+Two kernels serve them: that of `softmax.py` for the plain softmax, that of `scored.py` for all other specs but two. A
+SparseMixer and norms other than the sum are plain PyTorch on the logits, under every implementation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..gemm.batch_invariance import token_by_token
+from ..router_spec import RouterSpec
+from ..runtime.checks import check_dtype, check_same_device, check_shapes
+from ..runtime.dispatch import choose, once_per_form, without_autocast
+from ..types import Routing
+from .linear import check_router_dtypes
+from .scored import scored_linear_routing_op, scored_routing_op, spec_fields
+from .softmax import linear_routing_op, topk_routing_op
+
+_LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_SOFTMAX = RouterSpec()
+
+
+def topk_routing(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    spec: RouterSpec | None = None,
+    *,
+    selection_bias: Tensor | None = None,  # [E]
+    implementation: str | None = None,
+) -> Routing:
+    """Choose each token's `top_k` experts and weigh them, in float32.
+
+    The experts of a token are distinct and come by falling score, the selection bias included; on a tie the lower id
+    comes first. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are
+    NaN. Deterministic. Differentiable in `logits`. The logits of the result are those that were scored, that is, capped
+    where the spec has a cap.
+
+    Args:
+        spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings before the logits
+            (input_norm_epsilon, logit_bias) and those of the expert's weight (per_expert_scale, weight_on_input) do
+            not act here.
+        selection_bias: for specs that have one, and only then.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: wrong shape or dtype, a missing or unwanted selection bias, or a `top_k` that `spec` cannot choose.
+    """
+    spec = _SOFTMAX if spec is None else spec
+    sizes = check_shapes("topk_routing", logits=(logits, "T E"))
+    check_dtype("topk_routing", "logits", logits, *_LOGIT_DTYPES)
+    _check_bias("topk_routing", "selection_bias", spec.selection_bias is not None, selection_bias, logits, sizes["E"])
+    spec.check_sizes("topk_routing", sizes["E"], top_k)
+    if choose("topk_routing", implementation, logits) == "reference" or not _in_kernel(spec):
+        return reference.topk_routing(logits, top_k, spec, selection_bias)
+    logits = reference.shape_logits(logits, spec)
+    if spec.is_softmax_of_logits:
+        topk_weights, topk_experts = topk_routing_op(logits, top_k, spec.normalize)
+    else:
+        topk_weights, topk_experts = scored_routing_op(logits, selection_bias, top_k, *spec_fields(spec))
+    return Routing(topk_experts, topk_weights, logits)
+
+
+def linear_routing(
+    tokens: Tensor,  # [T, D]
+    w_router: Tensor,  # [E, D]
+    top_k: int,
+    spec: RouterSpec | None = None,
+    *,
+    logit_bias: Tensor | None = None,  # [E]
+    selection_bias: Tensor | None = None,  # [E]
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Routing:
+    """`topk_routing` of the logits `tokens @ w_router.T + logit_bias`, which are float32.
+
+    Where the logits are float32 and go into the kernel as they are, this is one autograd boundary. It saves the tokens
+    and the choice, and computes the logits again if backward needs them, so no [T, E] tensor is kept. The gradient of
+    the logits is float32, and both products with it accumulate in float32. Deterministic. Differentiable in `tokens`,
+    `w_router` and `logit_bias`, through weights and logits.
+
+    Args:
+        w_router: in the dtype of the tokens, or float32; then all products, and the logits, are float32.
+        spec: as in `topk_routing`, but logit_bias acts here.
+        logit_bias, selection_bias: for specs that have one, and only then.
+        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature, a bias is missing or not wanted by `spec`, or
+            `spec` cannot choose `top_k`.
+    """
+    spec = _SOFTMAX if spec is None else spec
+    _check_linear(tokens, w_router)
+    num_experts, needs_bias = len(w_router), spec.selection_bias is not None
+    _check_bias("linear_routing", "logit_bias", spec.logit_bias, logit_bias, w_router, num_experts)
+    _check_bias("linear_routing", "selection_bias", needs_bias, selection_bias, w_router, num_experts)
+    spec.check_sizes("linear_routing", num_experts, top_k)
+    chosen = choose("linear_routing", implementation, tokens)
+    with without_autocast(tokens):  # it would round the logits
+        if chosen == "reference":
+            operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
+            route = partial(reference.linear_routing, top_k=top_k, spec=spec, **operands)
+            return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
+        if spec.logit_softcap is not None or not _in_kernel(spec):
+            logits = linear_routing_op(tokens, w_router, top_k, True, batch_invariant)[2]
+            logits = logits if logit_bias is None else logits + logit_bias
+            return topk_routing(logits, top_k, spec, selection_bias=selection_bias, implementation="triton")
+        if spec.is_softmax_of_logits and logit_bias is None:
+            topk_weights, topk_experts, logits = linear_routing_op(
+                tokens, w_router, top_k, spec.normalize, batch_invariant
+            )
+        else:
+            topk_weights, topk_experts, logits = scored_linear_routing_op(
+                tokens, w_router, logit_bias, selection_bias, batch_invariant, top_k, *spec_fields(spec)
+            )
+        return Routing(topk_experts, topk_weights, logits)
+
+
+def routing_weights(
+    logits: Tensor,  # [T, E]
+    topk_experts: Tensor,  # [T, K] int32; -1 for none
+    spec: RouterSpec,
+) -> Tensor:  # [T, K] float32
+    """The weights that a router gives to a choice of experts that need not be its own.
+
+    For its own choice they are those of `topk_routing`. A slot of no expert weighs 0; the others of its token are
+    normalised without it. Plain PyTorch on every device. Differentiable in `logits`: through the scores of the chosen
+    experts, and of all experts where they share a softmax.
+
+    Args:
+        logits: as they were scored, that is, those of a `Routing`.
+        topk_experts: ids in [0, E), or -1. Not checked: reading them would wait for the GPU.
+
+    Raises:
+        ValueError: wrong shape or dtype, or `spec` cannot choose as many experts.
+    """
+    sizes = check_shapes("routing_weights", logits=(logits, "T E"), topk_experts=(topk_experts, "T K"))
+    check_dtype("routing_weights", "logits", logits, torch.float32, torch.float64)
+    check_dtype("routing_weights", "topk_experts", topk_experts, torch.int32)
+    check_same_device("routing_weights", logits=logits, topk_experts=topk_experts)
+    spec.check_sizes("routing_weights", sizes["E"], sizes["K"])
+    return reference.routing_weights(logits, topk_experts, spec)
+
+
+def selection_keys(
+    logits: Tensor,  # [T, E]
+    spec: RouterSpec,
+    *,
+    selection_bias: Tensor | None = None,  # [E]
+) -> Tensor:  # [T, E]
+    """The numbers whose top-k a router takes: logits or scores, with their bias, less excluded groups. No gradient.
+
+    Plain PyTorch on every device.
+
+    Raises:
+        ValueError: wrong shape or dtype, or a missing or unwanted selection bias.
+    """
+    sizes = check_shapes("selection_keys", logits=(logits, "T E"))
+    check_dtype("selection_keys", "logits", logits, torch.float32, torch.float64)
+    _check_bias("selection_keys", "selection_bias", spec.selection_bias is not None, selection_bias, logits, sizes["E"])
+    return reference.selection_keys(logits, spec, selection_bias)
+
+
+@once_per_form
+def _check_linear(tokens: Tensor, w_router: Tensor) -> None:
+    check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
+    check_router_dtypes("linear_routing", tokens, w_router)
+    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
+
+
+def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, operand: Tensor, num_experts: int) -> None:
+    if (bias is not None) != wanted:
+        raise ValueError(f"{op}: this router has {'a' if wanted else 'no'} {name}, got {'none' if wanted else 'one'}")
+    if bias is not None:
+        check_shapes(op, {"E": num_experts}, **{name: (bias, "E")})
+        check_same_device(op, operand=operand, **{name: bias})
+
+
+def _in_kernel(spec: RouterSpec) -> bool:
+    return spec.sparsemixer_jitter is None and (spec.norm_power == 1.0 or not spec.normalize)

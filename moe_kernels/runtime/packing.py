@@ -1,0 +1,98 @@
+"""Operands packed by name: NamedTuples of tensors and other values as the flat arguments of a registered op."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from torch import Tensor
+
+
+def is_packed(kind: Any) -> bool:
+    """Whether a type is a NamedTuple."""
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+class Packing:
+    """The leaves of some values, of which NamedTuples are replaced by their fields, also inside NamedTuples.
+
+    A leaf's name is its field's, so no two fields may have the same.
+    """
+
+    def __init__(self, hints: dict[str, Any]):
+        self.types: dict[str, Any] = {}  # of the leaves
+        self._kinds: dict[str, type] = {}
+        self._paths: list[str] = []
+        packed = [self._visit(name, kind, name) for name, kind in hints.items()]
+        # Generated, as the methods of NamedTuples are: several times as fast as loops over the fields.
+        self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)")  # values -> leaves
+        self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", dict(self._kinds))  # and back
+
+    def _visit(self, name: str, kind: Any, path: str) -> str:
+        """Add the leaves below `path`. Returns the expression that packs them again."""
+        if not is_packed(kind):
+            assert name not in self.types, name
+            self.types[name] = kind
+            self._paths.append(path)
+            return name
+        constructor = f"kind_{len(self._kinds)}"
+        self._kinds[constructor] = kind
+        hints = get_type_hints(kind)
+        fields = [self._visit(field, hints[field], f"{path}.{field}") for field in kind._fields]
+        return f"{constructor}({', '.join(fields)})"
+
+
+class PackedSignature(Packing):
+    """The parameters and the result of a function that is to be a registered op."""
+
+    def __init__(self, function: Callable[..., Any]):
+        hints = get_type_hints(function)
+        result = hints.pop("return")
+        super().__init__(hints)
+        self.has_packed = bool(self._kinds)
+        self.result = result if is_packed(result) else None
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in self.types.items()
+        ]
+        returned = result if self.result is None else tuple[(Tensor,) * len(result._fields)]
+        self._flat = inspect.Signature(parameters, return_annotation=returned)
+
+    def on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of the packed parameters as one of their leaves."""
+
+        @functools.wraps(function)
+        def of_leaves(*leaves: Any) -> Any:
+            return function(*self.pack(*leaves))
+
+        of_leaves.__signature__ = self._flat
+        return of_leaves
+
+
+@functools.cache
+def packing_of(kind: type) -> Packing:
+    """Of a NamedTuple."""
+    return Packing({"packed": kind})
+
+
+def save_for_backward(ctx: Any, packed: tuple[Any, ...]) -> None:
+    """Keep a NamedTuple for `saved_for_backward`: its tensors through autograd, other values as they are."""
+    leaves = packing_of(type(packed)).flatten(packed)
+    ctx.save_for_backward(*[leaf if isinstance(leaf, Tensor) else None for leaf in leaves])
+    ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    ctx.kind = type(packed)
+
+
+def saved_for_backward(ctx: Any) -> Any:
+    """What was given to `save_for_backward`. Call it once in a backward.
+
+    Releases autograd's references to the tensors, unless the graph is retained: the memory of a tensor is free as soon
+    as the caller drops it, not only after backward.
+    """
+    pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
+    leaves = [constant if tensor is None else tensor for tensor, constant in pairs]
+    ctx.maybe_clear_saved_tensors()
+    (packed,) = packing_of(ctx.kind).pack(*leaves)
+    return packed

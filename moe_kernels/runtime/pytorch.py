@@ -1,0 +1,39 @@
+"""PyTorch's private API, each use with the public behaviour it stands for. No other file uses it, `ops.py` apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# `torch.compiler.disable` does the same, and would import the compiler.
+disable_dynamo = torch._disable_dynamo
+
+functorch_is_active = torch._C._are_functorch_transforms_active
+
+# Hides ops from all modes, as inside a registered op. It is what PyTorch's `no_dispatch` does, without its microsecond.
+unseen_by_modes = torch._C._DisableTorchDispatch
+
+
+# `fp32_precision("cuda", "matmul")`: `torch.backends.cuda.matmul.fp32_precision` in a quarter of its time. Every launch
+# reads it. `torch.get_float32_matmul_precision` raises once the new setting has been used.
+fp32_precision = torch._C._get_fp32_precision_getter
+
+
+def float32_uses_tf32() -> bool:
+    """Return whether PyTorch was asked to multiply float32 matrices in TF32, through its old or its new setting."""
+    return fp32_precision("cuda", "matmul") == "tf32"
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward runs in this thread. A forward inside it recomputes a checkpointed region."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether `torch.autograd.graph.saved_tensors_hooks` are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call."""
+    torch._assert_async(condition, message)

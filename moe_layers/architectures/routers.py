@@ -1,0 +1,112 @@
+"""Readers of a router's settings from a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from moe_kernels import RouterSpec
+
+from .fields import ModelConfig
+
+
+def softmax(normalize: bool) -> Callable[[ModelConfig], RouterSpec]:
+    return lambda config: RouterSpec.softmax(normalize=normalize)
+
+
+def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
+    return lambda config: RouterSpec.softmax(normalize=config.flag("norm_topk_prob", default=default))
+
+
+def dbrx(config: ModelConfig) -> RouterSpec:
+    """A null power means weights that are not normalised, and is not the default."""
+    values = config.nested("ffn_config").values
+    power = values.get("moe_normalize_expert_weights", 1.0)
+    if power is None:
+        return RouterSpec.softmax(normalize=False)
+    return RouterSpec.dbrx(config.nested("ffn_config").number("moe_normalize_expert_weights", default=1.0))
+
+
+def _groups(config: ModelConfig) -> tuple[int, int]:
+    num_groups = config.integer("n_group", "num_expert_group", default=1, minimum=1)
+    return num_groups, config.integer("topk_group", default=1, minimum=1)
+
+
+def deepseek_v2(config: ModelConfig) -> RouterSpec:
+    scale = config.number("routed_scaling_factor", default=1.0)
+    if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
+        return RouterSpec.softmax(normalize=False, scale=scale)
+    return RouterSpec.deepseek_v2(*_groups(config), scale=scale)
+
+
+def deepseek_v3(config: ModelConfig) -> RouterSpec:
+    config.refuse_unless(scoring_func="sigmoid", topk_method="noaux_tc", score_function="sigmoid")
+    return RouterSpec.deepseek_v3(
+        *_groups(config),
+        normalize=config.flag("norm_topk_prob", "moe_renormalize", default=True),
+        scale=config.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def dots(config: ModelConfig) -> RouterSpec:
+    if config.values.get("scoring_func") == "noaux_tc":  # as its published files call the choice by sigmoid and bias
+        config = replace(config, values=config.values | {"scoring_func": "sigmoid"})
+    return deepseek_v3(config)
+
+
+def minimax_m2(config: ModelConfig) -> RouterSpec:
+    config.refuse_unless(scoring_func="sigmoid")
+    return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("routed_scaling_factor", default=1.0))
+
+
+def lfm2(config: ModelConfig) -> RouterSpec:
+    return RouterSpec.deepseek_v3(
+        normalize=config.flag("norm_topk_prob", default=True),
+        scale=config.number("routed_scaling_factor", default=1.0),
+        norm_epsilon=1e-6,
+        selection_bias="score" if config.flag("use_expert_bias", default=True) else None,
+    )
+
+
+def scaled_by(field: str, **default: float) -> Callable[[ModelConfig], RouterSpec]:
+    return lambda config: RouterSpec.deepseek_v3(scale=config.number(field, **default))
+
+
+def laguna(config: ModelConfig) -> RouterSpec:
+    config.refuse_unless(moe_apply_router_weight_on_input=False)
+    return RouterSpec.deepseek_v3(
+        norm_epsilon=0.0,
+        scale=config.number("moe_routed_scaling_factor", default=1.0),
+        logit_softcap=config.number("moe_router_logit_softcapping", default=0.0) or None,
+    )
+
+
+def flint(config: ModelConfig) -> RouterSpec:
+    normalize = config.flag("norm_topk_prob", default=True)
+    return RouterSpec.deepseek_v3(normalize=normalize, norm_epsilon=0.0, selection_bias=None)
+
+
+def cohere(config: ModelConfig) -> RouterSpec:
+    if config.integer("num_shared_experts", default=0):
+        config.refuse_unless(shared_expert_combination_strategy="sum")
+        config.choice("shared_expert_combination_strategy", ("sum",), "average")
+    if config.choice("expert_selection_fn", ("softmax", "sigmoid"), "softmax") == "softmax":
+        return RouterSpec.softmax()
+    return RouterSpec(score="sigmoid", normalize=config.flag("norm_topk_prob", default=True))
+
+
+def mistral(config: ModelConfig) -> RouterSpec:
+    num_groups, topk_groups = _groups(config)
+    return RouterSpec.softmax(
+        normalize=config.flag("norm_topk_prob", default=True),
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score="top2_sum",
+        norm_epsilon=1e-20,
+        scale=config.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def longcat(config: ModelConfig) -> RouterSpec:
+    config.refuse_unless(zero_expert_type="identity")
+    return RouterSpec.ernie(normalize=False, scale=config.number("routed_scaling_factor"))

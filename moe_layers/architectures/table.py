@@ -1,0 +1,270 @@
+"""The published architectures, by the `model_type` of their configuration.
+
+Every entry was checked against the module of transformers 5.23 that it describes. `REFUSED` lists the known
+architectures that are not supported, each with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_kernels import Activation, RouterSpec
+
+from . import routers
+from .fields import ModelConfig
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
+_PLAIN = {"relu2": "relu_squared", "relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+
+
+# Each function below reads one field of a `MoEConfig` from the configuration of a model.
+
+
+def _none(config: ModelConfig) -> None:
+    return None
+
+
+def _gated(config: ModelConfig) -> Activation:
+    return Activation(_GATED[config.choice("hidden_act", tuple(_GATED), "silu")])
+
+
+def _dbrx_activation(config: ModelConfig) -> Activation:
+    config = config.nested("ffn_config")
+    if config.values.get("ffn_act_fn") is None:
+        return Activation("swiglu")
+    return Activation(_GATED[config.nested("ffn_act_fn").choice("name", tuple(_GATED), "silu")])
+
+
+def _plain(field: str, default: str) -> Callable[[ModelConfig], Activation]:
+    return lambda config: Activation(_PLAIN[config.choice(field, tuple(_PLAIN), default)])
+
+
+def _gpt_oss_activation(config: ModelConfig) -> Activation:
+    alpha, limit = config.number("swiglu_alpha", default=1.702), config.number("swiglu_limit", default=7.0)
+    return Activation("gpt_oss", limit=limit, alpha=alpha)
+
+
+def _several_shared(
+    d_ff: str = "moe_intermediate_size", default: int | None = None
+) -> Callable[[ModelConfig], int | None]:
+    """Several shared experts side by side are one of their common size."""
+    missing = {} if default is None else {"default": default}
+    return lambda config: config.integer(*_NUM_SHARED, **missing) * config.integer(d_ff) or None
+
+
+def _shared(d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
+    return lambda config: config.integer(d_ff, **default) or None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the configuration of an architecture describes its MoE block.
+
+    Attributes:
+        sizes_in: object of the configuration with the sizes of the experts, "" for the configuration itself.
+        required: fields that must be in the file: missing, the functions above would take them for neutral, and the
+            configuration classes of the architecture (transformers', the model's own) for something else.
+    """
+
+    router: Callable[[ModelConfig], RouterSpec]
+    d_ff: str = "moe_intermediate_size"
+    activation: Callable[[ModelConfig], Activation] = _gated
+    shared: Callable[[ModelConfig], int | None] = _none
+    shared_gate: bool = False
+    shared_activation: Callable[[ModelConfig], Activation | None] = _none
+    bias: bool = False
+    zero_experts: str = ""
+    latent: str = ""
+    capacity: str = ""
+    top_k: int | None = None
+    sizes_in: str = ""
+    required: tuple[str, ...] = ()
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        """The fields of the `MoEConfig` of the block.
+
+        Raises:
+            ValueError: a field is missing, malformed or not supported.
+        """
+        config = replace(config, required=self.required)
+        sizes = config.nested(self.sizes_in) if self.sizes_in else config
+        latent = sizes.integer(self.latent, default=0) if self.latent else 0
+        shared_d_ff = self.shared(config)
+        return {
+            "d_model": config.integer("hidden_size", "d_model", minimum=1),
+            "d_ff": sizes.integer(self.d_ff, minimum=1),
+            "num_experts": sizes.integer(*_NUM_EXPERTS, minimum=1),
+            "top_k": self.top_k or sizes.integer(*_TOP_K, minimum=1),
+            "activation": self.activation(config),
+            "router": self.router(config),
+            "bias": self.bias,
+            "shared_d_ff": shared_d_ff,
+            "shared_gate": self.shared_gate and shared_d_ff is not None,
+            "shared_activation": self.shared_activation(config) if shared_d_ff else None,
+            "num_zero_experts": self.num_zero_experts(config),
+            "latent_dim": latent or None,
+            "capacity": config.integer(self.capacity, minimum=1) if self.capacity else None,
+        }
+
+    def num_zero_experts(self, config: ModelConfig) -> int:
+        return config.integer(self.zero_experts) if self.zero_experts else 0
+
+
+# Entries of the config.json that `save_checkpoint` and `convert` write: the `model_type` of a layer that was not read
+# from a checkpoint, and the layout of the experts.
+OWN_MODEL_TYPE = "moe_layers"
+RECORD = "moe_layers_layout"
+
+
+class _OwnArchitecture(Architecture):
+    """The configuration holds `MoEConfig.to_dict()`."""
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        return {name: value for name, value in config.values.items() if name not in ("model_type", RECORD)}
+
+
+_MIXTRAL = Architecture(routers.softmax(True), d_ff="intermediate_size")
+_OLMOE = Architecture(routers.softmax_by_flag(False), d_ff="intermediate_size")
+_QWEN3 = Architecture(routers.softmax_by_flag(False))
+_GATED_SHARED = {"shared": _shared("shared_expert_intermediate_size"), "shared_gate": True}
+_GRANITE = Architecture(
+    routers.softmax(True), d_ff="intermediate_size", shared=_shared("shared_intermediate_size", default=0)
+)
+_DEEPSEEK_V2 = Architecture(routers.deepseek_v2, shared=_several_shared(), required=("n_group", "topk_group"))
+_GLM4 = Architecture(routers.deepseek_v3, shared=_several_shared())
+_SCALED = replace(_GLM4, required=("routed_scaling_factor",))
+_DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "topk_group"))
+_LLAMA4 = Architecture(
+    lambda config: RouterSpec.llama4(),
+    d_ff="intermediate_size",
+    shared=_shared("intermediate_size"),
+)
+
+ARCHITECTURES = {
+    "mixtral": _MIXTRAL,
+    "minimax": _MIXTRAL,
+    "qwen2_moe": Architecture(routers.softmax_by_flag(False), **_GATED_SHARED),
+    "qwen3_moe": _QWEN3,
+    "qwen3_next": Architecture(routers.softmax_by_flag(True), **_GATED_SHARED),
+    "qwen3_5_moe_text": Architecture(routers.softmax(True), **_GATED_SHARED),
+    "qwen3_vl_moe_text": Architecture(routers.softmax(True)),
+    "qwen3_omni_moe_text": Architecture(routers.softmax_by_flag(True)),
+    "olmoe": _OLMOE,
+    "flex_olmo": _OLMOE,
+    "mellum": Architecture(routers.softmax_by_flag(True)),
+    "jamba": Architecture(routers.softmax(False), d_ff="intermediate_size"),
+    "hunyuan_v1_moe": Architecture(
+        routers.softmax(True), d_ff="intermediate_size", shared=_shared("intermediate_size")
+    ),
+    "dbrx": Architecture(
+        routers.dbrx,
+        d_ff="ffn_hidden_size",
+        activation=_dbrx_activation,
+        sizes_in="ffn_config",
+    ),
+    "gpt_oss": Architecture(
+        lambda config: RouterSpec.softmax(logit_bias=True),
+        d_ff="intermediate_size",
+        activation=_gpt_oss_activation,
+        bias=True,
+    ),
+    # Its router divides the weights by k, and the block multiplies its output by k.
+    "openai_privacy_filter": Architecture(
+        lambda config: RouterSpec.softmax(logit_bias=True),
+        d_ff="intermediate_size",
+        activation=_gpt_oss_activation,
+        bias=True,
+    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": replace(_GRANITE, required=("shared_intermediate_size",)),
+    "granitemoe_swa": _GRANITE,
+    "aria_text": Architecture(
+        routers.softmax(True),
+        d_ff="intermediate_size",
+        activation=lambda config: Activation("swiglu"),  # the routed experts', whatever hidden_act is
+        shared=_several_shared("intermediate_size"),
+        shared_activation=_gated,
+    ),
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "kimi_linear": _SCALED,
+    "glm4_moe": _GLM4,
+    "glm4_moe_lite": _SCALED,
+    "glm4v_moe_text": _GLM4,
+    "glm_moe_dsa": _SCALED,
+    "dots1": replace(_GLM4, router=routers.dots, required=("norm_topk_prob",)),
+    "solar_open": _GLM4,
+    "exaone_moe": _SCALED,
+    "bailing_hybrid": _DEEPSEEK_V3,
+    "mimo_v2_flash": Architecture(routers.deepseek_v3),
+    "nemotron_h": Architecture(
+        routers.deepseek_v3,
+        activation=_plain("mlp_hidden_act", "relu2"),
+        shared=_shared("moe_shared_expert_intermediate_size"),
+        latent="moe_latent_size",
+    ),
+    "minimax_m2": Architecture(routers.minimax_m2, d_ff="intermediate_size"),
+    "lfm2_moe": Architecture(routers.lfm2),
+    "afmoe": Architecture(routers.scaled_by("route_scale", default=1.0), shared=_several_shared()),
+    "hy_v3": Architecture(routers.scaled_by("router_scaling_factor"), shared=_several_shared()),
+    "laguna": Architecture(routers.laguna, shared=_shared("shared_expert_intermediate_size")),
+    "flint": Architecture(routers.flint, shared=_shared("shared_expert_intermediate_size")),
+    "cohere2_moe": Architecture(
+        routers.cohere, d_ff="intermediate_size", shared=_several_shared("intermediate_size", default=0)
+    ),
+    "mistral4": Architecture(routers.mistral, shared=_several_shared()),
+    "ernie4_5_moe": Architecture(
+        lambda config: RouterSpec.ernie(norm_minimum=config.number("moe_norm_min", default=1e-12)),
+        shared=_several_shared(),
+    ),
+    "longcat_flash": Architecture(routers.longcat, d_ff="expert_ffn_hidden_size", zero_experts="zero_expert_num"),
+    "llama4_text": _LLAMA4,
+    "phimoe": Architecture(
+        lambda config: RouterSpec.phimoe(config.number("router_jitter_noise", default=0.01)),
+        d_ff="intermediate_size",
+    ),
+    OWN_MODEL_TYPE: _OwnArchitecture(routers.softmax(True), zero_experts="num_zero_experts"),
+    "switch_transformers": Architecture(
+        routers.softmax(False),
+        d_ff="d_ff",
+        activation=_plain("dense_act_fn", "relu"),
+        capacity="expert_capacity",
+        top_k=1,
+    ),
+}
+
+REFUSED = {
+    "gemma4": "its router reads another tensor than its experts",
+    "gemma4_text": "its router reads another tensor than its experts",
+    "deepseek_v4": "its first layers route by token id and its experts are packed float4",
+    "axk1": "the block ends in an RMSNorm",
+    "axk2": "the block ends in an RMSNorm",
+    "jetmoe": "the block adds a bias to its output",
+    "muse_spark": "the experts end in an RMSNorm",
+    "inkling": "routed and shared experts are normalised together",
+    "inkling2": "routed and shared experts are normalised together",
+    "ernie4_5_vl_moe": "text and vision have separate experts",
+    "nllb-moe": "its router chooses the second expert at random and drops tokens by a global capacity",
+    "zaya": "its router is a network with a skip expert",
+    "doge": "its experts are embeddings chosen by product keys",
+    "vitpose": "experts are chosen by the dataset",
+}
+
+
+def find_architecture(config: ModelConfig) -> Architecture:
+    """Raises ValueError for an architecture that is unknown or not supported."""
+    model_type = config.model_type
+    if model_type in REFUSED:
+        raise ValueError(f"MoEConfig: model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"MoEConfig: model_type must be one of {known}, got {model_type!r}")
+    return ARCHITECTURES[model_type]

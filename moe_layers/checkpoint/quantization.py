@@ -1,0 +1,34 @@
+"""The quantisation of a checkpoint, as its `config.json` describes it."""
+
+from __future__ import annotations
+
+from ..architectures import NESTED, ModelConfig
+
+_FLOAT8_BLOCK = [128, 128]
+
+
+def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
+    """Rows and columns that share a scale.
+
+    Raises:
+        ValueError: another quantisation than float8 by blocks or MXFP4, or a malformed block size.
+    """
+    quantization = values.get("quantization_config") or config.values.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ValueError(f"checkpoint: quantization_config in config.json must hold an object, got {quantization!r}")
+    method = quantization.get("quant_method")
+    if method not in (None, "fp8", "mxfp4"):
+        raise ValueError(f"checkpoint: quant_method must be 'fp8' or 'mxfp4', got {method!r}")
+    block = quantization.get("weight_block_size") or _FLOAT8_BLOCK
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise ValueError(f"checkpoint: weight_block_size must be two positive integers, got {block!r}")
+    return block[0], block[1]
+
+
+def without_quantization(values: dict) -> dict:
+    """The configuration of the dequantised model, parts of a composite model included."""
+    kept = {name: value for name, value in values.items() if name != "quantization_config"}
+    return {
+        name: without_quantization(value) if name in NESTED and isinstance(value, dict) else value
+        for name, value in kept.items()
+    }

@@ -1,0 +1,263 @@
+"""`MoEConfig`: the complete description of an MoE layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from moe_kernels import Activation, RouterSpec
+from moe_kernels.activation.functions import ACTIVATIONS
+from moe_kernels.experts.fused import RECOMPUTE
+
+from .architectures import find_architecture, read_config
+from .balance.balancing import BalanceLosses
+from .checks import check_choice, check_kind, check_positive
+from .routing.capacity import CapacityFactor
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The sizes and settings of an `MoEFeedForward`.
+
+    `MoEFeedForward.from_config(config)` builds the layer and `layer.config` returns its configuration. An assignment,
+    noise, the implementation, device and dtype are arguments of `from_config`, because they do not describe the layer.
+
+        config = MoEConfig.qwen3_30b_a3b()                           # a published model
+        config = MoEConfig.from_hf(transformers_config)              # any supported config.json
+        config = dataclasses.replace(config, recompute="up")
+
+    Args:
+        d_ff: hidden size of one expert.
+        num_experts: the experts with parameters; `num_zero_experts` come on top.
+        activation: of the experts; a name is converted to its `Activation`. A gated activation makes the experts gated.
+        router: the router's settings, such as `RouterSpec.softmax(normalize=False)`.
+        bias: the experts' projections have biases.
+        shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
+        shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
+        shared_activation: of the shared expert; None for the activation of the experts.
+        num_zero_experts: experts without parameters that return their token unchanged. Their ids follow the others'.
+        latent_dim: the experts process `w_latent_in @ x`, of this size, and `w_latent_out` maps their sum back to
+            d_model. The router and the shared expert process x.
+        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order. Slots
+            beyond it add nothing. Or a `CapacityFactor`; None for no limit.
+        recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
+            one GEMM; None keeps them.
+        balance_losses: the coefficients of the auxiliary losses; all are zero by default.
+        batch_invariant: the other tokens of a call change no bit of a token's output. See the property of
+            `MoEFeedForward`.
+        init_std: standard deviation of all weights at initialisation.
+
+    Raises:
+        ValueError: a size is not positive, a name is unknown, a setting has a wrong type, the router cannot choose
+            `top_k` experts, or two settings exclude each other.
+    """
+
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    _: KW_ONLY
+    activation: str | Activation = "swiglu"
+    router: RouterSpec = field(default_factory=RouterSpec)
+    bias: bool = False
+    shared_d_ff: int | None = None
+    shared_gate: bool = False
+    shared_activation: str | Activation | None = None
+    num_zero_experts: int = 0
+    latent_dim: int | None = None
+    capacity: int | CapacityFactor | None = None
+    recompute: str | None = None
+    balance_losses: BalanceLosses = field(default_factory=BalanceLosses)
+    batch_invariant: bool = False
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        object.__setattr__(self, "activation", _as_activation("activation", self.activation))
+        if self.shared_activation is not None:
+            shared = _as_activation("shared_activation", self.shared_activation)
+            object.__setattr__(self, "shared_activation", shared)
+        check_kind("MoEConfig", "router", self.router, RouterSpec)
+        check_kind("MoEConfig", "balance_losses", self.balance_losses, BalanceLosses)
+        for name in ("bias", "shared_gate", "batch_invariant"):
+            check_kind("MoEConfig", name, getattr(self, name), bool)
+        check_choice("MoEConfig", "recompute", self.recompute, RECOMPUTE)
+        if not isinstance(self.init_std, int | float) or not 0 <= self.init_std < math.inf:
+            raise ValueError(f"MoEConfig: init_std must be finite and not negative, got {self.init_std!r}")
+        self._check_sizes()
+        self._check_combinations()
+
+    def _check_sizes(self) -> None:
+        check_positive(
+            "MoEConfig", d_model=self.d_model, d_ff=self.d_ff, num_experts=self.num_experts, top_k=self.top_k
+        )
+        optional = {name: getattr(self, name) for name in ("shared_d_ff", "latent_dim", "capacity")}
+        if isinstance(self.capacity, CapacityFactor):
+            del optional["capacity"]
+        check_positive("MoEConfig", **{name: size for name, size in optional.items() if size is not None})
+        if self.num_zero_experts != 0:
+            check_positive("MoEConfig", num_zero_experts=self.num_zero_experts)
+        self.router.check_sizes("MoEConfig", self.num_experts + self.num_zero_experts, self.top_k)
+
+    def _check_combinations(self) -> None:
+        if self.num_zero_experts and self.latent_dim is not None:
+            raise ValueError(
+                "MoEConfig: num_zero_experts and latent_dim exclude each other, because zero experts return x, "
+                f"got {self.num_zero_experts} and {self.latent_dim}"
+            )
+        if self.shared_d_ff is None and (self.shared_gate or self.shared_activation is not None):
+            raise ValueError(
+                "MoEConfig: shared_gate and shared_activation need a shared_d_ff, "
+                f"got {self.shared_gate} and {self.shared_activation} without one"
+            )
+        if self.batch_invariant and self.capacity is not None:
+            raise ValueError(f"MoEConfig: batch_invariant must have no capacity, got {self.capacity}")
+
+    @property
+    def shared_is_gated(self) -> bool:
+        """Whether the activation of the shared expert is gated."""
+        return (self.shared_activation or self.activation).gated
+
+    # Serialisation
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON types, which `from_dict` reads.
+
+        Of an object (activation, router, capacity, balance_losses) it holds the settings that differ from their
+        defaults. The process group of `balance_losses` is left out.
+        """
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MoEConfig:
+        """The configuration that `to_dict` wrote. A missing field takes its default.
+
+        Raises:
+            ValueError: a field is unknown, a size is missing, or as for the constructor.
+        """
+        check_kind("MoEConfig", "values", values, Mapping)
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(map(str, set(values) - set(known))):
+            raise ValueError(f"MoEConfig: fields must be among {', '.join(known)}, got {', '.join(unknown[:3])}")
+        if missing := [name for name in known[:4] if name not in values]:
+            raise ValueError(f"MoEConfig: the four sizes must be given, got no {', '.join(missing)}")
+        return cls(**{name: _parsed(name, value) for name, value in values.items()})
+
+    @classmethod
+    def from_hf(cls, hf_config: Any, layer: int = 0) -> MoEConfig:
+        """The MoE block of a published model, from its configuration.
+
+        `moe_layers.architectures.ARCHITECTURES` lists the supported values of `model_type`.
+
+        Args:
+            hf_config: a configuration object of transformers, or the dict of a config.json. Of a composite model, the
+                configuration of its language model is read.
+            layer: number of the layer, for settings that the configuration lists by layer.
+
+        Raises:
+            ValueError: the architecture is not supported, or a field is missing, malformed or not supported.
+        """
+        values = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
+        check_kind("MoEConfig", "hf_config", values, dict)
+        config = read_config(values, layer)
+        return cls.from_dict(find_architecture(config).settings(config))
+
+    # Published models. Each equals `from_hf` of the model's config.json.
+
+    @classmethod
+    def mixtral_8x7b(cls) -> MoEConfig:
+        return cls(4096, 14336, 8, 2)
+
+    @classmethod
+    def mixtral_8x22b(cls) -> MoEConfig:
+        return cls(6144, 16384, 8, 2)
+
+    @classmethod
+    def dbrx(cls) -> MoEConfig:
+        return cls(6144, 10752, 16, 4, router=RouterSpec.dbrx(1.0))
+
+    @classmethod
+    def olmoe(cls) -> MoEConfig:
+        return cls(2048, 1024, 64, 8, router=RouterSpec.softmax(normalize=False))
+
+    @classmethod
+    def qwen1_5_moe_a2_7b(cls) -> MoEConfig:
+        router = RouterSpec.softmax(normalize=False)
+        return cls(2048, 1408, 60, 4, router=router, shared_d_ff=5632, shared_gate=True)
+
+    @classmethod
+    def qwen3_30b_a3b(cls) -> MoEConfig:
+        return cls(2048, 768, 128, 8)
+
+    @classmethod
+    def qwen3_235b_a22b(cls) -> MoEConfig:
+        return cls(4096, 1536, 128, 8)
+
+    @classmethod
+    def qwen3_next_80b_a3b(cls) -> MoEConfig:
+        return cls(2048, 512, 512, 10, shared_d_ff=512, shared_gate=True)
+
+    @classmethod
+    def deepseek_v2(cls) -> MoEConfig:
+        return cls(5120, 1536, 160, 6, router=RouterSpec.deepseek_v2(8, 3, scale=16.0), shared_d_ff=2 * 1536)
+
+    @classmethod
+    def deepseek_v3(cls) -> MoEConfig:
+        return cls(7168, 2048, 256, 8, router=RouterSpec.deepseek_v3(8, 4, scale=2.5), shared_d_ff=2048)
+
+    @classmethod
+    def kimi_k2(cls) -> MoEConfig:
+        return cls(7168, 2048, 384, 8, router=RouterSpec.deepseek_v3(scale=2.827), shared_d_ff=2048)
+
+    @classmethod
+    def gpt_oss_20b(cls) -> MoEConfig:
+        return cls(2880, 2880, 32, 4, activation="gpt_oss", router=RouterSpec.softmax(logit_bias=True), bias=True)
+
+    @classmethod
+    def gpt_oss_120b(cls) -> MoEConfig:
+        return cls(2880, 2880, 128, 4, activation="gpt_oss", router=RouterSpec.softmax(logit_bias=True), bias=True)
+
+    @classmethod
+    def llama4_scout(cls) -> MoEConfig:
+        return cls(5120, 8192, 16, 1, router=RouterSpec.llama4(), shared_d_ff=8192)
+
+    @classmethod
+    def phi3_5_moe(cls) -> MoEConfig:
+        return cls(4096, 6400, 16, 2, router=RouterSpec.phimoe(0.01))
+
+
+def _as_activation(name: str, value: str | Activation) -> Activation:
+    if isinstance(value, Activation):
+        return value
+    check_choice("MoEConfig", name, value, tuple(ACTIVATIONS))
+    return Activation(value)
+
+
+_PARTS = {
+    "activation": Activation,
+    "shared_activation": Activation,
+    "router": RouterSpec,
+    "capacity": CapacityFactor,
+    "balance_losses": BalanceLosses,
+}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a field in JSON types; of an object, what differs from its defaults."""
+    if not is_dataclass(value):
+        return value
+    kept = [f for f in fields(value) if f.init and f.name != "group"]  # a process group exists in one process alone
+    return {f.name: getattr(value, f.name) for f in kept if getattr(value, f.name) != f.default}
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """The value of a field from JSON types."""
+    if name not in _PARTS or not isinstance(value, Mapping):
+        return value
+    kind = _PARTS[name]
+    try:
+        return kind(**value)
+    except (TypeError, ValueError) as error:
+        got = str(dict(value))[:100]
+        raise ValueError(f"MoEConfig: {name} must hold the fields of a {kind.__name__}, got {got}: {error}") from error

@@ -1,0 +1,82 @@
+"""Operands packed by name and as leaves."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels.runtime.packing import PackedSignature, packing_of, save_for_backward, saved_for_backward
+
+
+class Inner(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+    scale: float = 1.0
+
+
+class Outer(NamedTuple):
+    tokens: Tensor
+    inner: Inner
+    is_last: bool
+
+
+class Clash(NamedTuple):
+    weight: Tensor
+    inner: Inner
+
+
+def make():
+    return Outer(torch.ones(2), Inner(torch.zeros(3), None, 2.0), True)
+
+
+def test_leaves_and_back():
+    packing, outer = packing_of(Outer), make()
+    leaves = packing.flatten(outer)
+    assert leaves == (outer.tokens, outer.inner.weight, None, 2.0, True)
+    assert list(packing.types) == ["tokens", "weight", "bias", "scale", "is_last"]
+    assert packing.pack(*leaves) == (outer,)
+
+
+def test_names_are_distinct():
+    with pytest.raises(AssertionError, match="weight"):
+        packing_of(Clash)
+
+
+def run(dout: Tensor, outer: Outer, num: int) -> Inner:
+    return outer.inner._replace(scale=num * dout)
+
+
+def test_schema_of_packed_parameters():
+    signature = PackedSignature(run)
+    schema = torch.library.infer_schema(signature.on_leaves(run), mutates_args=())
+    assert schema == (
+        "(Tensor dout, Tensor tokens, Tensor weight, Tensor? bias, float scale, bool is_last, SymInt num) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    assert signature.result is Inner
+    assert signature.on_leaves(run)(torch.ones(1), *packing_of(Outer).flatten(make()), 3).scale == 3
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_saved_tensors_are_released_unless_the_graph_is_retained(retain_graph):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            save_for_backward(ctx, Outer(tensor, Inner(tensor + 1, None), False))
+            return 2 * tensor
+
+        @staticmethod
+        def backward(ctx, dout):
+            saved = saved_for_backward(ctx)
+            assert isinstance(saved.inner, Inner) and saved.inner.bias is None and saved.is_last is False
+            if retain_graph:
+                assert torch.equal(ctx.saved_tensors[0], saved.tokens)
+            else:
+                with pytest.raises(RuntimeError, match="already been freed"):
+                    _ = ctx.saved_tensors
+            return 2 * dout
+
+    tensor = torch.ones(2, requires_grad=True)
+    Double.apply(tensor).sum().backward(retain_graph=retain_graph)
+    assert tensor.grad.tolist() == [2, 2]
