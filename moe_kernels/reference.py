@@ -98,8 +98,8 @@ def _weights_of_choice(
 
 
 def routing_weights(
-    logits: Tensor,  # [T, K] int32; -1 means no expert
-    topk_experts: Tensor,  # [T, K] int32; -1 for none
+    logits: Tensor,  # [T, E]
+    topk_experts: Tensor,  # [T, K] int32; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
     experts = topk_experts.long()
@@ -107,7 +107,9 @@ def routing_weights(
         return _weights_of_choice(logits, experts, spec)
     # Equal to _weights_of_choice, except that it stays defined where the chosen experts' probabilities underflow.
     chosen = torch.where(experts >= 0, logits.gather(1, experts.clamp(min=0)), torch.finfo(logits.dtype).min)
-    return torch.where(experts >= 0, chosen.softmax(-1) * spec.scale, 0.0)
+    weights = chosen.softmax(-1)
+    weights = weights if spec.is_softmax_of_logits else weights * spec.scale
+    return torch.where(experts >= 0, weights, 0.0)
 
 
 def _sparsemixer_weights(

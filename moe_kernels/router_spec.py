@@ -76,6 +76,8 @@ class RouterSpec:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
         self._check_ranges()
+        # Stored, because torch.compile with dynamic shapes reads numbers such as `scale` as inputs of its graph.
+        object.__setattr__(self, "_is_softmax_of_logits", self._chooses_and_weighs_by_softmax())
 
     def _check_ranges(self) -> None:
         if not 1 <= self.topk_groups <= self.num_groups:
@@ -91,13 +93,16 @@ class RouterSpec:
                 f"got {self.norm_epsilon} and {self.norm_minimum}"
             )
 
-    @property
-    def is_softmax_of_logits(self) -> bool:
-        """Whether choice and weights are those of a softmax over the logits, normalised over the chosen or not."""
+    def _chooses_and_weighs_by_softmax(self) -> bool:
         settings = (self.sparsemixer_jitter, self.score, self.selection_bias, self.num_groups, self.scale)
         if settings != (None, "softmax", None, 1, 1.0):
             return False
         return not self.normalize or (self.norm_power, self.norm_epsilon, self.norm_minimum) == (1.0, 0.0, 0.0)
+
+    @property
+    def is_softmax_of_logits(self) -> bool:
+        """Return whether a softmax over the logits chooses and weighs, normalised over the chosen experts or not."""
+        return self._is_softmax_of_logits
 
     @property
     def is_plain_softmax(self) -> bool:
