@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from moe_kernels.gemm import selection
-from moe_kernels.runtime import gluon
+from moe_kernels.runtime import dispatch, gluon
 from moe_kernels.runtime.triton import HAS_TRITON, version_numbers
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -104,3 +104,19 @@ def test_the_package_imports_and_its_kernels_say_why_they_do_not_run(before, cau
     warning, obstacles = result.stdout.splitlines()
     assert cause in warning and "install Triton 3.6 to 3.9" in warning
     assert cause in obstacles
+
+
+def test_cuda_tensors_without_triton_warn_once(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    dispatch._warn_without_triton.cache_clear()
+    with pytest.warns(RuntimeWarning, match="Triton is not installed, so CUDA tensors are computed"):
+        assert dispatch.choose("op", None, OnGpu()) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.choose("op", None, OnGpu()) == "reference"
+    with pytest.raises(NotImplementedError, match="implementation='triton' cannot run: Triton is not installed"):
+        dispatch.choose("op", "triton", OnGpu())
+    dispatch._warn_without_triton.cache_clear()
