@@ -252,14 +252,14 @@ def _check_operands(
 
 
 class ExpertOperands(NamedTuple):
-    """What forward and backward read."""
+    """Operands of forward and backward."""
 
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K] float32 contiguous
     experts: Experts
     w_router: Tensor | None  # [E, D]
     rows: Rows
-    recompute: bool  # H in backward
+    recompute: bool  # compute H again in backward
 
 
 @registered_op("fused_experts")
@@ -296,7 +296,7 @@ def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: tuple[Tensor, Tensor
 
 
 def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Drops each tensor after its last use: see the table at the top."""
+    """Compute the gradients. Each tensor is dropped after its last use: see the table at the top."""
     if dout is None:
         return _fused_experts_op.gradients()
     operands, preactivation = saved_for_backward(ctx)

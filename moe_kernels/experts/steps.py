@@ -76,7 +76,7 @@ def down(experts: Experts, rows: Rows, activated: Tensor) -> Tensor:  # [R, F] -
 
 
 class HiddenGradients(NamedTuple):
-    """What the gradients of tokens and weights are made from. None of it needs H any more."""
+    """Inputs of the gradients of tokens and weights. These gradients do not read H."""
 
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]
@@ -121,12 +121,12 @@ def hidden_gradients(
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
-    """Whether `dout` is copied to its rows, or GEMMs gather. Traced tensors have no kernels to choose: True."""
+    """Return whether `dout` is copied to its rows; else GEMMs gather. True for traced tensors: they select nothing."""
     return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
 
 
 def copy_dout(experts: Experts, rows: Rows, dout: Tensor) -> Tensor | None:  # [R, D]
-    """`dout` copied to its rows, or None where it is faster that GEMMs gather."""
+    """Copy `dout` to its rows. Return None where it is faster that GEMMs gather."""
     dout = rows.as_read(dout)
     return rows.permute(dout) if rows.choose_copies(dout, experts.weights).dout else None
 

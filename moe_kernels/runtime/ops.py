@@ -63,7 +63,7 @@ class Op:
             return self._run(args, flat)
 
     def _run(self, args: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """The function, by the dispatcher only where something else is to see the call."""
+        """Call the function, through the dispatcher only if a mode, a profiler or a subclass must see the call."""
         return self._implementation(*args) if _is_unseen(flat) else self._result(self.overload(*flat))
 
     def _result(self, results: Any) -> Any:
@@ -83,11 +83,11 @@ class Op:
         self._backward, self._setup_context = backward, setup_context
 
     def needed(self, ctx: Any) -> dict[str, bool]:
-        """Whether each input needs a gradient, by its name in the schema."""
+        """Return whether each input needs a gradient, by its name in the schema."""
         return dict(zip(self._signature.types, ctx.needs_input_grad, strict=True))
 
     def gradients(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
-        """What `backward` returns: the gradients of the named inputs, None for the others."""
+        """Return the result of `backward`: the gradients of the named inputs, None for the others."""
         return tuple(map(named.get, self._signature.types))
 
     def _autograd(self, *inputs: Any) -> Any:
