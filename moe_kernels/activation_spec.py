@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -52,6 +52,8 @@ class Activation:
     name: str
     limit: float | None = None
     alpha: float | None = None
+    gated: bool = field(init=False, repr=False, compare=False)
+    published: bool = field(init=False, repr=False, compare=False)  # the numbers are the published ones
 
     def __post_init__(self):
         if self.name not in ACTIVATION_KINDS:
@@ -65,16 +67,8 @@ class Activation:
                 raise ValueError(f"activation {self.name!r} has no {number}, got {value}")
             elif not value > 0:
                 raise ValueError(f"{number} of an activation must be positive, got {value}")
-
-    @property
-    def gated(self) -> bool:
-        return ACTIVATION_KINDS[self.name].gated
-
-    @property
-    def published(self) -> bool:
-        """Whether the numbers are the published ones."""
-        kind = ACTIVATION_KINDS[self.name]
-        return (self.limit, self.alpha) == (kind.limit, kind.alpha)
+        object.__setattr__(self, "gated", kind.gated)
+        object.__setattr__(self, "published", (self.limit, self.alpha) == (kind.limit, kind.alpha))
 
     def __str__(self) -> str:
         numbers = [f"{name}={value}" for name in ("limit", "alpha") if (value := getattr(self, name)) is not None]

@@ -6,18 +6,16 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-from moe_kernels import Activation, RouterSpec, invariant_linear, sort_by_expert
+from moe_kernels import Activation, RouterSpec, invariant_linear
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
-from .balance.balancing import BalanceLosses, update_selection_bias
+from .balance.balancing import BalanceLosses
 from .balance.losses import attach_loss
 from .balance.routing_statistics import RoutingObserver
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
@@ -28,14 +26,14 @@ from .experts.grouped import GroupedExperts
 from .experts.router_gradient import can_fuse_router_gradient
 from .experts.shared import SharedExpert
 from .memory import saved_bytes
-from .parallel.expert_parallel import ExpertParallel, expert_share
 from .precision import call_with_autocast_rules
 from .routing.assignment import Assignment
-from .routing.capacity import CapacityFactor, Slots, drop_beyond_capacity, identity_output
+from .routing.capacity import CapacityFactor, Slots, drop_beyond_capacity, identity_output, layer_routing
 from .routing.custom_assignment import as_assignment
 from .routing.noise import RouterNoise
-from .routing.result import LayerRouting, TokenInfo, token_info
+from .routing.result import LayerRouting
 from .routing.router import TopKRouter
+from .routing.token_info import TokenInfo, flatten_tokens
 
 
 class MoEFeedForward(nn.Module):
@@ -149,7 +147,11 @@ class MoEFeedForward(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         check_choice("MoEFeedForward", "implementation", implementation, (*IMPLEMENTATIONS, None))
-        assignment = _checked_assignment(assignment, config)
+        assignment = as_assignment("MoEFeedForward", assignment)
+        if assignment is not None:
+            assignment.check("MoEFeedForward", config.router)
+            if config.capacity is not None and assignment.decides_counts:
+                raise ValueError(f"MoEFeedForward: there is no capacity with {assignment}, got {config.capacity}")
         if noise is not None:
             check_kind("MoEFeedForward", "noise", noise, RouterNoise)
             noise.check("MoEFeedForward", config.router, assignment is not None)
@@ -212,54 +214,10 @@ class MoEFeedForward(nn.Module):
 
     @classmethod
     def from_checkpoint(
-        cls,
-        directory: str | os.PathLike[str],
-        layer: int | str = 0,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        experts: range | None = None,
-        mesh: DeviceMesh | None = None,
-        expert_parallel: ExpertParallel | None = None,
-        implementation: str | None = None,
-        return_report: bool = False,
+        cls, directory: str | os.PathLike[str], layer: int | str = 0, **options: Any
     ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
-        """The layer of a published model: router, experts and shared experts, whatever their layout on disk.
-
-        The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Tensors are
-        read one by one into the parameters; float8 and MXFP4 weights are dequantised. Logits are float32, also where
-        the original rounds them to the dtype of the tokens.
-
-        Args:
-            layer: the model's number of the layer (of the encoder's in an encoder-decoder), or the prefix of the
-                block's tensors where there are several.
-            dtype: of the parameters; None for that of the experts on disk, or of quantised ones the model's. A router's
-                float32 weight then stays float32.
-            device: of the parameters; None for the mesh's, or without a mesh PyTorch's default device.
-            experts: read only these, and let the layer compute their share of the sum: see `keep_local_experts`.
-            mesh: of processes that share the experts. Each reads its own, and nothing is communicated.
-            expert_parallel: how they share them, with a mesh; None for `ExpertParallel()`.
-            return_report: return (layer, LoadReport), which says what became of each tensor.
-
-        Raises:
-            ValueError: the architecture is not supported; a file is damaged or missing; a tensor is missing, left over,
-                ambiguous or of a wrong shape; scales are not finite. The message names them. Nothing is half loaded.
-                Or the mesh does not go with the number of experts, or with `experts`.
-        """
-        if (expert_parallel if mesh is None else experts) is not None:
-            raise ValueError(
-                "from_checkpoint: expert_parallel needs a mesh, which decides experts, "
-                f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
-            )
-        share = experts if mesh is None else partial(expert_share, mesh)
-        if device is None and mesh is not None:  # to which the experts go in any case
-            device = mesh.device_type
-        module, report = load_layer(
-            cls, directory, layer, dtype=dtype, device=device, experts=share, implementation=implementation
-        )
-        if mesh is not None:
-            parallelize_module(module, mesh, expert_parallel or ExpertParallel())
-        return (module, report) if return_report else module
+        """The layer of a published model. `moe_layers.checkpoint.load_layer` describes the options."""
+        return load_layer(cls, directory, layer, **options)
 
     @property
     def num_experts(self) -> int:
@@ -305,14 +263,7 @@ class MoEFeedForward(nn.Module):
         Raises:
             ValueError: not a range of neighbours within this layer's experts, or some were dropped before.
         """
-        if not isinstance(experts, range) or experts.step != 1 or not experts:
-            raise ValueError(f"keep_local_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
-        all_here = len(self.experts.w_up) == self.num_experts and self.experts.local_share is None
-        if experts.start < 0 or experts.stop > self.experts.num_experts or not all_here:
-            raise ValueError(
-                f"keep_local_experts: experts must lie in {range(self.num_experts)}, all still here, got {experts}"
-            )
-        self.experts.keep(experts)
+        self.experts.keep(experts, self.num_experts)
         self.dispatcher = LocalDispatcher(experts.start)
 
     def reset_parameters(self, std: float | None = None) -> None:
@@ -355,33 +306,15 @@ class MoEFeedForward(nn.Module):
                 choice is of another shape or dtype, a loss needs lengths of sequences and there are none, or x is a
                 DTensor.
         """
-        tokens, info = self._flatten(x, token_mask, sequence_lengths, num_tokens)
+        if self.batch_invariant:
+            self._check_invariance()  # parts may have been replaced
+        tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         slots = self._route(tokens, info, topk_experts, return_routing)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
         shared_out = None if self.shared_expert is None else self.shared_expert(info.all_tokens)
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
-
-    def _flatten(
-        self, x: Tensor, token_mask: Tensor | None, sequence_lengths: Tensor | None, num_tokens: int | Tensor | None
-    ) -> tuple[Tensor, TokenInfo]:
-        """The tokens [T, D] for the router and the experts, zero for padding, and their settings."""
-        if isinstance(x, DTensor):
-            raise ValueError(
-                "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this process, as "
-                "PrepareModuleInput does with use_local_output=True"
-            )
-        check_kind("MoEFeedForward", "x", x, Tensor)
-        if self.batch_invariant:
-            self._check_invariance()  # parts may have been replaced
-        if x.dim() < 1 or x.shape[-1] != self.d_model:
-            raise ValueError(f"MoEFeedForward: x must be [..., d_model={self.d_model}], got {list(x.shape)}")
-        info = token_info(x, token_mask, sequence_lengths, num_tokens)
-        if info.token_mask is None:
-            return info.all_tokens, info
-        # NaN in padding would reach the gradients of the router, times zero.
-        return torch.where(info.token_mask[:, None], info.all_tokens, 0.0), info
 
     def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None, return_routing: bool) -> Slots:
         """The slots that reach an expert."""
@@ -395,11 +328,10 @@ class MoEFeedForward(nn.Module):
         chosen = routed.topk_experts
         if info.token_mask is not None:
             chosen = torch.where(info.token_mask[:, None], chosen, -1)
-        slots = Slots(chosen, *routed[1:])
-        slots = drop_beyond_capacity(slots, info.sequence_length, self.router.top_k, self.capacity)
-        if fuse_router_grad:
-            slots = Slots(*slots[:5], w_router=self.router.weight)
-        return slots
+        max_rows = routed.max_rows if isinstance(routed, Slots) else None
+        w_router = self.router.weight if fuse_router_grad else None  # only without a capacity
+        slots = Slots(chosen, routed.topk_weights, routed.logits, max_rows, w_router=w_router)
+        return drop_beyond_capacity(slots, info.sequence_length, self.router.top_k, self.capacity)
 
     def _to_latent(self, tokens: Tensor) -> Tensor:  # [T, D] -> [T, D or latent_dim]
         return tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)
@@ -425,7 +357,9 @@ class MoEFeedForward(nn.Module):
         has_aux_loss, counts = self._has_aux_loss(), self._counts_experts()
         if not (return_routing or has_aux_loss or counts or self.observer is not None):
             return _shaped_as(out, info.shape)
-        routing = self._layer_routing(slots, offsets, info)
+        # With zero experts or experts elsewhere the offsets do not count all choices.
+        counted = offsets if self.experts.num_experts == self.router.num_experts else None
+        routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
         if has_aux_loss:
             accumulated = self.router.accumulated_counts
             loss = self.balance_losses.total(routing, num_tokens=info.num_tokens, accumulated_counts=accumulated)
@@ -437,56 +371,11 @@ class MoEFeedForward(nn.Module):
         out = _shaped_as(out, info.shape)
         return (out, routing) if return_routing else out
 
-    def _layer_routing(self, slots: Slots, offsets: Tensor, info: TokenInfo) -> LayerRouting:
-        if self.experts.num_experts != self.router.num_experts:  # there are zero experts, or experts elsewhere
-            tokens_per_expert = self._count(slots.topk_experts)
-        else:
-            tokens_per_expert = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        return LayerRouting(
-            slots.topk_experts,
-            slots.topk_weights,
-            slots.logits,
-            tokens_per_expert,
-            slots.chosen_experts,
-            None if slots.chosen_experts is None else self._count(slots.chosen_experts),
-            info.token_mask,
-            info.sequence_lengths,
-        )
-
-    def _count(self, experts: Tensor) -> Tensor:  # [E] int32
-        num_choices, implementation = self.router.num_experts, self.experts.implementation
-        offsets = sort_by_expert(experts, num_choices, implementation=implementation).offsets
-        return torch.diff(offsets, prepend=offsets.new_zeros(1))
-
     def _has_aux_loss(self) -> bool:
         return self.balance_losses.any and torch.is_grad_enabled()
 
     def _counts_experts(self) -> bool:
         return self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
-
-    def update_selection_bias(self, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
-        """Balance without a loss, once per optimizer step: see `moe_layers.update_selection_bias`."""
-        update_selection_bias(self, rate=rate, group=group)
-
-    def set_aux_loss_scale(self, scale: Tensor | None) -> None:
-        """Multiply the gradients of the auxiliary losses by `scale`, a scalar on the layer's device (None: 1).
-
-        Under loss scaling pass the loss scale, under gradient accumulation 1 / number of accumulated calls. The tensor
-        is kept, not copied: changing it in place takes effect from the next forward on.
-
-        Raises:
-            ValueError: not a scalar, or on another device than the parameters.
-        """
-        if scale is not None:
-            check_kind("set_aux_loss_scale", "scale", scale, Tensor)
-            device = self.router.weight.device
-            if scale.numel() != 1 or scale.device != device:
-                raise ValueError(
-                    f"set_aux_loss_scale: scale must be a scalar tensor on {device}, "
-                    f"got {list(scale.shape)} on {scale.device}"
-                )
-            scale = scale.view(())
-        self.aux_loss_scale = scale
 
     def save_checkpoint(
         self,
@@ -521,16 +410,6 @@ class MoEFeedForward(nn.Module):
             ValueError: lists missing, unexpected and wrongly shaped tensors; the layer is then unchanged.
         """
         load_safetensors(self, path)
-
-
-def _checked_assignment(assignment: Assignment | Callable | None, config: MoEConfig) -> Assignment | None:
-    assignment = as_assignment("MoEFeedForward", assignment)
-    if assignment is None:
-        return None
-    assignment.check("MoEFeedForward", config.router)
-    if config.capacity is not None and assignment.decides_counts:
-        raise ValueError(f"MoEFeedForward: there is no capacity with {assignment}, got {config.capacity}")
-    return assignment
 
 
 def _shaped_as(out: Tensor, shape: torch.Size) -> Tensor:

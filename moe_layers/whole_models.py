@@ -5,14 +5,36 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .balance.routing_statistics import RoutingObserver
+from .checks import check_kind
 from .feed_forward import MoEFeedForward
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
-    """Call `MoEFeedForward.set_aux_loss_scale` on every such layer of a model."""
-    for module in model.modules():
-        if isinstance(module, MoEFeedForward):
-            module.set_aux_loss_scale(scale)
+    """Multiply the gradients of the auxiliary losses of every layer by `scale`. The default None means 1.
+
+    Under loss scaling pass the loss scale. Under gradient accumulation pass 1 / number of accumulated calls. The layers
+    keep the tensor without a copy: a change in place takes effect from the next forward on.
+
+    Args:
+        model: a `MoEFeedForward`, or a model with such layers.
+        scale: a scalar on the layers' device.
+
+    Raises:
+        ValueError: not a scalar, or on another device than the parameters.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+    if scale is not None:
+        check_kind("set_aux_loss_scale", "scale", scale, Tensor)
+        for layer in layers:
+            device = layer.router.weight.device
+            if scale.numel() != 1 or scale.device != device:
+                raise ValueError(
+                    f"set_aux_loss_scale: scale must be a scalar tensor on {device}, "
+                    f"got {list(scale.shape)} on {scale.device}"
+                )
+        scale = scale.view(())
+    for layer in layers:
+        layer.aux_loss_scale = scale
 
 
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:

@@ -1,47 +1,6 @@
-"""The expert feed-forward of all tokens as one differentiable op that saves as little as possible.
-
-Forward:   H = gather(tokens) @ w_up^T      A = activation(H)      Y = A @ w_down^T      out = combine(Y, weights)
-Saved:     tokens, H, topk_weights and the routing integers. The gathered tokens, A and Y are not saved; with
-           recompute="up" H is not either.
-Backward, with w the routing weight of a row:
-
-    dA' = gather(dout) @ w_down             dw = <dA', A>                    (needs no saved Y)
-    dA  = w * dA'      A_w = w * A          dH = dA * activation'(H)         (A is recomputed from H, elementwise)
-    dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
-    dtokens = sum of a token's rows of dX
-
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, which is added
-wherever H is read: rounding the sum would move more values across the limits of clamps. b_down is added before Y is
-rounded. With biases
-
-    dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
-
-With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y is unweighted, and in backward
-
-    dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
-
-The tokens' gradient has a part that flows through the routing weights. With `w_router` it is added where the rows of
-dX are summed: see `router_gradient.py`.
-
-A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
-one.
-
-Backward is a sequence of ops, so that memory is free as soon as nothing reads it any more. Live tensors of each op
-besides the operands, `out` and `dout`; brackets hold the copies of gathered rows [R, D]:
-
-    hidden gradients    H, dH, A_w, [gather(dout)]
-    dw_down, db_down    dH, A_w, [gather(dout)], dw_down
-    dtokens, db_up      dH, dw_down, dX, dtokens
-    dw_up               dH, dw_down, dtokens, [gather(tokens)], dw_up
-
-dw_up, the largest gradient, is allocated last, next to the fewest other tensors. dw_down is computed first, because it
-replaces A_w and a copy [R, D], which are larger unless there are few rows per expert. H is freed after the first op if
-autograd does not retain the graph. With recompute="up" dH overwrites H.
-"""
+"""The expert feed-forward of all tokens: checks, choice of implementation, and the reference path."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,27 +8,12 @@ from torch import Tensor
 from .. import reference
 from ..activation_spec import Activation, as_activation
 from ..gemm.batch_invariance import token_by_token
-from ..permutation.permute import launch_slot_products
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, once_per_form, without_autocast
-from ..runtime.ops import registered_op
-from ..runtime.packing import save_for_backward, saved_for_backward
 from ..types import ExpertWeights, Permutation
+from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows
-from .steps import (
-    Experts,
-    HiddenGradients,
-    activate,
-    b_down_gradient,
-    b_up_gradient,
-    copies_dout,
-    copy_dout,
-    down,
-    hidden_gradients,
-    tokens_gradient,
-    w_down_gradient,
-    w_up_gradient,
-)
+from .steps import Experts
 
 RECOMPUTE = (None, "up")
 
@@ -172,7 +116,7 @@ def compute_experts(
         Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
         recompute == "up",
     )
-    out, _ = _fused_experts_op(operands)
+    out, _ = fused_experts_op(operands)
     return out
 
 
@@ -249,188 +193,3 @@ def _check_operands(
         w_down=w_down,
         **optional,
     )
-
-
-class ExpertOperands(NamedTuple):
-    """Operands of forward and backward."""
-
-    tokens: Tensor  # [T, D]
-    topk_weights: Tensor  # [T, K] float32 contiguous
-    experts: Experts
-    w_router: Tensor | None  # [E, D]
-    rows: Rows
-    recompute: bool  # compute H again in backward
-
-
-@registered_op("fused_experts")
-def _fused_experts_op(operands: ExpertOperands) -> tuple[Tensor, Tensor]:  # out [T, D], H [R, 2F or F] or empty
-    tokens, topk_weights, experts, _, rows, recompute = operands
-    preactivation, activated = activate(experts, rows, tokens, topk_weights)
-    if recompute:
-        preactivation = tokens.new_empty(0)
-    expert_out = down(experts, rows, activated)  # [R, D]
-    del activated
-    return rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation
-
-
-@_fused_experts_op.register_fake
-def _(operands):
-    tokens = operands.tokens
-    shape = 0 if operands.recompute else _hidden_shape(operands)
-    return tokens.new_empty(tokens.shape), tokens.new_empty(shape)
-
-
-def _hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
-    return operands.rows.row_to_token.shape[0], operands.experts.weights.w_up.shape[1]
-
-
-class _Saved(NamedTuple):
-    operands: ExpertOperands
-    preactivation: Tensor  # H [R, 2F or F], empty to recompute it
-
-
-def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: tuple[Tensor, Tensor]) -> None:
-    (operands,), (_, preactivation) = inputs, output
-    ctx.set_materialize_grads(False)
-    save_for_backward(ctx, _Saved(operands, preactivation))
-
-
-def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients. Each tensor is dropped after its last use: see the table at the top."""
-    if dout is None:
-        return _fused_experts_op.gradients()
-    operands, preactivation = saved_for_backward(ctx)
-    tokens, topk_weights, experts, w_router, rows, _ = operands
-    needed = _fused_experts_op.needed(ctx)
-    gradients: dict[str, Tensor] = {}
-    hidden = _hidden_gradients_op(
-        dout,
-        preactivation,
-        operands,
-        needed["w_down"] and copies_dout(experts, rows, dout),
-        needed["topk_weights"] or w_router is not None,
-    )
-    del preactivation
-    if needed["w_down"]:
-        gradients["w_down"] = _w_down_gradient_op(dout, hidden.drows, hidden.weighted, experts, rows)
-    if needed["b_down"]:
-        gradients["b_down"] = _b_down_gradient_op(dout, topk_weights, experts, rows)
-    dpreactivation, _, dtopk_weights, _ = hidden
-    del hidden, _
-    if needed["b_up"]:
-        gradients["b_up"] = _b_up_gradient_op(dpreactivation, experts, rows)
-    if needed["tokens"] or (experts.weight_on_input and needed["topk_weights"]):
-        dtokens, of_input = _tokens_gradient_op(dpreactivation, dtopk_weights, operands)
-        gradients["tokens"] = dtokens
-        dtopk_weights = of_input if experts.weight_on_input else dtopk_weights
-    if needed["w_up"]:
-        gradients["w_up"] = _w_up_gradient_op(dpreactivation, tokens, topk_weights, experts, rows)
-    gradients["topk_weights"] = dtopk_weights
-    return _fused_experts_op.gradients(**{name: gradients[name] for name in gradients if needed[name]})
-
-
-_fused_experts_op.register_autograd(_backward, setup_context=_setup)
-
-
-@registered_op("experts_hidden_gradients")
-def _hidden_gradients_op(
-    dout: Tensor,
-    preactivation: Tensor,
-    operands: ExpertOperands,
-    keep_drows: bool,
-    needs_topk_weights: bool,
-) -> HiddenGradients:
-    """`drows` is empty unless it is kept, and unwritten if it is kept where GEMMs gather."""
-    tokens, topk_weights, experts, _, rows, recompute = operands
-    if recompute:
-        preactivation, _ = activate(experts, rows, tokens, topk_weights)
-    hidden = hidden_gradients(
-        experts, rows, dout, topk_weights, preactivation, overwrite=recompute, needs_topk_weights=needs_topk_weights
-    )
-    if keep_drows and hidden.drows is not None:
-        return hidden
-    return hidden._replace(drows=_empty_drows(dout, rows, keep_drows))
-
-
-def _empty_drows(dout: Tensor, rows: Rows, keep_drows: bool) -> Tensor:
-    return dout.new_empty((rows.row_to_token.shape[0], dout.shape[1]) if keep_drows else 0)
-
-
-@_hidden_gradients_op.register_fake
-def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
-    (num_rows, d_up), w_down = _hidden_shape(operands), operands.experts.weights.w_down
-    return HiddenGradients(
-        dout.new_empty(num_rows, d_up),
-        dout.new_empty(num_rows, w_down.shape[2]),
-        torch.empty_like(operands.topk_weights),
-        _empty_drows(dout, operands.rows, keep_drows),
-    )
-
-
-@registered_op("experts_w_down_gradient")
-def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    is_kept = drows.dim() == 2
-    if not copies_dout(experts, rows, rows.as_read(dout)):
-        drows = None
-    elif not is_kept:
-        drows = copy_dout(experts, rows, dout)
-    return w_down_gradient(rows, dout, drows, weighted)
-
-
-@_w_down_gradient_op.register_fake
-def _(dout, drows, weighted, experts, rows):
-    return dout.new_empty(experts.weights.w_down.shape)
-
-
-@registered_op("experts_w_up_gradient")
-def _w_up_gradient_op(
-    dpreactivation: Tensor, tokens: Tensor, topk_weights: Tensor, experts: Experts, rows: Rows
-) -> Tensor:
-    return w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights)
-
-
-@_w_up_gradient_op.register_fake
-def _(dpreactivation, tokens, topk_weights, experts, rows):
-    return dpreactivation.new_empty(experts.weights.w_up.shape)
-
-
-class _InputGradients(NamedTuple):
-    dtokens: Tensor  # [T, D]
-    dtopk_weights: Tensor  # [T, K], empty unless the weights are on the input
-
-
-@registered_op("experts_tokens_gradient")
-def _tokens_gradient_op(dpreactivation: Tensor, dtopk_weights: Tensor, operands: ExpertOperands) -> _InputGradients:
-    tokens, topk_weights, experts, w_router, rows, _ = operands
-    dup_input = rows.gemm(dpreactivation, experts.weights.w_up)  # dX [R, D]
-    dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
-    if not experts.weight_on_input:
-        return _InputGradients(dtokens, topk_weights.new_empty(0))
-    return _InputGradients(dtokens, launch_slot_products(rows.as_read(tokens), dup_input, rows.slot_to_row))
-
-
-@_tokens_gradient_op.register_fake
-def _(dpreactivation, dtopk_weights, operands):
-    weights = operands.topk_weights
-    shape = weights.shape if operands.experts.weight_on_input else 0
-    return _InputGradients(dpreactivation.new_empty(operands.tokens.shape), weights.new_empty(shape))
-
-
-@registered_op("experts_b_up_gradient")
-def _b_up_gradient_op(dpreactivation: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    return b_up_gradient(experts, rows, dpreactivation)
-
-
-@_b_up_gradient_op.register_fake
-def _(dpreactivation, experts, rows):
-    return dpreactivation.new_empty(experts.weights.b_up.shape)
-
-
-@registered_op("experts_b_down_gradient")
-def _b_down_gradient_op(dout: Tensor, topk_weights: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    return b_down_gradient(experts, rows, dout, topk_weights)
-
-
-@_b_down_gradient_op.register_fake
-def _(dout, topk_weights, experts, rows):
-    return dout.new_empty(experts.weights.b_down.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, distributed, nn
@@ -46,6 +46,7 @@ class BalanceLosses:
     z: float = 0.0
     score: str = "softmax"
     group: ProcessGroup | None = None
+    any: bool = field(init=False, repr=False, compare=False)  # a loss is enabled
 
     def __post_init__(self):
         for name, value in self.coefficients.items():
@@ -55,6 +56,7 @@ class BalanceLosses:
             raise ValueError(f"BalanceLosses: score must be one of {tuple(SCORES)}, got {self.score!r}")
         if self.group is not None and not self.global_batch:
             raise ValueError("BalanceLosses: only global_batch needs a group, got global_batch=0.0")
+        object.__setattr__(self, "any", any(self.coefficients.values()))
 
     def __deepcopy__(self, memo) -> BalanceLosses:
         return self  # frozen, and process groups cannot be copied
@@ -62,11 +64,6 @@ class BalanceLosses:
     @property
     def coefficients(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in ("switch", "sequence", "global_batch", "importance", "z")}
-
-    @property
-    def any(self) -> bool:
-        """Whether any loss is enabled."""
-        return any(self.coefficients.values())
 
     def total(
         self,

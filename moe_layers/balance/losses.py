@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from moe_kernels.runtime.pytorch import functorch_is_active
 
-from ..routing.result import SCORES, LayerRouting, check_num_tokens, check_sequence_lengths, spread_slots
+from ..routing.result import SCORES, LayerRouting, spread_slots
+from ..routing.token_info import check_num_tokens, check_sequence_lengths
 
 
 def load_balancing_loss(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from ..architectures import RECORD, ModelConfig, read_config
 from ..config import MoEConfig
+from ..parallel.expert_parallel import ExpertParallel, expert_share
 from .files import CONFIG, CheckpointFiles, read_json
 from .host_memory import prefer_huge_pages
 from .layouts import Sizes, copy_expert, published_layouts
@@ -30,18 +32,62 @@ _DTYPES = {
 def load_layer(
     layer_class: type[nn.Module],
     directory: str | os.PathLike[str],
-    layer: int | str,
+    layer: int | str = 0,
     *,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    experts: range | Callable[[int], range] | None,
-    implementation: str | None,
-) -> tuple[nn.Module, LoadReport]:
-    """Everything is matched and checked before the first byte of a tensor is read; tensors are then read one by one.
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    experts: range | None = None,
+    mesh: DeviceMesh | None = None,
+    expert_parallel: ExpertParallel | None = None,
+    implementation: str | None = None,
+    return_report: bool = False,
+) -> nn.Module | tuple[nn.Module, LoadReport]:
+    """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
+
+    The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. All tensors are
+    matched and checked before the first byte of a tensor is read, and then read one by one into the parameters. float8
+    and MXFP4 weights are dequantised. Logits are float32, even where the original model rounds them to the dtype of the
+    tokens.
 
     Args:
-        experts: those to read, perhaps as a function of their number; None for all.
+        layer_class: `MoEFeedForward` or a subclass.
+        layer: number of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
+            tensors, for models with several such blocks.
+        dtype: of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's dtype;
+            a router that is stored in float32 then stays float32.
+        device: of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
+        experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
+        mesh: ranks that share the experts. Each rank reads its own experts, without communication.
+        expert_parallel: how the ranks of the mesh share the experts. Default: `ExpertParallel()`.
+        return_report: return (layer, LoadReport). The report tells what became of each tensor.
+
+    Raises:
+        ValueError: the architecture is not supported; a file is damaged or missing; a tensor is missing, left over,
+            ambiguous or of a wrong shape; scales are not finite; the mesh does not fit the number of experts, or is
+            given together with `experts`. The message names the cause, and no layer is returned.
     """
+    if (expert_parallel if mesh is None else experts) is not None:
+        raise ValueError(
+            "from_checkpoint: expert_parallel needs a mesh, which decides experts, "
+            f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
+        )
+    if device is None and mesh is not None:
+        device = mesh.device_type  # where parallelize_module puts the experts
+    module, report = _load(layer_class, directory, layer, dtype, device, mesh or experts, implementation)
+    if mesh is not None:
+        parallelize_module(module, mesh, expert_parallel or ExpertParallel())
+    return (module, report) if return_report else module
+
+
+def _load(
+    layer_class: type[nn.Module],
+    directory: str | os.PathLike[str],
+    layer: int | str,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    experts: range | DeviceMesh | None,
+    implementation: str | None,
+) -> tuple[nn.Module, LoadReport]:
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
     with CheckpointFiles(directory) as files:
@@ -125,10 +171,10 @@ def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) 
     return fill.stored.read(files, rows, like.device).to(like.device)
 
 
-def _checked_experts(experts: range | Callable[[int], range] | None, config: MoEConfig) -> range:
+def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> range:
     whole = range(config.num_experts)
-    if callable(experts):
-        experts = experts(config.num_experts)
+    if isinstance(experts, DeviceMesh):
+        return expert_share(experts, config.num_experts)
     if experts is None:
         return whole
     if not isinstance(experts, range) or experts.step != 1 or not experts:

@@ -110,8 +110,19 @@ class GroupedExperts(nn.Module):
             nn.init.zeros_(self.b_up)
             nn.init.zeros_(self.b_down)
 
-    def keep(self, experts: range) -> None:
-        """Drop the parameters of all experts but these."""
+    def keep(self, experts: range, num_experts: int) -> None:
+        """Drop the parameters of all of the layer's `num_experts` experts but these.
+
+        Raises:
+            ValueError: not a range within the layer's experts, or some were dropped before.
+        """
+        if not isinstance(experts, range) or experts.step != 1 or not experts:
+            raise ValueError(f"keep_local_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
+        all_here = len(self.w_up) == num_experts and self.local_share is None
+        if experts.start < 0 or experts.stop > num_experts or not all_here:
+            raise ValueError(
+                f"keep_local_experts: experts must lie in {range(num_experts)}, all still here, got {experts}"
+            )
         for name, parameter in list(self.named_parameters()):
             kept = parameter.detach()[experts.start : experts.stop].clone()
             setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_kernels import combine
+from moe_kernels import combine, sort_by_expert
 
 from ..checks import check_choice
+from .result import LayerRouting
+from .token_info import TokenInfo
 
 
 class Slots(NamedTuple):
@@ -112,6 +114,34 @@ def _rank_among_equals(
     start = torch.searchsorted(ordered, ordered)
     position = torch.arange(len(keys), device=keys.device)
     return torch.empty_like(order).scatter(0, order, position - start)
+
+
+def layer_routing(
+    slots: Slots,
+    info: TokenInfo,
+    offsets: Tensor | None,  # [E] of the rows that all slots reach
+    num_experts: int,  # zero experts included
+    implementation: str | None,
+) -> LayerRouting:
+    """Return the routing of a forward with its counts, which come from `offsets` where they are given."""
+
+    def count(experts: Tensor) -> Tensor:  # [E] int32
+        return _differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)
+
+    return LayerRouting(
+        slots.topk_experts,
+        slots.topk_weights,
+        slots.logits,
+        tokens_per_expert=count(slots.topk_experts) if offsets is None else _differences(offsets),
+        chosen_experts=slots.chosen_experts,
+        chosen_per_expert=None if slots.chosen_experts is None else count(slots.chosen_experts),
+        token_mask=info.token_mask,
+        sequence_lengths=info.sequence_lengths,
+    )
+
+
+def _differences(offsets: Tensor) -> Tensor:
+    return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
 def identity_output(

@@ -114,11 +114,11 @@ def test_scale_can_be_changed_in_place(device):
     layer = make_layer(device, balance_losses=ALL)
     expected = gradients(layer, (x, {}))
     scale = torch.tensor([1024.0], device=device)
-    layer.set_aux_loss_scale(scale)
+    set_aux_loss_scale(layer, scale)
     assert_all_close([gradient / 1024.0 for gradient in gradients(layer, (x, {}), scale=1024.0)], expected)
     scale.fill_(1.0)
     assert all(map(torch.equal, gradients(layer, (x, {})), expected))
-    layer.set_aux_loss_scale(None)
+    set_aux_loss_scale(layer, None)
     assert all(map(torch.equal, gradients(layer, (x, {})), expected))
 
 
@@ -152,11 +152,11 @@ def test_float16_with_loss_scaling_over_micro_batches(device):
             (0.0 * layer(x.half()).sum()).backward()
         return layer.router.weight.grad
 
-    layer.set_aux_loss_scale(torch.tensor(1 / 4, device=device))
+    set_aux_loss_scale(layer, torch.tensor(1 / 4, device=device))
     assert not torch.allclose(router_gradient().double(), expected, rtol=0.1, atol=0)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**20)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-    layer.set_aux_loss_scale(scaler.scale(torch.tensor(1 / 4, device=device)))
+    set_aux_loss_scale(layer, scaler.scale(torch.tensor(1 / 4, device=device)))
     router_gradient()
     layer.float()  # like the unscaled gradients of a mixed-precision optimizer
     scaler.unscale_(optimizer)
@@ -174,7 +174,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
     for num_tokens in (24, tokens):
         calls = [(part, {"num_tokens": num_tokens}) for part in x.split([1, 3])]
         assert_all_close(gradients(layer, *calls), expected, rtol=1e-4, atol=1e-5)
-    layer.set_aux_loss_scale(torch.tensor(0.5, device=device))
+    set_aux_loss_scale(layer, torch.tensor(0.5, device=device))
     assert_all_close(gradients(layer, *[(part, {}) for part in x.split(2)]), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -272,10 +272,10 @@ def test_bias_update_by_hand(device):
     layer = make_layer(device, router=BIASED)
     router = layer.router
     router.expert_counts.copy_(torch.tensor([3, 0, 4, 2, 1], device=device))  # mean 2
-    layer.update_selection_bias(rate=0.5)
+    update_selection_bias(layer, rate=0.5)
     assert router.selection_bias.tolist() == [-0.5, 0.5, -0.5, 0.0, 0.5]
     assert not router.expert_counts.any()
-    layer.update_selection_bias(rate=0.5)
+    update_selection_bias(layer, rate=0.5)
     assert router.selection_bias.tolist() == [-0.5, 0.5, -0.5, 0.0, 0.5]  # nothing was counted
 
 
@@ -283,7 +283,7 @@ def test_bias_update_is_exact_where_float32_is_not(device):
     """The mean is 2 ** 24 + 2 / 5, where float32 cannot represent fractions."""
     layer = make_layer(device, router=BIASED)
     layer.router.expert_counts.copy_(torch.tensor([2**24] * 3 + [2**24 + 1] * 2, device=device))
-    layer.update_selection_bias(rate=1.0)
+    update_selection_bias(layer, rate=1.0)
     assert layer.router.selection_bias.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0]
 
 
@@ -365,7 +365,7 @@ def test_never_waits_for_the_gpu(device):
         y, _ = layer(x, **facts)
         y.sum().backward()
         carry_expert_counts(layer)
-        layer.update_selection_bias()
+        update_selection_bias(layer)
 
     step()  # compiles
     torch.use_deterministic_algorithms(False)
@@ -420,21 +420,21 @@ def test_no_sequences_are_needed_without_gradients():
 def test_bad_scale():
     layer = make_layer("cpu")
     with pytest.raises(ValueError, match=r"scale must be a scalar tensor on cpu, got \[2\] on cpu"):
-        layer.set_aux_loss_scale(torch.ones(2))
+        set_aux_loss_scale(layer, torch.ones(2))
     with pytest.raises(ValueError, match=r"scale must be a Tensor, got float 0\.25"):
-        layer.set_aux_loss_scale(0.25)
+        set_aux_loss_scale(layer, 0.25)
     with pytest.raises(ValueError, match=r"got \[\] on meta"):
-        layer.set_aux_loss_scale(torch.ones((), device="meta"))
+        set_aux_loss_scale(layer, torch.ones((), device="meta"))
 
 
 def test_bad_updates():
     with pytest.raises(ValueError, match=r"update_selection_bias: needs a router with a selection bias, .* got none"):
-        make_layer("cpu").update_selection_bias()
+        update_selection_bias(make_layer("cpu"))
     with pytest.raises(ValueError, match="needs a router with a selection bias"):
         update_selection_bias(torch.nn.Linear(2, 2))
     for rate in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="rate must be finite and not negative"):
-            make_layer("cpu", router=BIASED).update_selection_bias(rate=rate)
+            update_selection_bias(make_layer("cpu", router=BIASED), rate=rate)
 
 
 def test_bad_accumulated_counts():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
 from moe_kernels.testing import make_logits
-from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, observe, save_routing
+from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, observe, save_routing, update_selection_bias
 
 from ..gpu import captured
 from ..layers import moe_layer
@@ -149,7 +149,7 @@ class Training:
         self.optimizer.step()
         for layer in self.model.layers:
             if layer.router.selection_bias is not None:
-                layer.update_selection_bias()
+                update_selection_bias(layer)
         return loss.detach()
 
     def state(self):

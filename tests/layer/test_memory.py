@@ -12,6 +12,7 @@ from moe_layers import (
     TokenRounding,
     carry_expert_counts,
     observe,
+    set_aux_loss_scale,
 )
 from moe_layers.memory import saved_bytes
 
@@ -74,7 +75,7 @@ def test_neither_what_balances_nor_what_observes_counts(device):
     expected = layer.saved_bytes(10)
     assert expected == seen_bytes(layer, x)
     scale = torch.tensor(0.5, device=device)
-    layer.set_aux_loss_scale(scale)
+    set_aux_loss_scale(layer, scale)
     (observer,) = observe(layer).values()
     layer(x).sum().backward()
     carry_expert_counts(layer)

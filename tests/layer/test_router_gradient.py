@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import Activation, RouterSpec, linear_routing, reference, sort_by_expert
-from moe_kernels.experts.fused import ExpertOperands, _fused_experts_op, compute_experts
+from moe_kernels.experts.fused import compute_experts
+from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
@@ -346,4 +347,4 @@ def test_opcheck(device):
     experts = Experts.of(ExpertWeights(w_up, w_down), Activation("swiglu"))
     rows, weights = Rows.of(permutation, reserved_sms=0), routed.topk_weights.requires_grad_()
     operands = ExpertOperands(tokens, weights, experts, w_router.detach(), rows, False)
-    torch.library.opcheck(_fused_experts_op.overload, packing_of(ExpertOperands).flatten(operands))
+    torch.library.opcheck(fused_experts_op.overload, packing_of(ExpertOperands).flatten(operands))

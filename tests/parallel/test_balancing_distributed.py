@@ -124,7 +124,7 @@ def errors(device):
     with pytest.raises(ValueError, match=r"with 2 ranks the group that shares a batch must be given, got None"):
         layer(x)
     with pytest.raises(ValueError, match="update_selection_bias: with 2 ranks the group"):
-        layer.update_selection_bias()
+        update_selection_bias(layer)
 
 
 CASES = [

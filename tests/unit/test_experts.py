@@ -12,7 +12,7 @@ from moe_kernels import (
     sort_by_expert,
 )
 from moe_kernels.activation_spec import as_activation
-from moe_kernels.experts.fused import ExpertOperands, _fused_experts_op
+from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
@@ -337,10 +337,10 @@ def test_opcheck(device):
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
     gpt_oss = Activation("gpt_oss", limit=0.5, alpha=1.702)
-    torch.library.opcheck(_fused_experts_op.overload, flat_operands(*operands[:4], permutation))
-    torch.library.opcheck(_fused_experts_op.overload, flat_operands(*operands, permutation, activation=gpt_oss))
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands[:4], permutation))
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands, permutation, activation=gpt_oss))
     options = {"reserved_sms": 2, "weight_on_input": True, "recompute": True, "batch_invariant": True}
-    torch.library.opcheck(_fused_experts_op.overload, flat_operands(*operands, permutation, **options))
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands, permutation, **options))
 
 
 @pytest.mark.parametrize("variant", ["plain", "gpt_oss"])

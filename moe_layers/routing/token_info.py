@@ -1,0 +1,87 @@
+"""The tokens of one forward, flattened, and their settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..checks import check_kind
+
+
+class TokenInfo(NamedTuple):
+    """Settings of the tokens of one forward."""
+
+    all_tokens: Tensor  # [T, D], padding included
+    shape: torch.Size  # of the layer's input, [..., D]
+    token_mask: Tensor | None  # [T] bool: False for padding; None for no padding
+    sequence_lengths: Tensor | int | None  # [N] integers, or one length for all
+    num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the tokens of this call
+
+    @property
+    def sequence_length(self) -> int:
+        """Length of the last axis but one, 1 without it. A capacity holds for so many tokens."""
+        return self.shape[-2] if len(self.shape) > 1 else 1
+
+
+def flatten_tokens(
+    x: Tensor,  # [..., D]
+    d_model: int,
+    token_mask: Tensor | None,  # [...]
+    sequence_lengths: Tensor | None,  # [N]
+    num_tokens: int | Tensor | None,
+) -> tuple[Tensor, TokenInfo]:  # [T, D]
+    """Check and flatten the arguments of `MoEFeedForward.forward`. Tokens of padding become zero.
+
+    Raises:
+        ValueError: x is a DTensor or its last axis is not `d_model`, or another argument does not fit x.
+    """
+    if isinstance(x, DTensor):
+        raise ValueError(
+            "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this rank, as "
+            "PrepareModuleInput does with use_local_output=True"
+        )
+    check_kind("MoEFeedForward", "x", x, Tensor)
+    if x.dim() < 1 or x.shape[-1] != d_model:
+        raise ValueError(f"MoEFeedForward: x must be [..., d_model={d_model}], got {list(x.shape)}")
+    if num_tokens is not None:
+        check_num_tokens("MoEFeedForward", num_tokens)
+    if sequence_lengths is not None:
+        check_kind("MoEFeedForward", "sequence_lengths", sequence_lengths, Tensor)
+        check_sequence_lengths("MoEFeedForward", sequence_lengths, x.device)
+    elif x.dim() > 2:
+        sequence_lengths = x.shape[-2]
+    all_tokens = x.reshape(-1, d_model)
+    if token_mask is None:
+        return all_tokens, TokenInfo(all_tokens, x.shape, None, sequence_lengths, num_tokens)
+    check_kind("MoEFeedForward", "token_mask", token_mask, Tensor)
+    if token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool or token_mask.device != x.device:
+        raise ValueError(
+            f"MoEFeedForward: token_mask must be {list(x.shape[:-1])} torch.bool on {x.device}, "
+            f"got {list(token_mask.shape)} {token_mask.dtype} on {token_mask.device}"
+        )
+    token_mask = token_mask.reshape(-1)
+    # NaN in padding would reach the gradients of the router, times zero.
+    tokens = torch.where(token_mask[:, None], all_tokens, 0.0)
+    return tokens, TokenInfo(all_tokens, x.shape, token_mask, sequence_lengths, num_tokens)
+
+
+def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
+    """Raise ValueError unless this is a number of tokens, on the host or on the device."""
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.numel() != 1:
+            raise ValueError(f"{op}: num_tokens must be a scalar, got {list(num_tokens.shape)}")
+    elif isinstance(num_tokens, bool) or num_tokens < 0:
+        raise ValueError(f"{op}: num_tokens must not be negative, got {num_tokens!r}")
+
+
+def check_sequence_lengths(op: str, lengths: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless these are lengths of sequences. Their values are not read."""
+    is_integer = lengths.dtype in (torch.int32, torch.int64)
+    if lengths.dim() != 1 or not len(lengths) or not is_integer or lengths.device != device:
+        raise ValueError(
+            f"{op}: sequence_lengths must be [N] int32 or int64 on {device} with N > 0, "
+            f"got {list(lengths.shape)} {lengths.dtype} on {lengths.device}"
+        )
