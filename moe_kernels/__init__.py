@@ -19,11 +19,12 @@ from .permutation.sort import sort_by_expert
 from .router_spec import RouterSpec
 from .routing.routers import linear_routing, routing_weights, topk_routing
 from .runtime.launch import CompiledArtifact
-from .types import Permutation, Routing
+from .types import ExpertAdapters, Permutation, Routing
 
 __all__ = [
     "Activation",
     "CompiledArtifact",
+    "ExpertAdapters",
     "GemmArguments",
     "GroupedGemmArguments",
     "GroupedGemmListArguments",

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from .activation_spec import Activation, as_activation
 from .router_spec import RouterSpec
-from .types import Permutation, Routing, TileTable
+from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 _SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -368,10 +368,12 @@ def fused_experts(
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
     w_router: Tensor | None = None,  # [E, D]
+    adapters: ExpertAdapters | None = None,
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
 ) -> Tensor:  # [T, D]
     activation = as_activation("fused_experts", activation)
+    up_a, up_b, down_a, down_b, scale = adapters or ExpertAdapters()
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     if w_router is not None:
         topk_weights = _with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
@@ -382,10 +384,25 @@ def fused_experts(
         weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
         topk_weights = None
-    preactivation = _add_bias(grouped_gemm(rows, w_up.transpose(1, 2), offsets), b_up, offsets)  # [R, 2F] or [R, F]
-    activated = apply_activation(preactivation, activation)  # [R, F]
-    rows = _add_bias(grouped_gemm(activated, w_down.transpose(1, 2), offsets), b_down, offsets)  # [R, D]
+    preactivation = _adapted_linear(rows, w_up, up_a, up_b, scale, offsets)  # [R, 2F] or [R, F]
+    activated = apply_activation(_add_bias(preactivation, b_up, offsets), activation)  # [R, F]
+    rows = _add_bias(_adapted_linear(activated, w_down, down_a, down_b, scale, offsets), b_down, offsets)  # [R, D]
     return combine(rows, topk_weights, slot_to_row)
+
+
+def _adapted_linear(
+    rows: Tensor,  # [R, in]
+    weight: Tensor,  # [E, out, in]
+    a: Tensor | None,  # [E or 1, r, in]
+    b: Tensor | None,  # [E or 1, out, r]
+    scale: float,
+    offsets: Tensor,  # [E]
+) -> Tensor:  # [R, out]
+    product = grouped_gemm(rows, weight.transpose(1, 2), offsets)
+    if a is None:
+        return product
+    a, b = (factor.to(rows.dtype).expand(len(weight), -1, -1).transpose(1, 2) for factor in (a, b))
+    return product + scale * grouped_gemm(grouped_gemm(rows, a, offsets), b, offsets)
 
 
 def _with_gradient_to(

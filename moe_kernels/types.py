@@ -45,3 +45,19 @@ class ExpertWeights(NamedTuple):
     w_down: Tensor  # [E, D, F]
     b_up: Tensor | None = None  # [E, 2F], or [E, F]
     b_down: Tensor | None = None  # [E, D]
+
+
+class ExpertAdapters(NamedTuple):
+    """Low-rank adapters (LoRA) of expert weights: w_up[e] + scale * up_b[e] @ up_a[e], and w_down likewise.
+
+    Ranks r of the two pairs are independent. A pair is given as a whole or not at all. The first axis of `up_a` and
+    `down_b` may have length 1: all experts share it.
+
+    Source: https://arxiv.org/abs/2106.09685.
+    """
+
+    up_a: Tensor | None = None  # [E or 1, r, D]
+    up_b: Tensor | None = None  # [E, 2F or F, r]
+    down_a: Tensor | None = None  # [E, r, F]
+    down_b: Tensor | None = None  # [E or 1, D, r]
+    scale: float = 1.0

@@ -10,7 +10,7 @@ from ..activation_spec import Activation, as_activation
 from ..gemm.batch_invariance import token_by_token
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, once_per_form, without_autocast
-from ..types import ExpertWeights, Permutation
+from ..types import ExpertAdapters, ExpertWeights, Permutation
 from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows
 from .steps import Experts
@@ -27,6 +27,7 @@ def fused_experts(
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
+    adapters: ExpertAdapters | None = None,
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
     recompute: str | None = None,
@@ -38,10 +39,12 @@ def fused_experts(
 
     Saves `tokens`, the pre-activations [R, 2F] and the routing for backward. Frozen operands cost no gradient. GEMMs
     and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without host
-    synchronisation. Differentiable in `tokens`, `topk_weights`, weights and biases.
+    synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
     Args:
         permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
+        adapters: low-rank changes of the weights, in the weights' dtype or another that is rounded to it. No tensor of
+            the size of the weights is made. Saves [R, r] more for backward.
         weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
         recompute: "up" does not save the pre-activations; backward multiplies by `w_up` once more, with the same bits.
             The reference saves what autograd saves.
@@ -60,6 +63,7 @@ def fused_experts(
         topk_weights,
         permutation,
         ExpertWeights(w_up, w_down, b_up, b_down),
+        adapters=adapters,
         activation=activation,
         weight_on_input=weight_on_input,
         recompute=recompute,
@@ -76,6 +80,7 @@ def compute_experts(
     weights: ExpertWeights,
     *,
     w_router: Tensor | None = None,  # [E, D]
+    adapters: ExpertAdapters | None = None,
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
     recompute: str | None = None,
@@ -99,11 +104,14 @@ def compute_experts(
     _check_operands(
         tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, w_router, activation.gated
     )
+    if adapters is not None:
+        check_adapters("fused_experts", adapters, weights.w_up, weights.w_down)
     if w_router is not None:
         _check_router_gradient(permutation, weight_on_input, batch_invariant)
     if choose("fused_experts", implementation, tokens) == "reference":
         w_up, w_down, b_up, b_down = weights
         options = {"activation": activation, "weight_on_input": weight_on_input, "b_up": b_up, "b_down": b_down}
+        options |= {} if adapters is None else {"adapters": adapters}
         options |= {} if w_router is None else {"w_router": w_router}
         run = _reference_by_token if batch_invariant else reference.fused_experts
         with without_autocast(tokens):
@@ -111,13 +119,12 @@ def compute_experts(
     operands = ExpertOperands(
         tokens,
         topk_weights.float().contiguous(),
-        Experts.of(weights, activation, weight_on_input=weight_on_input),
+        Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input),
         w_router,
         Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
         recompute == "up",
     )
-    out, _ = fused_experts_op(operands)
-    return out
+    return fused_experts_op(operands).out
 
 
 def _check_settings(recompute: str | None, reserved_sms: int) -> None:
@@ -125,6 +132,31 @@ def _check_settings(recompute: str | None, reserved_sms: int) -> None:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
+
+
+def check_adapters(op: str, adapters: ExpertAdapters, w_up: Tensor, w_down: Tensor) -> None:
+    """Raise ValueError unless these are adapters of such weights."""
+    for weight, a_name, b_name in ((w_up, "up_a", "up_b"), (w_down, "down_a", "down_b")):
+        a, b = getattr(adapters, a_name), getattr(adapters, b_name)
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            raise ValueError(f"{op}: adapters must have {a_name} and {b_name} or neither, got one of them")
+        num_experts, size_out, size_in = weight.shape
+        rank = a.shape[1] if a.dim() == 3 else 0
+        # The factor on the side of the tokens may be shared by all experts.
+        shared = {a_name: 1} if a_name == "up_a" else {b_name: 1}
+        for name, factor, rest in ((a_name, a, (rank, size_in)), (b_name, b, (size_out, rank))):
+            allowed = {(num_experts, *rest), (shared.get(name, num_experts), *rest)}
+            if rank < 1 or tuple(factor.shape) not in allowed:
+                raise ValueError(
+                    f"{op}: {name} must be {' or '.join(str(list(shape)) for shape in sorted(allowed))} with a rank of "
+                    f"at least 1, got {list(factor.shape)}"
+                )
+            if factor.device != weight.device or not factor.is_floating_point():
+                raise ValueError(
+                    f"{op}: {name} must be of floating point on {weight.device}, got {factor.dtype} on {factor.device}"
+                )
 
 
 def _check_router_gradient(permutation: Permutation, weight_on_input: bool, batch_invariant: bool) -> None:

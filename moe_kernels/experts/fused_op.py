@@ -34,6 +34,16 @@ besides the operands, `out` and `dout`; brackets hold the copies of gathered row
     dtokens, db_up      dH, dw_down, dX, dtokens
     dw_up               dH, dw_down, dtokens, [gather(tokens)], dw_up
 
+Adapters add a product of low rank to each of the four GEMMs, as more steps of the same reduction. With G =
+gather(dout), X = gather(tokens), and the adapters' scale in up_b and down_b:
+
+    H  = X @ w_up^T + (X @ up_a^T) @ up_b^T         Y  = A @ w_down^T + (A @ down_a^T) @ down_b^T
+    dA' = G @ w_down + (G @ down_b) @ down_a        dX = dH @ w_up + (dH @ up_b) @ up_a
+    ddown_b = G^T @ (A_w @ down_a^T)                ddown_a = (G @ down_b)^T @ A_w
+    dup_b = dH^T @ (X @ up_a^T)                     dup_a = (dH @ up_b)^T @ X
+
+X @ up_a^T [R, r] is saved.
+
 dw_up, the largest gradient, is allocated last, next to the fewest other tensors. dw_down is computed first, because it
 replaces A_w and a copy [R, D], which are larger unless there are few rows per expert. H is freed after the first op if
 autograd does not retain the graph. With recompute="up" dH overwrites H.
@@ -58,8 +68,11 @@ from .steps import (
     copies_dout,
     copy_dout,
     down,
+    down_adapter_gradients,
     hidden_gradients,
     tokens_gradient,
+    up_adapter_gradients,
+    up_input_gradient,
     w_down_gradient,
     w_up_gradient,
 )
@@ -76,70 +89,109 @@ class ExpertOperands(NamedTuple):
     recompute: bool  # compute H again in backward
 
 
+class _Outputs(NamedTuple):
+    out: Tensor  # [T, D]
+    preactivation: Tensor  # H [R, 2F or F], empty if backward computes it again
+    low: Tensor  # X @ up_a^T [R, r], empty without adapters
+
+
 @registered_op("fused_experts")
-def fused_experts_op(operands: ExpertOperands) -> tuple[Tensor, Tensor]:  # out [T, D], H [R, 2F or F] or empty
+def fused_experts_op(operands: ExpertOperands) -> _Outputs:
     tokens, topk_weights, experts, _, rows, recompute = operands
-    preactivation, activated = activate(experts, rows, tokens, topk_weights)
+    preactivation, activated, low = activate(experts, rows, tokens, topk_weights)
     if recompute:
         preactivation = tokens.new_empty(0)
     expert_out = down(experts, rows, activated)  # [R, D]
     del activated
-    return rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation
+    out = rows.combine(expert_out, experts.output_weights(topk_weights))
+    return _Outputs(out, preactivation, tokens.new_empty(0) if low is None else low)
 
 
 @fused_experts_op.register_fake
 def _(operands):
     tokens = operands.tokens
     shape = 0 if operands.recompute else _hidden_shape(operands)
-    return tokens.new_empty(tokens.shape), tokens.new_empty(shape)
+    low = _low_shape(operands, operands.experts.adapters.up_b)
+    return _Outputs(tokens.new_empty(tokens.shape), tokens.new_empty(shape), tokens.new_empty(low))
 
 
 def _hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
     return operands.rows.row_to_token.shape[0], operands.experts.weights.w_up.shape[1]
 
 
+def _low_shape(operands: ExpertOperands, b: Tensor | None) -> int | tuple[int, int]:
+    """The shape of rows multiplied by one factor of an adapter whose other factor is `b`."""
+    return 0 if b is None else (operands.rows.row_to_token.shape[0], b.shape[2])
+
+
 class _Saved(NamedTuple):
     operands: ExpertOperands
-    preactivation: Tensor  # H [R, 2F or F], empty to recompute it
+    preactivation: Tensor
+    low: Tensor
 
 
-def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: tuple[Tensor, Tensor]) -> None:
-    (operands,), (_, preactivation) = inputs, output
+def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
+    (operands,), (_, preactivation, low) = inputs, output
     ctx.set_materialize_grads(False)
-    save_for_backward(ctx, _Saved(operands, preactivation))
+    save_for_backward(ctx, _Saved(operands, preactivation, low))
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients. Each tensor is dropped after its last use: see the table at the top."""
     if dout is None:
         return fused_experts_op.gradients()
-    operands, preactivation = saved_for_backward(ctx)
-    tokens, topk_weights, experts, w_router, rows, _ = operands
+    operands, preactivation, low = saved_for_backward(ctx)
+    _, _, experts, w_router, rows, _ = operands
     needed = fused_experts_op.needed(ctx)
-    gradients: dict[str, Tensor] = {}
     hidden = _hidden_gradients_op(
         dout,
         preactivation,
         operands,
-        needed["w_down"] and copies_dout(experts, rows, dout),
+        (needed["w_down"] or needed["down_b"]) and copies_dout(experts, rows, dout),
         needed["topk_weights"] or w_router is not None,
     )
     del preactivation
+    gradients = _down_gradients(needed, dout, hidden, operands)
+    dpreactivation, dtopk_weights, up_low = hidden.dpreactivation, hidden.dtopk_weights, hidden.up_low
+    del hidden
+    if needed["tokens"] or (needed["topk_weights"] and experts.weight_on_input):
+        gradients["tokens"], of_input = _tokens_gradient_op(dpreactivation, up_low, dtopk_weights, operands)
+        dtopk_weights = of_input if experts.weight_on_input else dtopk_weights
+    gradients["topk_weights"] = dtopk_weights
+    gradients |= _up_gradients(needed, dpreactivation, up_low, low, operands)
+    return fused_experts_op.gradients(**gradients)
+
+
+def _down_gradients(
+    needed: dict[str, bool], dout: Tensor, hidden: HiddenGradients, operands: ExpertOperands
+) -> dict[str, Tensor]:
+    """The needed gradients of the down-projection's operands."""
+    _, topk_weights, experts, _, rows, _ = operands
+    gradients = {}
     if needed["w_down"]:
         gradients["w_down"] = _w_down_gradient_op(dout, hidden.drows, hidden.weighted, experts, rows)
     if needed["b_down"]:
         gradients["b_down"] = _b_down_gradient_op(dout, topk_weights, experts, rows)
-    dpreactivation, _, dtopk_weights, _ = hidden
-    del hidden, _
+    if needed["down_a"] or needed["down_b"]:
+        factors = _down_adapter_gradients_op(dout, hidden.drows, hidden.weighted, hidden.down_low, experts, rows)
+        gradients |= {"down_a": factors.da, "down_b": factors.db.transpose(1, 2)}
+    return gradients
+
+
+def _up_gradients(
+    needed: dict[str, bool], dpreactivation: Tensor, up_low: Tensor, low: Tensor, operands: ExpertOperands
+) -> dict[str, Tensor]:
+    """The needed gradients of the up-projection's operands; dw_up, the largest, last."""
+    tokens, topk_weights, experts, _, rows, _ = operands
+    gradients = {}
     if needed["b_up"]:
         gradients["b_up"] = _b_up_gradient_op(dpreactivation, experts, rows)
-    if needed["tokens"] or (needed["topk_weights"] and experts.weight_on_input):
-        gradients["tokens"], of_input = _tokens_gradient_op(dpreactivation, dtopk_weights, operands)
-        dtopk_weights = of_input if experts.weight_on_input else dtopk_weights
+    if needed["up_a"] or needed["up_b"]:
+        factors = _up_adapter_gradients_op(dpreactivation, low, up_low, tokens, topk_weights, experts, rows)
+        gradients |= {"up_a": factors.da, "up_b": factors.db.transpose(1, 2)}
     if needed["w_up"]:
         gradients["w_up"] = _w_up_gradient_op(dpreactivation, tokens, topk_weights, experts, rows)
-    gradients["topk_weights"] = dtopk_weights
-    return fused_experts_op.gradients(**gradients)
+    return gradients
 
 
 fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -156,13 +208,15 @@ def _hidden_gradients_op(
     """`drows` is empty unless it is kept, and unwritten if it is kept where GEMMs gather."""
     tokens, topk_weights, experts, _, rows, recompute = operands
     if recompute:
-        preactivation, _ = activate(experts, rows, tokens, topk_weights)
+        preactivation, *_ = activate(experts, rows, tokens, topk_weights)
     hidden = hidden_gradients(
         experts, rows, dout, topk_weights, preactivation, overwrite=recompute, needs_topk_weights=needs_topk_weights
     )
-    if keep_drows and hidden.drows is not None:
-        return hidden
-    return hidden._replace(drows=_empty_drows(dout, rows, keep_drows))
+    dpreactivation, weighted, dtopk_weights, drows, *low = hidden
+    if not keep_drows or drows is None:
+        drows = _empty_drows(dout, rows, keep_drows)
+    low = (dout.new_empty(0) if part is None else part for part in low)
+    return HiddenGradients(dpreactivation, weighted, dtopk_weights, drows, *low)
 
 
 def _empty_drows(dout: Tensor, rows: Rows, keep_drows: bool) -> Tensor:
@@ -177,22 +231,64 @@ def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
         dout.new_empty(num_rows, w_down.shape[2]),
         operands.topk_weights.new_empty(operands.topk_weights.shape),
         _empty_drows(dout, operands.rows, keep_drows),
+        dout.new_empty(_low_shape(operands, operands.experts.adapters.down_b)),
+        dout.new_empty(_low_shape(operands, operands.experts.adapters.up_b)),
     )
 
 
 @registered_op("experts_w_down_gradient")
 def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    is_kept = drows.dim() == 2
+    return w_down_gradient(rows, dout, _copied(dout, drows, experts, rows), weighted)
+
+
+def _copied(dout: Tensor, drows: Tensor, experts: Experts, rows: Rows) -> Tensor | None:  # [R, D]
+    """The copied rows of `dout`, None where GEMMs gather. `drows` holds them if it was kept."""
     if not copies_dout(experts, rows, rows.as_read(dout)):
-        drows = None
-    elif not is_kept:
-        drows = copy_dout(experts, rows, dout)
-    return w_down_gradient(rows, dout, drows, weighted)
+        return None
+    return drows if drows.dim() == 2 else copy_dout(experts, rows, dout)
 
 
 @_w_down_gradient_op.register_fake
 def _(dout, drows, weighted, experts, rows):
     return dout.new_empty(experts.weights.w_down.shape)
+
+
+class _FactorGradients(NamedTuple):
+    da: Tensor  # [E, r, in]
+    db: Tensor  # [E, r, out], transposed
+
+
+@registered_op("experts_down_adapter_gradients")
+def _down_adapter_gradients_op(
+    dout: Tensor, drows: Tensor, weighted: Tensor, down_low: Tensor, experts: Experts, rows: Rows
+) -> _FactorGradients:
+    drows = _copied(dout, drows, experts, rows)
+    return _FactorGradients(*down_adapter_gradients(experts, rows, dout, drows, weighted, down_low))
+
+
+@_down_adapter_gradients_op.register_fake
+def _(dout, drows, weighted, down_low, experts, rows):
+    _, _, a, b = experts.adapters
+    return _FactorGradients(dout.new_empty(a.shape), dout.new_empty(b.shape[0], b.shape[2], b.shape[1]))
+
+
+@registered_op("experts_up_adapter_gradients")
+def _up_adapter_gradients_op(
+    dpreactivation: Tensor,
+    low: Tensor,
+    up_low: Tensor,
+    tokens: Tensor,
+    topk_weights: Tensor,
+    experts: Experts,
+    rows: Rows,
+) -> _FactorGradients:
+    return _FactorGradients(*up_adapter_gradients(experts, rows, tokens, dpreactivation, low, up_low, topk_weights))
+
+
+@_up_adapter_gradients_op.register_fake
+def _(dpreactivation, low, up_low, tokens, topk_weights, experts, rows):
+    a, b, _, _ = experts.adapters
+    return _FactorGradients(tokens.new_empty(a.shape), tokens.new_empty(b.shape[0], b.shape[2], b.shape[1]))
 
 
 @registered_op("experts_w_up_gradient")
@@ -213,9 +309,12 @@ class _InputGradients(NamedTuple):
 
 
 @registered_op("experts_tokens_gradient")
-def _tokens_gradient_op(dpreactivation: Tensor, dtopk_weights: Tensor, operands: ExpertOperands) -> _InputGradients:
+def _tokens_gradient_op(
+    dpreactivation: Tensor, up_low: Tensor, dtopk_weights: Tensor, operands: ExpertOperands
+) -> _InputGradients:
     tokens, topk_weights, experts, w_router, rows, _ = operands
-    dup_input = rows.gemm(dpreactivation, experts.weights.w_up)  # dX [R, D]
+    adapted = experts.adapters.up_a is not None
+    dup_input = up_input_gradient(experts, rows, dpreactivation, up_low if adapted else None)  # dX [R, D]
     dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
     if not experts.weight_on_input:
         return _InputGradients(dtokens, topk_weights.new_empty(0))
@@ -223,7 +322,7 @@ def _tokens_gradient_op(dpreactivation: Tensor, dtopk_weights: Tensor, operands:
 
 
 @_tokens_gradient_op.register_fake
-def _(dpreactivation, dtopk_weights, operands):
+def _(dpreactivation, up_low, dtopk_weights, operands):
     weights = operands.topk_weights
     shape = weights.shape if operands.experts.weight_on_input else 0
     return _InputGradients(dpreactivation.new_empty(operands.tokens.shape), weights.new_empty(shape))

@@ -44,8 +44,13 @@ class Rows(NamedTuple):
         *,
         bias: Tensor | None = None,  # [E, N]
         gather: bool = False,
+        extra: tuple[Tensor, Tensor] | None = None,  # [R, r] and [E, r, N]
     ) -> Tensor:  # [R, N]
-        """One product per row, its own expert's, plus its bias; `gather` reads the rows of `a` by token."""
+        """Multiply each row by its expert's matrix and add the bias. `gather` reads the rows of `a` by token.
+
+        The product of `extra` is added before rounding.
+        """
+        extra_a, extra_b = extra or (None, None)
         out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
         args = GroupedGemmArguments(
@@ -56,6 +61,8 @@ class Rows(NamedTuple):
             tile_table=self.table,
             zero_tail=False,
             bias=bias,
+            extra_a=extra_a,
+            extra_b=extra_b,
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
         )
@@ -63,19 +70,33 @@ class Rows(NamedTuple):
         return out
 
     def activated_gemm(
-        self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, *, gather: bool
+        self,
+        a: Tensor,
+        b: Tensor,
+        activation: Activation,
+        bias: Tensor | None,
+        *,
+        gather: bool,
+        extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(product [R, 2F or F], the activation [R, F] of product plus bias)."""
         fusible = activation.published and activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
-        if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather)):
+        if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
             return fused
-        preactivation = self.gemm(a, b, gather=gather)
+        preactivation = self.gemm(a, b, gather=gather, extra=extra)
         return preactivation, launch_activation(preactivation, activation, self.row_bias(bias))
 
     def _fused_gemm(
-        self, a: Tensor, b: Tensor, activation: Activation, bias: Tensor | None, gather: bool
+        self,
+        a: Tensor,
+        b: Tensor,
+        activation: Activation,
+        bias: Tensor | None,
+        gather: bool,
+        extra: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor] | None:
         """Product and activation from one kernel, or None if there is none for these arguments."""
+        extra_a, extra_b = extra or (None, None)
         num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
         args = GroupedGemmArguments(
             a,
@@ -87,6 +108,8 @@ class Rows(NamedTuple):
             preactivation=a.new_empty(num_rows, num_columns),
             zero_tail=False,
             bias=bias,
+            extra_a=extra_a,
+            extra_b=extra_b,
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
         )

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..activation.ops import Destination, launch_weighted_activation_backward
 from ..activation_spec import Activation
 from ..permutation.permute import launch_slot_products
-from ..types import ExpertWeights
+from ..types import ExpertAdapters, ExpertWeights
 from .expert_bias import launch_segment_sum
 from .router_gradient import launch_combine_with_router
 from .rows import Rows
@@ -23,21 +24,59 @@ from .rows import Rows
 _activation = functools.cache(Activation)
 
 
+class Adapters(NamedTuple):
+    """`ExpertAdapters` as the kernels read them: in the weights' dtype, one per expert, the scale in `up_b` and
+    `down_b`, ranks that are multiples of 8."""
+
+    up_a: Tensor | None = None  # [E, r, D]
+    up_b: Tensor | None = None  # [E, 2F or F, r]
+    down_a: Tensor | None = None  # [E, r, F]
+    down_b: Tensor | None = None  # [E, D, r]
+
+    @classmethod
+    def of(cls, adapters: ExpertAdapters, weights: ExpertWeights) -> Adapters:
+        """Autograd differentiates through this."""
+        up_a, up_b, down_a, down_b, scale = adapters
+        shape = len(weights.w_up), weights.w_up.dtype
+        return cls(
+            None if up_a is None else _factor(up_a, 1, 1.0, *shape),
+            None if up_b is None else _factor(up_b, 2, scale, *shape),
+            None if down_a is None else _factor(down_a, 1, 1.0, *shape),
+            None if down_b is None else _factor(down_b, 2, scale, *shape),
+        )
+
+
+def _factor(factor: Tensor, rank_axis: int, scale: float, num_experts: int, dtype: torch.dtype) -> Tensor:
+    factor = (factor if scale == 1.0 else factor * scale).to(dtype)
+    if padding := -factor.shape[rank_axis] % 8:
+        factor = functional.pad(factor, (0, padding) if rank_axis == 2 else (0, 0, 0, padding))
+    return factor.expand(num_experts, -1, -1).contiguous()
+
+
 class Experts(NamedTuple):
     """Weights and settings, the same for all chunks."""
 
     weights: ExpertWeights  # contiguous biases
+    adapters: Adapters
     activation: str
     limit: float | None
     alpha: float | None
     weight_on_input: bool = False
 
     @classmethod
-    def of(cls, weights: ExpertWeights, activation: Activation, *, weight_on_input: bool = False) -> Experts:
+    def of(
+        cls,
+        weights: ExpertWeights,
+        activation: Activation,
+        *,
+        adapters: ExpertAdapters | None = None,
+        weight_on_input: bool = False,
+    ) -> Experts:
         w_up, w_down, b_up, b_down = weights
         b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
         weights = ExpertWeights(w_up, w_down, b_up, b_down)
-        return cls(weights, activation.name, activation.limit, activation.alpha, weight_on_input)
+        factors = Adapters() if adapters is None else Adapters.of(adapters, weights)
+        return cls(weights, factors, activation.name, activation.limit, activation.alpha, weight_on_input)
 
     def kind(self) -> Activation:
         return _activation(self.activation, self.limit, self.alpha)
@@ -54,6 +93,7 @@ class Experts(NamedTuple):
 class Activated(NamedTuple):
     preactivation: Tensor  # H [R, 2F or F], for backward
     activated: Tensor  # A [R, F]
+    low: Tensor | None  # X @ up_a^T [R, r], for backward; None without adapters
 
 
 def activate(
@@ -63,16 +103,25 @@ def activate(
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> Activated:
     """H = gather(tokens) @ w_up^T and A = activation(H)."""
-    weights, tokens = experts.weights, rows.as_read(tokens)
+    weights, (up_a, up_b, _, _), tokens = experts.weights, experts.adapters, rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, weights).tokens_forward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
+    low = extra = None
+    if up_a is not None:
+        low = rows.gemm(rows_in, up_a.transpose(1, 2), gather=not copy)
+        extra = low, up_b.transpose(1, 2)
     w_up = weights.w_up.transpose(1, 2)
-    return Activated(*rows.activated_gemm(rows_in, w_up, experts.kind(), weights.b_up, gather=not copy))
+    hidden = rows.activated_gemm(rows_in, w_up, experts.kind(), weights.b_up, gather=not copy, extra=extra)
+    return Activated(*hidden, low)
 
 
 def down(experts: Experts, rows: Rows, activated: Tensor) -> Tensor:  # [R, F] -> [R, D]
     """Y = A @ w_down^T."""
-    return rows.gemm(activated, experts.weights.w_down.transpose(1, 2), bias=experts.weights.b_down)
+    weights, (_, _, down_a, down_b) = experts.weights, experts.adapters
+    extra = None
+    if down_a is not None:
+        extra = rows.gemm(activated, down_a.transpose(1, 2)), down_b.transpose(1, 2)
+    return rows.gemm(activated, weights.w_down.transpose(1, 2), bias=weights.b_down, extra=extra)
 
 
 class HiddenGradients(NamedTuple):
@@ -82,6 +131,8 @@ class HiddenGradients(NamedTuple):
     weighted: Tensor  # A_w [R, F]
     dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
     drows: Tensor | None  # [R, D] from `copy_dout`
+    down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
+    up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters
 
 
 def hidden_gradients(
@@ -101,8 +152,12 @@ def hidden_gradients(
     both are written there.
     """
     dout, (_, w_down, b_up, b_down) = rows.as_read(dout), experts.weights
+    _, up_b, down_a, down_b = experts.adapters
     drows = copy_dout(experts, rows, dout)
-    dactivated = rows.gemm(dout.contiguous() if drows is None else drows, w_down, gather=drows is None)  # dA' [R, F]
+    gather, given = drows is None, dout.contiguous() if drows is None else drows
+    down_low = None if down_b is None else rows.gemm(given, down_b, gather=gather)
+    extra = None if down_b is None else (down_low, down_a)
+    dactivated = rows.gemm(given, w_down, gather=gather, extra=extra)  # dA' [R, F]
     if overwrite:
         destination = Destination(preactivation, dactivated, rows.slot_to_row)
     dpreactivation, dtopk_weights = launch_weighted_activation_backward(
@@ -117,7 +172,8 @@ def hidden_gradients(
     )
     if b_down is not None and needs_topk_weights and not experts.weight_on_input:
         dtopk_weights += launch_slot_products(dout, b_down, rows.slot_experts())
-    return HiddenGradients(dpreactivation, dactivated, dtopk_weights, drows)
+    up_low = None if up_b is None else rows.gemm(dpreactivation, up_b)
+    return HiddenGradients(dpreactivation, dactivated, dtopk_weights, drows, down_low, up_low)
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
@@ -150,10 +206,56 @@ def w_up_gradient(
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> Tensor:  # [E, 2F or F, D]
     """dH^T @ gather(tokens)."""
+    rows_in, gather = _input_in_backward(experts, rows, tokens, topk_weights)
+    return rows.wgrad(dpreactivation, rows_in, gather_dout=gather)
+
+
+def up_adapter_gradients(
+    experts: Experts,
+    rows: Rows,
+    tokens: Tensor,  # [T, D]
+    dpreactivation: Tensor,  # dH [R, 2F or F]
+    low: Tensor,  # [R, r] from `activate`
+    up_low: Tensor,  # [R, r] from `hidden_gradients`
+    topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
+    """(dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH."""
+    rows_in, gather = _input_in_backward(experts, rows, tokens, topk_weights)
+    return rows.wgrad(up_low, rows_in, gather_dout=gather), rows.wgrad(low, dpreactivation)
+
+
+def down_adapter_gradients(
+    experts: Experts,
+    rows: Rows,
+    dout: Tensor,  # [T, D]
+    drows: Tensor | None,  # [R, D] from `copy_dout`
+    weighted: Tensor,  # A_w [R, F]
+    down_low: Tensor,  # [R, r] from `hidden_gradients`
+) -> tuple[Tensor, Tensor]:  # ddown_a [E, r, F], ddown_b transposed [E, r, D]
+    """(gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
+    low = rows.gemm(weighted, experts.adapters.down_a.transpose(1, 2))
+    given = rows.as_read(dout).contiguous() if drows is None else drows
+    return rows.wgrad(down_low, weighted), rows.wgrad(low, given, gather_dout=drows is None)
+
+
+def _input_in_backward(
+    experts: Experts, rows: Rows, tokens: Tensor, topk_weights: Tensor | None
+) -> tuple[Tensor, bool]:
+    """Return the experts' input for a gradient, and whether its GEMM gathers the rows."""
     tokens = rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
-    rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
-    return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy)
+    return (rows.permute(tokens, experts.input_weights(topk_weights)), False) if copy else (tokens, True)
+
+
+def up_input_gradient(
+    experts: Experts,
+    rows: Rows,
+    dpreactivation: Tensor,  # dH [R, 2F or F]
+    up_low: Tensor | None,  # [R, r] from `hidden_gradients`
+) -> Tensor:  # [R, D]
+    """dX = dH @ w_up."""
+    extra = None if up_low is None else (up_low, experts.adapters.up_a)
+    return rows.gemm(dpreactivation, experts.weights.w_up, extra=extra)
 
 
 def tokens_gradient(

@@ -191,13 +191,16 @@ class Arguments(abc.ABC):
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
+    `extra_a` and `extra_b` lengthen the reduction: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is rounded
+    once.
+
     With an epilogue, `preactivation` is this without the bias. `out` is the activation of the stored values plus the
     bias, because sums that are rounded first cross the limits of clamps more often. N is 2F if gated, else F.
     """
 
-    tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", "bias", "row_scale", "scale_a", "scale_b")
     operand_names = ("A", "B", "out")
-    optional_operands: ClassVar[tuple[str, ...]] = ("bias", "row_scale", "scale_a", "scale_b")
+    optional_operands: ClassVar[tuple[str, ...]] = ("bias", "row_scale", "scale_a", "scale_b", "extra_a", "extra_b")
+    tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", *optional_operands)
 
     A: Tensor  # [R, K]; [T, K] with row_to_token
     B: Tensor  # [G, K, N]
@@ -213,6 +216,8 @@ class GroupedGemmArguments(Arguments):
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
+    extra_a: Tensor | None = None  # [R, r], never gathered
+    extra_b: Tensor | None = None  # [G, r, N]
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
     assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
 
@@ -243,6 +248,7 @@ class GroupedGemmArguments(Arguments):
             self.assumed_rows,
             self.out.shape[0] == 0,
             None if product is None else layout_of(product),
+            None if self.extra_a is None else (self.extra_a.shape[1], layout_of(self.extra_a), layout_of(self.extra_b)),
             self._layouts(),
         )
 
@@ -273,7 +279,18 @@ class GroupedGemmArguments(Arguments):
             or self._expect("row_scale", num_rows, dtype=torch.float32)
             or self._expect("scale_a", num_a_rows, dtype=torch.float32)
             or self._expect("scale_b", num_groups, num_columns, dtype=torch.float32)
+            or self._extra_error(num_rows, num_groups, num_columns)
             or self._expect_one_of("offsets", "tile_table")
+        )
+
+    def _extra_error(self, num_rows: int, num_groups: int, num_columns: int) -> str | None:
+        if (self.extra_a is None) != (self.extra_b is None):
+            return "Operand `extra_a`: expected together with extra_b, got one of them"
+        if self.extra_a is None:
+            return None
+        rank, dtype = self.extra_a.shape[-1], self.A.dtype
+        return self._expect("extra_a", num_rows, rank, dtype=dtype) or self._expect(
+            "extra_b", num_groups, rank, num_columns, dtype=dtype
         )
 
 

@@ -145,14 +145,16 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
     bounds = _bounds(args, len(args.out))
     for group in _sampled(len(args.B), first):
         rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
-        a, product = _rows_of(args.A, args.row_to_token, rows), args.product[rows]
+        a, b, product = _rows_of(args.A, args.row_to_token, rows), args.B[g], args.product[rows]
+        if args.extra_a is not None:
+            a, b = torch.cat([a, args.extra_a[rows]], 1), torch.cat([b, args.extra_b[g]], 1)
         options = {
             "bias": None if args.bias is None or args.epilogue is not None else args.bias[g],
             "row_scale": _rows_of(args.row_scale, None, rows),
             "scale_a": _rows_of(args.scale_a, args.row_to_token, rows),
             "scale_b": None if args.scale_b is None else args.scale_b[g],
         }
-        yield _compare(reference.grouped_gemm, product, a, args.B[g], _one_group(a), **options)
+        yield _compare(reference.grouped_gemm, product, a, b, _one_group(a), **options)
         if args.epilogue is not None:
             activate = partial(reference.apply_activation, activation=args.epilogue)
             bias = 0.0 if args.bias is None else args.bias[group].double()

@@ -158,7 +158,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     Forms: "plain" has ordinary sizes. "other" stores B as [G, N, K] or gathers the other operand, if the kernel allows
     it. "eights" has sizes that are multiples of 8 only, without telling the compiler. "full" has every optional operand
     and a float32 result. "bias" and "float32_bias" have only a bias. "offsets" is "float32_bias" with offsets instead
-    of a tile table.
+    of a tile table. "extra" has only the second pair of operands.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
@@ -183,8 +183,13 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         per_group, per_row = (num_groups, size_n), (num_rows,)
         shapes = {"bias": per_group, "row_scale": per_row, "scale_a": per_row, "scale_b": per_group}
         has_bias = "bias" in form or form == "offsets"
-        optional = kernel.metadata.optional_operands if form == "full" else ("bias",) if has_bias else ()
+        named = kernel.metadata.optional_operands if form == "full" else ("bias",) if has_bias else ()
         dtype = operands.A.dtype if form == "bias" else torch.float32
+        optional = {name: torch.empty(shapes[name], dtype=dtype) for name in named if name in shapes}
+        if form == "extra" or "extra_a" in named:
+            extra_b = b.new_empty(num_groups, size_n, 16).transpose(1, 2)
+            extra_b = extra_b if b.stride(1) == 1 else extra_b.contiguous()
+            optional |= {"extra_a": a.new_empty(num_rows, 16), "extra_b": extra_b}
         out = product
         if epilogue is not None:
             out = torch.empty(num_rows, size_n // (1 + is_gated(epilogue)), dtype=operands.out.dtype)
@@ -196,7 +201,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             **({"offsets": torch.zeros(num_groups, dtype=torch.int32)} if form == "offsets" else {"tile_table": table}),
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
-            **{name: torch.empty(shapes[name], dtype=dtype) for name in optional},
+            **optional,
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
     out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
@@ -389,11 +394,13 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         alike = no_epilogue or not isinstance(design, mk.WarpSpecializedDesign)
         takes_bias = is_bfloat16 and alike and "bias" in kernel.metadata.optional_operands
         first = "float32_bias" if takes_bias else "plain"
+        wide = isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256
+        extra = ("extra",) if wide and is_bfloat16 and "extra_a" in kernel.metadata.optional_operands else ()
         if design.gather:
-            return (first, "eights") if is_bfloat16 else (first,)
+            return (first, "eights", *extra) if is_bfloat16 else (first,)
         # A tile's position depends neither on its width nor on the layout of B.
-        walks = isinstance(design, mk.WarpSpecializedDesign) and design.tile_shape[1] == 256 and takes_bias
-        return ("offsets",) if walks and operands.B.layout == "column" else (first,)
+        walks = wide and takes_bias and operands.B.layout == "column"
+        return ("offsets" if walks else first, *extra)
     if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes in the same way.

@@ -43,6 +43,11 @@ class GroupedGemmKernel(Kernel):
         for name in args.optional_operands:
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
+        if args.extra_a is not None:
+            operands = self.metadata.operands
+            for name, operand in (("extra_a", operands.A), ("extra_b", operands.B)):
+                if error := operand_error(operand, getattr(args, name)):
+                    return Status(f"Operand `{name}`: {error}")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:

@@ -75,6 +75,10 @@ def _grouped_gemm_kernel(
     scale_a_strides,
     scale_b_ptr,  # [G, N], or None
     scale_b_strides,
+    extra_a_ptr,  # [R, EXTRA_K], or None
+    extra_a_strides,
+    extra_b_ptr,  # [G, EXTRA_K, N], or None
+    extra_b_strides,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
@@ -83,6 +87,7 @@ def _grouped_gemm_kernel(
     K,
     N,
     EVEN_K: tl.constexpr,
+    EXTRA_K: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP_TILES: tl.constexpr,
@@ -127,6 +132,21 @@ def _grouped_gemm_kernel(
         BLOCK_N,
         BLOCK_K,
     )
+    if extra_a_ptr is not None:
+        total += multiply_tile(
+            extra_a_ptr + row[:, None] * extra_a_strides[0] + k[None, :] * extra_a_strides[1],
+            extra_a_strides[1],
+            row_mask,
+            extra_b_ptr + group * extra_b_strides[0] + k[:, None] * extra_b_strides[1] + column * extra_b_strides[2],
+            extra_b_strides[1],
+            column_mask,
+            tl.where(group < G, EXTRA_K, 0),
+            EXTRA_K % BLOCK_K == 0,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
     if scale_a_ptr is not None:
         total *= tl.load(scale_a_ptr + a_row * scale_a_strides[0], mask=row_inside, other=0.0)[:, None]
     if scale_b_ptr is not None:
@@ -168,6 +188,8 @@ class PointerGroupedGemm(GroupedGemmKernel):
                 *_with_strides(args.row_scale),
                 *_with_strides(args.scale_a),
                 *_with_strides(args.scale_b),
+                *_with_strides(args.extra_a),
+                *_with_strides(args.extra_b),
                 table.bounds,
                 table.tiles,
                 table.num_tiles,
@@ -178,6 +200,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
             ),
             {
                 "EVEN_K": depth % block_k == 0,
+                "EXTRA_K": 0 if args.extra_a is None else args.extra_a.shape[1],
                 "ZERO_TAIL": int(args.zero_tail),
                 "PRECISION": dot_precision(args.A),
                 "GROUP_TILES": design.group_tiles,
@@ -193,6 +216,8 @@ class PointerGroupedGemm(GroupedGemmKernel):
 def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
     return tensor, None if tensor is None else tensor.stride()
 
+
+EXTRA = ("extra_a", "extra_b")
 
 # Every tile fits the shared memory of the smallest GPU of its generation (99 KiB).
 _TILES = {
@@ -224,7 +249,7 @@ def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerGroupedGemm:
             FLOAT8_CC if dtype == FLOAT8 else 80,
             operands,
             design,
-            optional_operands=("bias", "row_scale", *(("scale_a", "scale_b") if dtype == FLOAT8 else ())),
+            optional_operands=("bias", "row_scale", *(("scale_a", "scale_b") if dtype == FLOAT8 else EXTRA)),
         )
     )
 

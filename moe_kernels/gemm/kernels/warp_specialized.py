@@ -23,6 +23,7 @@ from ..kernel import (
     WgradOperands,
 )
 from .base import GroupedGemmKernel, WgradKernel, kernel_name, num_programs
+from .pointer import EXTRA
 from .ragged import ragged_shape_and_strides
 
 if OBSTACLE is None:
@@ -137,6 +138,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
         pieces = _pieces(self.metadata.epilogue)
+        extra_steps = 0 if args.extra_a is None else cdiv(args.extra_a.shape[1], block_k)
         out_desc, activated_desc = _ragged_descriptor(args.out, half), None
         if pieces:
             out_desc, activated_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
@@ -150,6 +152,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             (
                 *a,
                 _descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
+                *self._extra(args),
                 args.bias,
                 None if args.bias is None else args.bias.stride(0),
                 out_desc,
@@ -159,10 +162,20 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 num_columns,
                 cdiv(num_columns, block_n),
                 # A finished tile is written in parts, during the first steps of the next tile.
-                max(cdiv(depth, block_k), _PRODUCT_PARTS + pieces),
+                max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail, num_groups),
+            _options(self, args.zero_tail, num_groups, extra_steps),
         )
+
+    def _extra(self, args: GroupedGemmArguments) -> tuple[Any, ...]:
+        """Return the kernel's arguments for the second pair of operands."""
+        if args.extra_a is None:
+            return (None,) * 5
+        block_m, _, block_k = self.metadata.design.tile_shape
+        b_desc = _descriptor(args.extra_b, _b_form(self, args.extra_b.shape, args.extra_b.stride()))
+        if self.metadata.design.gather:
+            return None, args.extra_a, args.extra_a.stride(0), args.extra_a.shape[1], b_desc
+        return _plain_descriptor(args.extra_a, block_m, block_k), None, None, None, b_desc
 
     def metadata_bytes(self, args: GroupedGemmArguments) -> int:
         return 0 if self._walks(args) else super().metadata_bytes(args)
@@ -194,13 +207,16 @@ def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tupl
 
 
 @functools.cache
-def _options(kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None) -> dict[str, Any]:
+def _options(
+    kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None, extra_steps: int
+) -> dict[str, Any]:
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     block_m, block_n, block_k = design.tile_shape
     pieces = _pieces(epilogue)
     return {
         "NUM_GROUPS": num_groups,
         "ZERO_TAIL": int(zero_tail),
+        "EXTRA_STEPS": extra_steps,
         "B_COLUMN": kernel.metadata.operands.B.layout == "column",
         "FORWARD": FORWARD[epilogue] if pieces else None,
         "GATED": is_gated(epilogue),
@@ -288,7 +304,7 @@ def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, e
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
     # A gather together with an activation leaves no registers for a bias.
-    optional = () if design.gather and epilogue is not None else ("bias",)
+    optional = EXTRA if design.gather and epilogue is not None else ("bias", *EXTRA)
     cls = WarpSpecializedGroupedGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
 

@@ -42,6 +42,9 @@ def _produce_contiguous(
     ring,
     a_desc,
     b_desc,
+    extra_a_desc,
+    extra_b_desc,
+    EXTRA_STEPS: gl.constexpr,
     B_COLUMN: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -53,8 +56,12 @@ def _produce_contiguous(
     group, row, _, column = tile_at(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
-        for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
+        for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
             load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
+            step += 1
+        for extra in gl.static_range(EXTRA_STEPS):
+            b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
+            load_step(ring, step, extra_a_desc, [row, extra * BLOCK_K], extra_b_desc, b_at)
             step += 1
         group = next_group
         row = next_row
@@ -70,6 +77,11 @@ def _produce_gathered(
     row_to_token_ptr,
     depth,
     b_desc,
+    extra_a_ptr,
+    extra_a_stride,
+    extra_depth,
+    extra_b_desc,
+    EXTRA_STEPS: gl.constexpr,
     B_COLUMN: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -89,13 +101,25 @@ def _produce_gathered(
         next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
         next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
         pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
-        for k in range(0, tiles.num_steps * BLOCK_K, BLOCK_K):
+        for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
             gather_block(ready, pointers + k, (k + c < depth)[None, :], ring.a.index(slot))
             step += 1
+        for extra in gl.static_range(EXTRA_STEPS):
+            slot = free_slot(ring, step)
+            ready = ring.full.index(slot)
+            b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
+            load_block(ready, extra_b_desc, b_at, ring.b.index(slot))
+            extra_row = gl.minimum(row + r, max(end - 1, 0)).to(gl.int64)
+            k = extra * BLOCK_K + c
+            extra_pointers = extra_a_ptr + (extra_row * (extra_a_stride // 8 * 8))[:, None] + k[None, :]
+            gather_block(ready, extra_pointers, (k < extra_depth // 8 * 8)[None, :], ring.a.index(slot))
+            step += 1
         group = next_group
+        row = next_row
+        end = next_end
         token = next_token
         column = next_column
 
@@ -110,6 +134,12 @@ def _produce(
     row_to_token_ptr,
     depth,
     b_desc,
+    extra_a_desc,  # None if gathered
+    extra_a_ptr,  # None unless gathered
+    extra_a_stride,
+    extra_depth,
+    extra_b_desc,
+    EXTRA_STEPS: gl.constexpr,
     B_COLUMN: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -117,10 +147,13 @@ def _produce(
 ):
     if a_desc is None:
         _produce_gathered(
-            tiles, ring, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, B_COLUMN, GATED, BLOCK_N, BLOCK_K
-        )
+            tiles, ring, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
+            extra_a_ptr, extra_a_stride, extra_depth, extra_b_desc, EXTRA_STEPS, B_COLUMN, GATED, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     else:
-        _produce_contiguous(tiles, ring, a_desc, b_desc, B_COLUMN, GATED, BLOCK_N, BLOCK_K)
+        _produce_contiguous(
+            tiles, ring, a_desc, b_desc, extra_a_desc, extra_b_desc, EXTRA_STEPS, B_COLUMN, GATED, BLOCK_N, BLOCK_K
+        )
 
 
 @gluon.jit
@@ -284,6 +317,11 @@ def grouped_gemm_kernel(
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
+    extra_a_desc,  # [R, r] of a second pair of operands, or None; like all of it, without EXTRA_STEPS
+    extra_a_ptr,  # [R, r] instead, if the rows of A are gathered
+    extra_a_stride,
+    extra_depth,  # r
+    extra_b_desc,  # like b_desc, r instead of K
     bias_ptr,  # [G, N], or None; with an activation, the activation's bias
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
@@ -297,6 +335,7 @@ def grouped_gemm_kernel(
     num_steps,  # steps of the reduction, at least the number of parts of a finished tile
     NUM_GROUPS: gl.constexpr,  # G without a table, else None
     ZERO_TAIL: gl.constexpr,
+    EXTRA_STEPS: gl.constexpr,  # last steps of the reduction, of the second pair of operands
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
@@ -349,7 +388,8 @@ def grouped_gemm_kernel(
             (
                 _produce,
                 (
-                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
+                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, extra_a_desc,
+                    extra_a_ptr, extra_a_stride, extra_depth, extra_b_desc, EXTRA_STEPS,
                     B_COLUMN, GATED, BLOCK_N, BLOCK_K,
                 ),
             ),
