@@ -1,0 +1,236 @@
+"""LoRA on the experts of one layer, against full fine-tuning and other ways to compute it.
+
+    python -m benchmarks.lora --commit $(git rev-parse --short HEAD) --output benchmarks/results/lora.json
+
+Every form computes router, experts and combine, forward and backward with a gradient for the tokens:
+
+    lora              adapters inside `fused_experts`, base frozen
+    frozen            the frozen layer without adapters
+    full              full fine-tuning of the layer
+    materialised      base + scale * B @ A as a new weight, which is what PEFT's wrapper of parameters computes, in
+                      `fused_experts`; backward makes the gradient of the whole weight
+    grouped_mm        the same weight in `torch.nn.functional.grouped_mm`, eager, as transformers computes it
+    grouped_mm_split  grouped_mm(x, W) + grouped_mm(grouped_mm(x, A), B), compiled
+
+Each form's output and gradients of the adapters are first checked on fewer tokens. The dense bound
+is the sum of the medians of the base's GEMMs in forward and for the gradient of their inputs, with all rows in one
+matrix, plus the time to read and write the adapters' rows once at the bandwidth of a copy in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_kernels import ExpertAdapters, fused_experts, reference, sort_by_expert
+from moe_kernels.testing import assert_accurate
+from moe_layers import MoEFeedForward
+
+from .baselines import dense_gemms
+from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
+from .shapes import SHAPES, TINY, Shape
+from .timing import in_a_graph, time_interleaved
+
+LORA_SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b")
+FACTORS = ("up_a", "up_b", "down_a", "down_b")
+_CHECKED_TOKENS = 512
+
+
+class Adapted(nn.Module):
+    """A layer's experts with adapters, in one of the forms above. The router is frozen in all but `full`."""
+
+    def __init__(self, layer: MoEFeedForward, rank: int, form: str):
+        super().__init__()
+        self.form, self.scale = form, 2.0
+        self.top_k, self.w_router = layer.router.top_k, layer.router.weight
+        self.w_up, self.w_down = layer.experts.w_up, layer.experts.w_down
+        num_experts, d_up, d_model = self.w_up.shape
+        sizes = (rank, d_model), (d_up, rank), (rank, self.w_down.shape[2]), (d_model, rank)
+        if form not in ("frozen", "full"):
+            generator = torch.Generator(self.w_up.device).manual_seed(1)
+            for name, size in zip(FACTORS, sizes, strict=True):
+                factor = torch.empty(num_experts, *size, device=self.w_up.device, dtype=self.w_up.dtype)
+                self.register_parameter(name, nn.Parameter(factor.normal_(std=0.02, generator=generator)))
+        self.implementation: str | None = None
+
+    @property
+    def factors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in FACTORS]
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [T, D]
+        logits = functional.linear(tokens, self.w_router).float()
+        chosen, experts = logits.topk(self.top_k)
+        return self.experts(tokens, chosen.softmax(-1), experts.int())
+
+    def experts(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        if self.form.startswith("grouped_mm"):
+            return self._grouped_mm(tokens, weights, experts)
+        permutation = sort_by_expert(experts, len(self.w_up), implementation=self.implementation)
+        w_up, w_down = self._materialised() if self.form == "materialised" else (self.w_up, self.w_down)
+        adapters = ExpertAdapters(*self.factors, self.scale) if self.form == "lora" else None
+        options = {"adapters": adapters, "implementation": self.implementation}
+        return fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+
+    def _materialised(self) -> tuple[Tensor, Tensor]:
+        up_a, up_b, down_a, down_b = self.factors
+        return self.w_up + self.scale * (up_b @ up_a), self.w_down + self.scale * (down_b @ down_a)
+
+    def _grouped_mm(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        order = experts.flatten().sort(stable=True)
+        boundaries = torch.arange(len(self.w_up), device=tokens.device, dtype=order.values.dtype)
+        offsets = torch.searchsorted(order.values, boundaries, right=True).int()
+        slot_to_row = torch.empty_like(order.indices)
+        slot_to_row[order.indices] = torch.arange(len(slot_to_row), device=tokens.device)
+        rows = tokens[order.indices // self.top_k]
+        split = self.form == "grouped_mm_split"
+        w_up, w_down = (self.w_up, self.w_down) if split else self._materialised()
+        up_a, up_b, down_a, down_b = self.factors
+
+        def multiply(rows: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            product = functional.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+            if not split:
+                return product
+            low = functional.grouped_mm(rows, a.transpose(1, 2), offs=offsets)
+            return product + self.scale * functional.grouped_mm(low, b.transpose(1, 2), offs=offsets)
+
+        gate, up = multiply(rows, w_up, up_a, up_b).chunk(2, dim=-1)
+        rows = multiply(functional.silu(gate) * up, w_down, down_a, down_b)
+        chosen = rows[slot_to_row].view(len(tokens), self.top_k, -1)
+        return (chosen * weights[..., None]).sum(1).to(tokens.dtype)
+
+
+FORMS = ("lora", "frozen", "full", "materialised", "grouped_mm", "grouped_mm_split")
+
+
+def make_form(shape: Shape, form: str, rank: int, device: str, dtype: torch.dtype) -> tuple[nn.Module, MoEFeedForward]:
+    """Return the form and the layer whose weights it holds."""
+    layer = make_layer(shape, device, dtype)
+    if form != "full":
+        layer.requires_grad_(False)
+    return Adapted(layer, rank, form), layer
+
+
+def check(module: Adapted, tokens: Tensor) -> None:
+    """Check the output and the gradients of tokens and adapters on a few tokens, for one choice of experts.
+
+    `lora` must hold the tests' error budget. The other forms round the sum of weight and adapter, or the products one
+    by one: the norm of each error may be 2 % of the result's.
+    """
+    tokens = tokens[:_CHECKED_TOKENS]
+    with torch.no_grad():
+        chosen, experts = functional.linear(tokens, module.w_router).float().topk(module.top_k)
+        weights, experts = chosen.softmax(-1), experts.int()
+    permutation = reference.sort_by_expert(experts, len(module.w_up))
+    dout = torch.randn_like(tokens)
+
+    def run_reference(dtype: torch.dtype) -> list[Tensor]:
+        leaf, *factors = (t.detach().to(dtype).requires_grad_() for t in (tokens, *module.factors))
+        base = module.w_up.detach().to(dtype), module.w_down.detach().to(dtype)
+        adapters = ExpertAdapters(*factors, module.scale)
+        out = reference.fused_experts(
+            leaf, weights.to(torch.promote_types(dtype, torch.float32)), permutation, *base, adapters=adapters
+        )
+        return [out, *torch.autograd.grad(out, [leaf, *factors], dout.to(out.dtype))]
+
+    leaf = tokens.detach().requires_grad_()
+    out = module.experts(leaf, weights, experts)
+    actual = [out, *torch.autograd.grad(out, [leaf, *module.factors], dout)]
+    names = ("out", "dtokens", *(f"d{name}" for name in FACTORS))
+    for name, a, b, e in zip(names, actual, run_reference(tokens.dtype), run_reference(torch.float64), strict=True):
+        if module.form == "lora":
+            assert_accurate(a, b, e, name)
+        else:
+            error = float((a.double() - e).norm() / e.norm())
+            assert error < 0.02, f"{module.form} {name}: relative error {error}"
+
+
+def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
+    """Bytes of all rows that the adapters' own products read and write, each once."""
+    wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff  # X, G and their gradients' products; dH; A, A_w
+    return itemsize * shape.num_rows * (wide + 12 * rank)
+
+
+def bench(shape: Shape, rank: int, forms: list[str], options: argparse.Namespace) -> list[dict]:
+    """Return a row per form."""
+    device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
+    modules, runs, memory = {}, {}, {}
+    for form in forms:
+        module, layer = make_form(shape, form, rank, device, dtype)
+        tokens = make_tokens(layer, shape, "even", dtype)
+        if form not in ("frozen", "full"):
+            check(module, tokens)
+        modules[form] = torch.compile(module, disable=device == "cpu") if form == "grouped_mm_split" else module
+        runs[form] = passes(modules[form], tokens)["forward+backward"]
+        runs[form]()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            memory[form] = measure_memory(modules[form], tokens)
+        module.zero_grad()
+    functions: dict[str, Callable[[], object]] = dict(runs)
+    if options.graph:
+        functions = {form: in_a_graph(run) for form, run in runs.items()}
+    dense = dense_gemms(shape, device, dtype)
+    functions |= {f"dense/{name}": dense[name] for name in ("up", "down", "down_dgrad", "up_dgrad")}
+    moved = torch.empty(shape.num_rows, shape.d_model, device=device, dtype=dtype)
+    target = torch.empty_like(moved)
+    functions["copy"] = lambda: target.copy_(moved)
+    timings = time_interleaved(functions, device, rounds=options.rounds, round_ms=options.round_ms)
+    traffic_ms = timings["copy"].ms * adapter_bytes(shape, rank, dtype.itemsize) / (2 * moved.nbytes)
+    gemms_ms = sum(timing.ms for name, timing in timings.items() if name.startswith("dense/"))
+    rows = []
+    for form in forms:
+        saved, peak = memory.get(form, (None, None))
+        rows.append(
+            {
+                "shape": shape.name,
+                "num_tokens": shape.num_tokens,
+                "rank": rank,
+                "graph": options.graph,
+                "form": form,
+                **timings[form]._asdict(),
+                "lora_over_form": timings["lora"].ms / timings[form].ms,
+                "bound_ms": gemms_ms + traffic_ms,
+                "saved_mib": saved,
+                "peak_mib": peak,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=[*LORA_SHAPES, TINY.name], default=list(LORA_SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16, 64])
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    rows: list[dict] = []
+    for name in options.shapes:
+        for num_tokens in options.tokens:
+            for rank in options.ranks:
+                shape = replace(TINY if name == TINY.name else SHAPES[name], num_tokens=num_tokens)
+                measured = bench(shape, rank, options.forms, options)
+                print_rows(measured, list(measured[0]))
+                rows += [{**row, **environment(options.device, options.commit)} for row in measured]
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
+                if options.output:  # after every size, so that a stopped run keeps its results
+                    options.output.parent.mkdir(parents=True, exist_ok=True)
+                    options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
