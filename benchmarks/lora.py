@@ -147,7 +147,7 @@ def check(module: Adapted, tokens: Tensor) -> None:
         if module.form == "lora":
             assert_accurate(a, b, e, name)
         else:
-            error = float((a.double() - e).norm() / e.norm())
+            error = float(((a.double() - e).norm() / e.norm()).detach())
             assert error < 0.02, f"{module.form} {name}: relative error {error}"
 
 
