@@ -147,7 +147,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
         dout,
         preactivation,
         operands,
-        (needed["w_down"] or needed["down_b"]) and copies_dout(experts, rows, dout),
+        needed["w_down"] and copies_dout(experts, rows, dout),
         needed["topk_weights"] or w_router is not None,
     )
     del preactivation
@@ -173,7 +173,7 @@ def _down_gradients(
     if needed["b_down"]:
         gradients["b_down"] = _b_down_gradient_op(dout, topk_weights, experts, rows)
     if needed["down_a"] or needed["down_b"]:
-        factors = _down_adapter_gradients_op(dout, hidden.drows, hidden.weighted, hidden.down_low, experts, rows)
+        factors = _down_adapter_gradients_op(dout, hidden.weighted, hidden.down_low, experts, rows)
         gradients |= {"down_a": factors.da, "down_b": factors.db.transpose(1, 2)}
     return gradients
 
@@ -238,14 +238,12 @@ def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
 
 @registered_op("experts_w_down_gradient")
 def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    return w_down_gradient(rows, dout, _copied(dout, drows, experts, rows), weighted)
-
-
-def _copied(dout: Tensor, drows: Tensor, experts: Experts, rows: Rows) -> Tensor | None:  # [R, D]
-    """The copied rows of `dout`, None where GEMMs gather. `drows` holds them if it was kept."""
+    is_kept = drows.dim() == 2
     if not copies_dout(experts, rows, rows.as_read(dout)):
-        return None
-    return drows if drows.dim() == 2 else copy_dout(experts, rows, dout)
+        drows = None
+    elif not is_kept:
+        drows = copy_dout(experts, rows, dout)
+    return w_down_gradient(rows, dout, drows, weighted)
 
 
 @_w_down_gradient_op.register_fake
@@ -260,14 +258,13 @@ class _FactorGradients(NamedTuple):
 
 @registered_op("experts_down_adapter_gradients")
 def _down_adapter_gradients_op(
-    dout: Tensor, drows: Tensor, weighted: Tensor, down_low: Tensor, experts: Experts, rows: Rows
+    dout: Tensor, weighted: Tensor, down_low: Tensor, experts: Experts, rows: Rows
 ) -> _FactorGradients:
-    drows = _copied(dout, drows, experts, rows)
-    return _FactorGradients(*down_adapter_gradients(experts, rows, dout, drows, weighted, down_low))
+    return _FactorGradients(*down_adapter_gradients(experts, rows, dout, weighted, down_low))
 
 
 @_down_adapter_gradients_op.register_fake
-def _(dout, drows, weighted, down_low, experts, rows):
+def _(dout, weighted, down_low, experts, rows):
     _, _, a, b = experts.adapters
     return _FactorGradients(dout.new_empty(a.shape), dout.new_empty(b.shape[0], b.shape[2], b.shape[1]))
 

@@ -108,7 +108,8 @@ def activate(
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
     low = extra = None
     if up_a is not None:
-        low = rows.gemm(rows_in, up_a.transpose(1, 2), gather=not copy)
+        scaled = experts.weight_on_input
+        low = rows.gemm(rows_in if scaled else tokens.contiguous(), up_a.transpose(1, 2), gather=not scaled)
         extra = low, up_b.transpose(1, 2)
     w_up = weights.w_up.transpose(1, 2)
     hidden = rows.activated_gemm(rows_in, w_up, experts.kind(), weights.b_up, gather=not copy, extra=extra)
@@ -154,10 +155,10 @@ def hidden_gradients(
     dout, (_, w_down, b_up, b_down) = rows.as_read(dout), experts.weights
     _, up_b, down_a, down_b = experts.adapters
     drows = copy_dout(experts, rows, dout)
-    gather, given = drows is None, dout.contiguous() if drows is None else drows
-    down_low = None if down_b is None else rows.gemm(given, down_b, gather=gather)
+    down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_b is None else (down_low, down_a)
-    dactivated = rows.gemm(given, w_down, gather=gather, extra=extra)  # dA' [R, F]
+    given = dout.contiguous() if drows is None else drows
+    dactivated = rows.gemm(given, w_down, gather=drows is None, extra=extra)  # dA' [R, F]
     if overwrite:
         destination = Destination(preactivation, dactivated, rows.slot_to_row)
     dpreactivation, dtopk_weights = launch_weighted_activation_backward(
@@ -206,8 +207,10 @@ def w_up_gradient(
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> Tensor:  # [E, 2F or F, D]
     """dH^T @ gather(tokens)."""
-    rows_in, gather = _input_in_backward(experts, rows, tokens, topk_weights)
-    return rows.wgrad(dpreactivation, rows_in, gather_dout=gather)
+    tokens = rows.as_read(tokens)
+    copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
+    rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
+    return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy)
 
 
 def up_adapter_gradients(
@@ -219,32 +222,29 @@ def up_adapter_gradients(
     up_low: Tensor,  # [R, r] from `hidden_gradients`
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
-    """(dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH."""
-    rows_in, gather = _input_in_backward(experts, rows, tokens, topk_weights)
-    return rows.wgrad(up_low, rows_in, gather_dout=gather), rows.wgrad(low, dpreactivation)
+    """(dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
+
+    These narrow products read memory most of the time. They gather, because tokens fit the L2 cache better than rows.
+    """
+    tokens = rows.as_read(tokens)
+    if experts.weight_on_input:
+        dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))
+    else:
+        dup_a = rows.wgrad(up_low, tokens.contiguous(), gather_dout=True)
+    return dup_a, rows.wgrad(low, dpreactivation)
 
 
 def down_adapter_gradients(
     experts: Experts,
     rows: Rows,
     dout: Tensor,  # [T, D]
-    drows: Tensor | None,  # [R, D] from `copy_dout`
     weighted: Tensor,  # A_w [R, F]
     down_low: Tensor,  # [R, r] from `hidden_gradients`
 ) -> tuple[Tensor, Tensor]:  # ddown_a [E, r, F], ddown_b transposed [E, r, D]
     """(gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
     low = rows.gemm(weighted, experts.adapters.down_a.transpose(1, 2))
-    given = rows.as_read(dout).contiguous() if drows is None else drows
-    return rows.wgrad(down_low, weighted), rows.wgrad(low, given, gather_dout=drows is None)
-
-
-def _input_in_backward(
-    experts: Experts, rows: Rows, tokens: Tensor, topk_weights: Tensor | None
-) -> tuple[Tensor, bool]:
-    """Return the experts' input for a gradient, and whether its GEMM gathers the rows."""
-    tokens = rows.as_read(tokens)
-    copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
-    return (rows.permute(tokens, experts.input_weights(topk_weights)), False) if copy else (tokens, True)
+    dout = rows.as_read(dout).contiguous()
+    return rows.wgrad(down_low, weighted), rows.wgrad(low, dout, gather_dout=True)
 
 
 def up_input_gradient(

@@ -105,7 +105,7 @@ def test_loading_says_what_does_not_fit(results):
 
 IN_ANOTHER_PROCESS = """
 import sys, torch
-from moe_kernels import CompiledArtifact, get_kernels
+from moe_kernels import get_kernels, load_artifact
 from tests.unit.test_catalog_run import ARGUMENTS
 folder, form = sys.argv[1:]
 args = ARGUMENTS[form]("cuda")

@@ -220,9 +220,11 @@ def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]
 EXTRA = ("extra_a", "extra_b")
 
 # Every tile fits the shared memory of the smallest GPU of its generation (99 KiB).
+_HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
+_NARROW = [((128, 16, 64), 4, 4), ((128, 64, 64), 4, 4)]  # for the few columns of adapters
 _TILES = {
-    torch.bfloat16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
-    torch.float16: [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)],
+    torch.bfloat16: [*_HALF, *_NARROW],
+    torch.float16: [*_HALF, *_NARROW],
     torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 2)],
     FLOAT8: [((128, 128, 128), 8, 3), ((16, 128, 128), 4, 3)],
 }
