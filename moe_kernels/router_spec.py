@@ -22,13 +22,13 @@ class RouterSpec:
     Scores keep the order of logits. Without a selection bias, experts are chosen by logit, which is exact.
 
     Args:
-        input_norm_epsilon: the token is divided by its root mean square (with this epsilon) and by sqrt(D), and
-            multiplied by a learned vector, before the linear map. None, the default: the token is not normalised.
+        input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
+            by sqrt(D), and multiplied by a learned vector. None, the default, does not normalise the token.
         logit_bias: the linear map has a bias.
         logit_softcap: the logits become softcap * tanh(logits / softcap).
-        sparsemixer_jitter: a value makes the router a SparseMixer (evaluation form, top-2). Twice it takes the highest
-            expert, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The settings
-            below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
+        sparsemixer_jitter: a value makes the router a SparseMixer (evaluation form, top-2). SparseMixer takes the
+            highest expert twice, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The
+            settings below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only.
         num_groups, topk_groups: experts form `num_groups` groups of neighbours. Only experts of the `topk_groups` best
             groups can be chosen.
@@ -116,7 +116,7 @@ class RouterSpec:
 
     @property
     def is_softmax_of_chosen(self) -> bool:
-        """Whether the weights, up to their scale, are a softmax over the logits of the chosen experts only."""
+        """Return whether the weights, up to their scale, are a softmax over the logits of the chosen experts only."""
         norm = self.norm_power, self.norm_epsilon, self.norm_minimum
         is_normalized = self.normalize and norm == (1.0, 0.0, 0.0)
         return self.score == "softmax" and is_normalized and self.sparsemixer_jitter is None
@@ -135,27 +135,27 @@ class RouterSpec:
             raise ValueError(f"{owner}: a SparseMixer chooses top_k=2 experts, got {top_k}")
 
     def __str__(self) -> str:
-        facts = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "normalize"]
-        defaults = {field.name: field.default for field in fields(self)}
-        said = [f"{name}={value}" for name, value in facts if value != defaults[name]]
-        return ", ".join([f"normalize={self.normalize}", *said])
+        """Return `normalize` and every setting that differs from its default."""
+        values = [(field, getattr(self, field.name)) for field in fields(self) if field.name != "normalize"]
+        others = [f"{field.name}={value}" for field, value in values if value != field.default]
+        return ", ".join([f"normalize={self.normalize}", *others])
 
     # Published routers by model name. Each takes further settings (logit_softcap, ...) as keyword arguments.
 
     @classmethod
-    def softmax(cls, *, normalize: bool = True, **facts) -> RouterSpec:
+    def softmax(cls, *, normalize: bool = True, **settings) -> RouterSpec:
         """Mixtral, Qwen, OLMoE, Switch; with normalize=True also GPT-OSS (logit_bias=True) and Granite."""
-        return cls(normalize=normalize, **facts)
+        return cls(normalize=normalize, **settings)
 
     @classmethod
-    def dbrx(cls, power: float, **facts) -> RouterSpec:
+    def dbrx(cls, power: float, **settings) -> RouterSpec:
         """DBRX: weights divided by their L^power norm."""
-        return cls(norm_power=power, **facts)
+        return cls(norm_power=power, **settings)
 
     @classmethod
-    def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **facts) -> RouterSpec:
+    def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **settings) -> RouterSpec:
         """DeepSeek-V2's "group_limited_greedy": groups ranked by their best expert, weights never normalised."""
-        return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **facts)
+        return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **settings)
 
     @classmethod
     def deepseek_v3(
@@ -166,35 +166,35 @@ class RouterSpec:
         normalize: bool = True,
         scale: float = 1.0,
         norm_epsilon: float = 1e-20,
-        **facts,
+        **settings,
     ) -> RouterSpec:
         """DeepSeek-V3 and relatives: MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6), DeepSeek-V4 (score="sqrt_softplus")."""
-        facts = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **facts}
+        settings = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **settings}
         return cls(
             num_groups=num_groups,
             topk_groups=topk_groups,
             normalize=normalize,
             norm_epsilon=norm_epsilon,
             scale=scale,
-            **facts,
+            **settings,
         )
 
     @classmethod
-    def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **facts) -> RouterSpec:
+    def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **settings) -> RouterSpec:
         """ERNIE 4.5 (normalised by a sum of at least norm_minimum) and LongCat (normalize=False, with a scale)."""
-        return cls(selection_bias="score", normalize=normalize, norm_minimum=norm_minimum, scale=scale, **facts)
+        return cls(selection_bias="score", normalize=normalize, norm_minimum=norm_minimum, scale=scale, **settings)
 
     @classmethod
-    def llama4(cls, **facts) -> RouterSpec:
+    def llama4(cls, **settings) -> RouterSpec:
         """Llama 4: the sigmoid of the chosen logit multiplies the expert's input."""
-        return cls(score="sigmoid", normalize=False, weight_on_input=True, **facts)
+        return cls(score="sigmoid", normalize=False, weight_on_input=True, **settings)
 
     @classmethod
-    def phimoe(cls, jitter: float, **facts) -> RouterSpec:
+    def phimoe(cls, jitter: float, **settings) -> RouterSpec:
         """Phi-3.5-MoE in evaluation."""
-        return cls(sparsemixer_jitter=jitter, **facts)
+        return cls(sparsemixer_jitter=jitter, **settings)
 
     @classmethod
-    def gemma4(cls, epsilon: float, **facts) -> RouterSpec:
+    def gemma4(cls, epsilon: float, **settings) -> RouterSpec:
         """Gemma 4: normalises and scales the token, and learns a factor per expert."""
-        return cls(input_norm_epsilon=epsilon, per_expert_scale=True, **facts)
+        return cls(input_norm_epsilon=epsilon, per_expert_scale=True, **settings)

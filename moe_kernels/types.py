@@ -20,7 +20,7 @@ class Routing(NamedTuple):
 
 
 class TileTable(NamedTuple):
-    """The cut of a grouped GEMM's rows into tiles. Group G is the tail: rows that belong to no group."""
+    """The tiles of a grouped GEMM's rows. Group G is the tail: padding rows, which belong to no group."""
 
     bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, row block inside the group

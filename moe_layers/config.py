@@ -30,23 +30,24 @@ class MoEConfig:
 
     Args:
         d_ff: hidden size of one expert.
-        num_experts: the experts with parameters; `num_zero_experts` come on top.
-        activation: of the experts; a name is converted to its `Activation`. A gated activation makes the experts gated.
+        num_experts: number of experts with parameters, without the `num_zero_experts`.
+        activation: activation of the experts; a name is converted to its `Activation`. A gated activation makes the
+            experts gated. Default: "swiglu".
         router: the router's settings, such as `RouterSpec.softmax(normalize=False)`.
         bias: the experts' projections have biases.
         shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
         shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
-        shared_activation: of the shared expert; None for the activation of the experts.
+        shared_activation: activation of the shared expert; None for the activation of the experts.
         num_zero_experts: experts without parameters that return their token unchanged. Their ids follow the others'.
         latent_dim: the experts process `w_latent_in @ x`, of this size, and `w_latent_out` maps their sum back to
             d_model. The router and the shared expert process x.
-        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order. Slots
-            beyond it add nothing. Or a `CapacityFactor`; None for no limit.
+        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order, or a
+            `CapacityFactor`. Slots beyond the capacity add nothing. None for no limit.
         recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
             one GEMM; None keeps them.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.
-        batch_invariant: the other tokens of a call change no bit of a token's output. See the property of
-            `MoEFeedForward`.
+        batch_invariant: a token's output does not depend on the other tokens of a call, bit for bit. See the property
+            of `MoEFeedForward`.
         init_std: standard deviation of all weights at initialisation.
 
     Raises:
@@ -116,22 +117,22 @@ class MoEConfig:
 
     @property
     def shared_is_gated(self) -> bool:
-        """Whether the activation of the shared expert is gated."""
+        """Return whether the activation of the shared expert is gated."""
         return (self.shared_activation or self.activation).gated
 
     # Serialisation
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON types, which `from_dict` reads.
+        """Return all fields as plain JSON types, which `from_dict` reads.
 
-        Of an object (activation, router, capacity, balance_losses) it holds the settings that differ from their
+        An object (activation, router, capacity, balance_losses) becomes a dict of the settings that differ from their
         defaults. The process group of `balance_losses` is left out.
         """
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MoEConfig:
-        """The configuration that `to_dict` wrote. A missing field takes its default.
+        """Return the configuration that `to_dict` wrote. A missing field has its default.
 
         Raises:
             ValueError: a field is unknown, a size is missing, or as for the constructor.
@@ -146,14 +147,14 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, hf_config: Any, layer: int = 0) -> MoEConfig:
-        """The MoE block of a published model, from its configuration.
+        """Return the configuration of a published model's MoE block.
 
         `moe_layers.architectures.ARCHITECTURES` lists the supported values of `model_type`.
 
         Args:
-            hf_config: a configuration object of transformers, or the dict of a config.json. Of a composite model, the
-                configuration of its language model is read.
-            layer: number of the layer, for settings that the configuration lists by layer.
+            hf_config: a configuration object of transformers, or the dict of a config.json. A composite model is
+                represented by the configuration of its language model.
+            layer: number of the layer, for settings that the configuration lists by layer. Default: 0.
 
         Raises:
             ValueError: the architecture is not supported, or a field is missing, malformed or not supported.
@@ -244,7 +245,7 @@ _PARTS = {
 
 
 def _plain(value: Any) -> Any:
-    """A value of a field in JSON types; of an object, what differs from its defaults."""
+    """Return a field's value in JSON types; for an object, the settings that differ from their defaults."""
     if not is_dataclass(value):
         return value
     kept = [f for f in fields(value) if f.init and f.name != "group"]  # a process group exists in one process alone
@@ -252,7 +253,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """The value of a field from JSON types."""
+    """Return a field's value from JSON types."""
     if name not in _PARTS or not isinstance(value, Mapping):
         return value
     kind = _PARTS[name]

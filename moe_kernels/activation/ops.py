@@ -26,7 +26,7 @@ def apply_activation(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, F]
-    """An activation, gated or plain, computed in float32 from the stored values and rounded once. Differentiable.
+    """Apply a gated or plain activation, computed in float32 from the stored values and rounded once. Differentiable.
 
     "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` lists the others.
 
@@ -36,16 +36,15 @@ def apply_activation(
     activation = as_activation("apply_activation", activation)
     sizes = check_shapes("apply_activation", preactivation=(preactivation, "R N"))
     if activation.gated and sizes["N"] % 2:
-        raise ValueError(
-            f"apply_activation: {activation.name!r} needs an even number of columns, gate then up, got {sizes['N']}"
-        )
+        rule = f"{activation.name!r} needs an even number of columns, gate then up"
+        raise ValueError(f"apply_activation: {rule}, got {sizes['N']}")
     if choose("apply_activation", implementation, preactivation) == "reference":
         return reference.apply_activation(preactivation, activation)
     return _activation_op(preactivation, activation.name, activation.limit, activation.alpha)
 
 
 class RowBias(NamedTuple):
-    """A bias per expert, and whose rows are which."""
+    """A bias per expert, and the expert of each row."""
 
     bias: Tensor  # [E, N] contiguous
     row_to_expert: Tensor  # [R] int32, within [0, E)
@@ -66,7 +65,7 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
 
 
 def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBias | None = None) -> Tensor:
-    """activation(H + bias) as a new tensor; arguments are already checked."""
+    """Return activation(H + bias) as a new tensor. The arguments are already checked."""
     num_rows, d_ff = preactivation.shape[0], _width(preactivation, activation)
     out = preactivation.new_empty(num_rows, d_ff)
     if out.numel():
@@ -206,7 +205,7 @@ def _activation_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes the gate's, and the up, gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
+    """One program writes the gate's and the up gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
     mask = (r < num_rows) & (f < F)
@@ -228,7 +227,7 @@ def _activation_backward_kernel(
 
 
 class Destination(NamedTuple):
-    """Where the rows of some slots go instead of among their own."""
+    """Other tensors for the results, with their own rows for the slots."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous
     weighted: Tensor  # [S, F] contiguous
@@ -249,43 +248,56 @@ def launch_weighted_activation_backward(
     """The elementwise middle of the expert op's backward, one read of H and dA'.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
-    recomputed from H as stored, plus the bias. A_w takes the place of dA' in `dweighted`, unless there is a
-    destination, which gets dH and A_w. Rows of dropped slots are not written.
+    recomputed from H as stored, plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
+    written there instead. Rows of dropped slots are not written.
 
     Args:
-        row_to_token: where most slots may be dropped. If there are fewer rows than slots, programs go by row then.
+        row_to_token: for inputs with mostly dropped slots. If there are fewer rows than slots, each program then
+            handles rows instead of slots.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
-    num_slots = num_tokens * top_k
-    by_row = row_to_token is not None and num_rows < num_slots
-    dpreactivation = torch.empty_like(preactivation) if destination is None else destination.dpreactivation
-    dweights = torch.zeros_like(topk_weights) if by_row else torch.empty_like(topk_weights)
+    num_items = num_slots = num_tokens * top_k
+    if row_to_token is not None and num_rows < num_slots:
+        num_items, dweights = num_rows, torch.zeros_like(topk_weights)
+    else:
+        row_to_token, dweights = None, torch.empty_like(topk_weights)
+    if destination is None:
+        dpreactivation, weighted, slot_to_result = torch.empty_like(preactivation), dweighted, None
+    else:
+        dpreactivation, weighted, slot_to_result = destination
     if num_slots:
-        block_s, block_f = (8, 128) if d_ff <= 512 else (4, 256) if d_ff < 2048 else (1, 1024)
+        block_s, block_f = _slot_block(d_ff)
         launch_kernel(
             _weighted_activation_backward_kernel,
-            (cdiv(num_rows if by_row else num_slots, block_s),),
+            (cdiv(num_items, block_s),),
             preactivation,
             *_bias_arguments(bias),
             dweighted,
             topk_weights,
             slot_to_row,
-            row_to_token if by_row else None,
+            row_to_token,
             dpreactivation,
-            dweighted if destination is None else destination.weighted,
-            None if destination is None else destination.slot_to_row,
+            weighted,
+            slot_to_result,
             dweights,
-            num_rows if by_row else num_slots,
+            num_items,
             d_ff,
             activation.limit,
             activation.alpha,
             BACKWARD=ACTIVATIONS[activation.name].backward,
             GATED=activation.gated,
-            TOP_K=top_k if by_row else None,
+            TOP_K=None if row_to_token is None else top_k,
             BLOCK_S=block_s,
             BLOCK_F=block_f,
         )
     return dpreactivation, dweights
+
+
+def _slot_block(d_ff: int) -> tuple[int, int]:
+    """(slots, columns) that one program of the weighted backward handles at once."""
+    if d_ff <= 512:
+        return 8, 128
+    return (4, 256) if d_ff < 2048 else (1, 1024)
 
 
 @triton.jit(do_not_specialize=["num_items"])
@@ -296,18 +308,18 @@ def _weighted_activation_backward_kernel(
     dweighted_ptr,  # [R, F] contiguous
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
-    row_to_token_ptr,  # [R], or None to go by slot
-    dpreactivation_ptr,  # as preactivation, contiguous; of the destination if there is one
-    weighted_ptr,  # dweighted_ptr, or the destination's
-    destination_ptr,  # [T * K] rows of the destination, or None
-    dweights_ptr,  # [T * K]; zeros if by row
-    num_items,  # slots, or rows
+    row_to_token_ptr,  # [R], or None to handle slots
+    dpreactivation_ptr,  # as preactivation, contiguous
+    weighted_ptr,  # [R, F] contiguous, or dweighted_ptr
+    destination_ptr,  # [T * K]: each slot's row in the two results, or None if slot_to_row holds for them
+    dweights_ptr,  # [T * K]; zeros if programs handle rows
+    num_items,  # slots or rows
     F,
     limit,
     alpha,
     BACKWARD: tl.constexpr,
     GATED: tl.constexpr,
-    TOP_K: tl.constexpr,  # by row
+    TOP_K: tl.constexpr,  # None if programs handle slots
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -349,7 +361,7 @@ def _weighted_activation_backward_kernel(
             gate, up = _add_bias(gate, up, bias_ptr, expert, f, F, mask, GATED)
         dweighted = tl.load(dweighted_ptr + row * F + f, mask=mask, other=0.0).to(tl.float32)
         activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
-        # Forward multiplied by the rounded activation, so its rounded value is what the weight's gradient sees.
+        # Forward multiplied the rounded activation, so the weight's gradient uses the rounded value.
         activated = activated.to(dtype).to(tl.float32)
         products += dweighted * activated
         mask = mask & (out_row >= 0)

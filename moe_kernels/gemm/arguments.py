@@ -59,26 +59,26 @@ def epilogue_key(epilogue: str | None) -> str:
 
 
 def with_launch_key(cls: type[Arguments]) -> type[Arguments]:
-    """Give a dataclass of arguments the method `launch_key`, of every field so that none is forgotten.
+    """Give a dataclass of arguments the method `launch_key`, generated from all fields so that none is forgotten.
 
-    It is one expression: a loop over the fields takes twice as long.
+    The method is one expression, because a loop over the fields takes twice as long.
     """
-    facts = ["cls", "args.A.get_device()", "precision('cuda', 'matmul') == 'tf32'"]
+    parts = ["cls", "args.A.get_device()", "precision('cuda', 'matmul') == 'tf32'"]
     for field in dataclasses.fields(cls):
         name = f"args.{field.name}"
         if field.name == "tile_table":
             aligned = ", ".join(f"table.{part}.data_ptr() % 16 == 0" for part in TileTable._fields[:4])
             read = f"(table.block_rows, table.tiles.shape, {aligned})"
-            facts.append(f"None if (table := {name}) is None else {read}")
+            parts.append(f"None if (table := {name}) is None else {read}")
         elif field.name not in cls.tensors:
-            facts.append(name)
+            parts.append(name)
         elif field.default is None:
             read = "(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)"
-            facts.append(f"None if (x := {name}) is None else {read}")
+            parts.append(f"None if (x := {name}) is None else {read}")
         else:
-            facts.append(f"(x := {name}).dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0")
+            parts.append(f"(x := {name}).dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0")
     names = {"cls": cls, "precision": fp32_precision}
-    cls.launch_key = eval(f"lambda args: ({', '.join(facts)})", names)
+    cls.launch_key = eval(f"lambda args: ({', '.join(parts)})", names)
     return cls
 
 
@@ -90,7 +90,7 @@ class Arguments(abc.ABC):
     accumulator_type: torch.dtype
     epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
-    operand_names: ClassVar[tuple[str, ...]]  # those that KernelMetadata.operands describes
+    operand_names: ClassVar[tuple[str, ...]]  # fields that KernelMetadata.operands describes
 
     def __post_init__(self) -> None:
         fields = self.__dict__
@@ -105,7 +105,7 @@ class Arguments(abc.ABC):
 
     @property
     def outputs(self) -> list[Tensor]:
-        """The tensors that a kernel writes."""
+        """Return the tensors that a kernel writes."""
         return [self.out]
 
     def error(self) -> str | None:
@@ -122,23 +122,23 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
-        """Return all that support and speed depend on; arguments with equal keys get the same kernel. Numbers of rows
-        count by their power of two and by whether there are any."""
+        """Return all that support and speed depend on. Arguments with equal keys get the same kernel. Numbers of rows
+        are rounded up to a power of two; no rows are a separate case."""
 
     @abc.abstractmethod
     def table_key(self) -> str:
         """Return the key in tables of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
     def launch_key(self) -> tuple[Any, ...] | None:
-        """Decides the kernel and all of its launch but which tensors it is of; None where nobody has said what does.
+        """Return all that determines the kernel and its launch, except the tensors themselves; None disables caching.
 
-        Holds the class; the device; how float32 is multiplied; dtype, shape, strides and alignment of every tensor, a
-        tile table's too; and the other fields.
+        The key holds the class, the device, the precision of float32 products, the dtype, shape, strides and alignment
+        of every tensor (the tile table's included), and all other fields.
         """
         return None
 
     def stand_ins(self) -> Arguments:
-        """The same addresses, sizes and strides in tensors of their own."""
+        """Return the arguments with new tensor objects of the same memory, distinct for each field."""
         given = {name: getattr(self, name) for name in self.tensors}
         changes: dict[str, Any] = {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
         if self.tile_table is not None:
@@ -147,7 +147,7 @@ class Arguments(abc.ABC):
         return dataclasses.replace(self, **changes)
 
     def tensor_names(self) -> dict[int, str]:
-        """Expressions in `args`, and in `table` for a tile table, by the ids of the tensors that they give."""
+        """Return, by the id of each tensor, its expression in `args`, or in `table` for a tile table's tensors."""
         names = {id(getattr(self, name)): f"args.{name}" for name in self.tensors}
         if self.tile_table is not None:
             names |= {id(getattr(self.tile_table, name)): f"table.{name}" for name in TileTable._fields[:4]}
@@ -223,7 +223,7 @@ class GroupedGemmArguments(Arguments):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that the kernel is chosen for."""
+        """Return the number of rows that the kernel is chosen for."""
         return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
 
     @property
@@ -310,7 +310,7 @@ class WgradArguments(Arguments):
     a_row_to_token: Tensor | None = None  # [R] int32
     dout_row_to_token: Tensor | None = None  # [R] int32
     tile_table: TileTable | None = None
-    epilogue: str | None = None  # no kernel applies one to a gradient
+    epilogue: str | None = None  # always None: no kernel applies an epilogue to a gradient
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
 
     @property
@@ -366,7 +366,7 @@ class GemmArguments(Arguments):
 
     @property
     def rows_per_matrix(self) -> int:
-        """The number of rows per matrix that the kernel is chosen for."""
+        """Return the number of rows per matrix that the kernel is chosen for."""
         return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
 
     def selection_key(self) -> tuple[Any, ...]:

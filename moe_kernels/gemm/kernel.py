@@ -1,4 +1,4 @@
-"""The kernel catalog: every GEMM kernel and configuration is one object that says what it is and what it takes.
+"""The kernel catalog: one object per GEMM kernel and configuration, with its properties and the arguments it supports.
 
     args = GroupedGemmArguments(A, B, out, offsets=offsets)
     kernels = get_kernels(args)              # those that support these arguments, best first; all when args is None
@@ -6,7 +6,7 @@
     artifact = kernel.compile(args)
     kernel.run(args, artifact)
 
-The ops of this package choose among the same objects (`selection.select`). Listing and asking need no GPU.
+The ops of this package choose among the same objects (`selection.select`). Listing and querying need no GPU.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ SUPPORTED = Status()
 
 @dataclass(frozen=True)
 class Operand:
-    """What a kernel asks of one operand. `layout` "row": the last axis is contiguous, "column": the one before it,
-    None: any strides. `alignment_bytes`: of the address and of every stride but the contiguous axis's."""
+    """A kernel's requirements for one operand.
+
+    Attributes:
+        layout: "row": the last axis is contiguous; "column": the axis before it; None: any strides.
+        alignment_bytes: alignment of the address and of every stride except the contiguous axis's.
+    """
 
     dtype: torch.dtype
     layout: str | None = None
     alignment_bytes: int = 1
-    other_dtypes: tuple[torch.dtype, ...] = ()  # taken as well
+    other_dtypes: tuple[torch.dtype, ...] = ()  # also supported
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -84,7 +88,7 @@ class GemmOperands:
 
 @dataclass(frozen=True)
 class Design:
-    """How a kernel works. `tile_shape` is (rows of out, columns of out, reduction)."""
+    """A kernel's algorithm and tile sizes. `tile_shape` is (rows of out, columns of out, reduction)."""
 
     tile_shape: tuple[int, int, int]
     num_warps: int
@@ -92,7 +96,14 @@ class Design:
     gather: bool = False  # rows of an operand are read through an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # row tiles that walk the columns together, so that they share operands in the L2 cache
+    group_tiles: int = 8  # row tiles that walk the columns together, to share operands in the L2 cache
+
+    @property
+    def tile_options(self) -> dict[str, int]:
+        """Return the compile-time options of a kernel whose tiles are [BLOCK_M, BLOCK_N] of out."""
+        block_m, block_n, block_k = self.tile_shape
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+        return {"GROUP_TILES": self.group_tiles, **blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class PointerDesign(Design):
 class TmaDesign(Design):
     """Contiguous operands through TMA, gathered ones through asynchronous copies; software pipelining."""
 
-    flatten: bool = False  # one pipeline over all tiles of a program: the next one's loads start before the epilogue
+    flatten: bool = False  # one pipeline over all tiles of a program: a tile's loads start before the last epilogue
 
 
 @dataclass(frozen=True)
@@ -120,16 +131,16 @@ class KernelMetadata:
     operands: Any  # the family's class of operands: GroupedGemmOperands, WgradOperands, GemmOperands, ...
     design: Design
     epilogue: str | None = None  # the activation applied to the product
-    max_cc: int | None = None  # the last compute capability it was written for
-    optional_operands: tuple[str, ...] = ()  # that it takes on request, such as "bias"
+    max_cc: int | None = None  # highest supported compute capability; None: no limit
+    optional_operands: tuple[str, ...] = ()  # such as "bias"
 
 
 class Kernel(abc.ABC):
     """One kernel in one configuration."""
 
     arguments_class: type  # has A, accumulator_type and `operands`; `Arguments` adds checks
-    obstacle: str | None = None  # why it cannot run with the installed software
-    epilogues: Collection[str] = ()  # a kernel with an epilogue can have any of these; the catalog lists the first
+    obstacle: str | None = None  # why the installed software cannot run the kernel
+    epilogues: Collection[str] = ()  # possible epilogues; the catalog lists the kernel with the first
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -138,7 +149,7 @@ class Kernel(abc.ABC):
         return f"<{self.metadata.kernel_name}>"
 
     def supports(self, args: Arguments) -> Status:
-        """Whether this kernel computes these arguments. Reads shapes, dtypes, strides and the device, no values."""
+        """Check whether this kernel computes these arguments. Reads shapes, dtypes, strides and device, no values."""
         if not (status := self.takes(args)):
             return status
         if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
@@ -146,36 +157,34 @@ class Kernel(abc.ABC):
         return self.supports_cc(device_cc(args.A.device)) if args.A.is_cuda else SUPPORTED
 
     def takes(self, args: Arguments) -> Status:
-        """As `supports`, whatever software and GPU there are: tensors on any device may stand for those on a GPU."""
+        """Like `supports`, but ignores the installed software and GPU: tensors may be on any device."""
         if not isinstance(args, self.arguments_class):
             return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
         if args.accumulator_type != torch.float32:
-            return Status(f"accumulates in torch.float32, asked for {args.accumulator_type}")
+            return Status(f"accumulates in torch.float32, requested {args.accumulator_type}")
         if args.epilogue != (epilogue := self.metadata.epilogue):
-            return Status(f"applies {epilogue or 'no'} epilogue, asked for {args.epilogue}")
+            return Status(f"applies {epilogue or 'no'} epilogue, requested {args.epilogue}")
         for name, tensor in args.operands.items():
             if error := operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
-        # Designs read shapes that are right.
+        # After this check, designs may rely on the shapes.
         if isinstance(args, Arguments) and (error := args.error()):
             return Status(error)
         return self.supports_design(args)
 
     def supports_cc(self, cc: int) -> Status:
-        """Whether it was written for GPUs of this compute capability."""
-        if self.runs_on(cc):
+        """Check whether this kernel was written for GPUs of this compute capability."""
+        if self.metadata.min_cc <= cc <= (self.metadata.max_cc or cc):
             return SUPPORTED
         wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
         return Status(f"needs compute capability {wanted}, the device has {cc}")
 
     def with_epilogue(self, activation: str) -> Kernel:
-        """This kernel, which has an epilogue, with another of its `epilogues`: the catalog lists one for all, since
-        what is fastest does not depend on the activation."""
-        return _with_epilogue(self, activation)
+        """Return this kernel, which has an epilogue, with another of its `epilogues`.
 
-    def runs_on(self, cc: int) -> bool:
-        """Whether it was written for GPUs of this compute capability."""
-        return self.metadata.min_cc <= cc and (self.metadata.max_cc is None or cc <= self.metadata.max_cc)
+        The catalog lists one activation for all, because the fastest kernel does not depend on it.
+        """
+        return _with_epilogue(self, activation)
 
     def run(
         self,
@@ -185,19 +194,19 @@ class Kernel(abc.ABC):
         workspace: Tensor | None = None,
         assume_supported_args: bool = False,
     ) -> None:
-        """Launch.
+        """Launch the kernel.
 
         Args:
-            compiled_artifact: of `compile` for arguments with the same static properties; spares the launch the
-                inspection of its arguments.
-            stream: None is the current one.
-            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, as what PyTorch
-                allocates on a GPU, which must stay until the kernel has run; None allocates.
-            assume_supported_args: launch without asking `supports`, nor whether the artifact and workspace fit.
+            compiled_artifact: result of `compile` for arguments with the same static properties. The launch then skips
+                the inspection of its arguments.
+            stream: None, the default, is the current stream.
+            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, as PyTorch
+                allocates them on a GPU. Keep it until the kernel has run. None, the default, allocates it.
+            assume_supported_args: skip all checks: `supports`, and whether the artifact and workspace fit.
 
         Raises:
-            ValueError: the arguments are not supported, with the status' error, or the artifact or workspace does not
-                fit them.
+            ValueError: the arguments are not supported (the message holds the status' error), or the artifact or
+                workspace does not fit them.
         """
         if not assume_supported_args:
             self._require(args)
@@ -209,10 +218,10 @@ class Kernel(abc.ABC):
                 on_device_of(args.A, self._run, *given)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
-        """The compiled kernel for arguments like these, on their device or the compilation target; launches nothing.
+        """Compile for arguments like these, on their device or the compilation target, without a launch.
 
         Raises:
-            ValueError: the arguments are not supported, or so empty that there is nothing to compile for.
+            ValueError: the arguments are not supported, or are empty, so that no launch exists.
         """
         if not assume_supported_args:
             self._require(args)
@@ -222,38 +231,38 @@ class Kernel(abc.ABC):
         return on_device_of(args.A, compile_launch, launch, self.metadata.kernel_name)
 
     def get_workspace_size(self, args: Arguments) -> int:
-        """Bytes of device memory that `run` needs beside the operands; it allocates them unless given a workspace."""
+        """Return the bytes of device memory that `run` needs in addition to the operands."""
         return self.scratch_bytes(args) + self.metadata_bytes(args)
 
     def scratch_bytes(self, args: Arguments) -> int:
-        """Bytes for the TMA descriptors that the kernel makes on the device; a multiple of 128."""
+        """Return the bytes of the TMA descriptors that the kernel makes on the device; a multiple of 128."""
         return 0
 
     def metadata_bytes(self, args: Arguments) -> int:
-        """Bytes for what is computed on the device before the launch, such as a tile table that `args` lack."""
+        """Return the bytes of metadata computed on the device before the launch, such as a missing tile table."""
         return 0
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        """The arguments with what is computed on the device before the launch.
+        """Return the arguments with the metadata that is computed on the device before the launch.
 
         Args:
-            memory: [metadata_bytes] uint8 to put it; None allocates.
-            write: False leaves it uninitialised.
+            memory: [metadata_bytes] uint8 for the metadata; None allocates.
+            write: False leaves the metadata uninitialised.
         """
         return args
 
     @abc.abstractmethod
     def supports_design(self, args: Any) -> Status:
-        """What the design asks beyond the operands' metadata."""
+        """Check the design's requirements beyond those of single operands."""
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Relative time at the same speed per multiplication: those of all tiles, padding included, or more where
-        reading the operands takes longer."""
+        """Return the relative time at equal speed per multiplication: the multiplications of all tiles, padding
+        included, or more if reading the operands takes longer."""
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:
-        """The launch for these arguments, or None when there is nothing to write."""
+        """Return the launch for these arguments, or None if there is nothing to write."""
 
     def _run(
         self, args: Arguments, artifact: CompiledArtifact | None, workspace: Tensor | None, assume_fits: bool
@@ -274,12 +283,12 @@ class Kernel(abc.ABC):
     def _require_artifact(self, artifact: CompiledArtifact, launch: Launch) -> None:
         if artifact.static_properties != static_properties(launch):
             raise ValueError(
-                f"{self.metadata.kernel_name}: compiled_artifact must be compiled for arguments of the same static "
+                f"{self.metadata.kernel_name}: compiled_artifact must be compiled for arguments with the same static "
                 f"properties, got one of {artifact.kernel_name} for others"
             )
 
     def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
-        """The arguments with their metadata in the workspace, and the part of it for descriptors."""
+        """Return the arguments with their metadata in the workspace, and the workspace's part for descriptors."""
         scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
         if not assume_fits:
             alignment = 128 if scratch_bytes else 4
@@ -302,13 +311,13 @@ def _with_epilogue(kernel: Kernel, activation: str) -> Kernel:
 
 @functools.cache
 def device_cc(device: torch.device) -> int:
-    """Compute capability as two digits, such as 90."""
+    """Return the compute capability as two digits, such as 90."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def is_device_cc_supported(ccs: Collection[int]) -> Status:
-    """Whether the current GPU has one of these compute capabilities, such as {90, 100}."""
+    """Check whether the current GPU has one of these compute capabilities, such as {90, 100}."""
     wanted = ", ".join(map(str, sorted(ccs)))
     if not torch.cuda.is_available():
         return Status(f"needs a GPU of compute capability {wanted}, there is no CUDA device")
@@ -318,8 +327,8 @@ def is_device_cc_supported(ccs: Collection[int]) -> Status:
 
 
 def operand_error(operand: Operand, tensor: Tensor) -> str | None:
-    """What is wrong with the tensor's dtype, layout and alignment."""
-    if tensor.dtype != operand.dtype and tensor.dtype not in operand.other_dtypes:
+    """Return the error in the tensor's dtype, layout or alignment, or None."""
+    if tensor.dtype not in operand.dtypes:
         return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
     if tensor.dim() < 2:
         return f"expected a matrix or a batch of them, got shape {list(tensor.shape)}"
@@ -327,13 +336,17 @@ def operand_error(operand: Operand, tensor: Tensor) -> str | None:
     axis = -2 if by_columns else -1
     if operand.layout is not None and tensor.stride(axis) != 1:
         return f"expected axis {axis} contiguous, got strides {tensor.stride()}"
-    if operand.alignment_bytes > 1:
-        strides = list(tensor.stride())
-        del strides[axis]
-        bytes_apart = [stride * tensor.element_size() for stride in strides]
-        if any(distance % operand.alignment_bytes for distance in (tensor.data_ptr(), *bytes_apart)):
-            return (
-                f"expected pointer and strides aligned to {operand.alignment_bytes} bytes, got address "
-                f"{tensor.data_ptr():#x} and strides {tensor.stride()} of {tensor.dtype}"
-            )
+    if not _is_aligned(tensor, axis, operand.alignment_bytes):
+        return (
+            f"expected pointer and strides aligned to {operand.alignment_bytes} bytes, got address "
+            f"{tensor.data_ptr():#x} and strides {tensor.stride()} of {tensor.dtype}"
+        )
     return None
+
+
+def _is_aligned(tensor: Tensor, contiguous_axis: int, num_bytes: int) -> bool:
+    """Return whether the address and every stride, except the contiguous axis's, are multiples of `num_bytes`."""
+    strides = list(tensor.stride())
+    del strides[contiguous_axis]
+    distances = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in strides)]
+    return num_bytes == 1 or not any(distance % num_bytes for distance in distances)

@@ -1,4 +1,4 @@
-"""Which kernel runs for which arguments, and its launch. Selection never times anything and never waits for the GPU."""
+"""Selection of a kernel for arguments, and its launch. Selection measures no times and never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
 
 class Copies(NamedTuple):
-    """Which gathers of the expert op are copies of their own, rather than part of the GEMM that wants the rows."""
+    """Whether each gather of the expert op is a separate copy rather than part of the GEMM that reads the rows."""
 
     tokens_forward: bool
-    dout: bool  # one copy for both GEMMs that want it
+    dout: bool  # one copy for both GEMMs that read it
     tokens_backward: bool
 
 
@@ -37,10 +37,10 @@ _copies: dict[tuple[Any, ...], Copies] = {}
 
 
 def select(args: Arguments) -> Kernel:
-    """The kernel to run for these arguments, the same one for all arguments of one key.
+    """Return the kernel to run for these arguments. Arguments with equal keys get the same kernel.
 
     Raises:
-        NotImplementedError: no kernel supports them; the message holds each one's reason.
+        NotImplementedError: no kernel supports the arguments; the message holds each kernel's reason.
     """
     kernel = find(args)
     if kernel is not None:
@@ -51,7 +51,7 @@ def select(args: Arguments) -> Kernel:
 
 
 def find(args: Arguments) -> Kernel | None:
-    """As `select`, but None where no kernel supports the arguments."""
+    """Like `select`, but return None if no kernel supports the arguments."""
     key = _key(args)
     kernel = _selected.get(key)
     if kernel is None and key not in _selected:
@@ -62,27 +62,27 @@ def find(args: Arguments) -> Kernel | None:
 
 
 class PreparedLaunch(NamedTuple):
-    """What the next launch of a launch key reuses. Without a kernel, none supports such arguments."""
+    """Data that later launches of the same launch key reuse."""
 
-    kernel: Kernel | None
+    kernel: Kernel | None  # None: no kernel supports such arguments
     ready: Ready | None = None
     make_launch: Callable[[Arguments], Launch] | None = None  # a template
 
 
-# The launch cache, by the launch keys of arguments. A number of rows that changes from call to call makes a key each
-# time. When there are too many, all are forgotten.
+# The launch cache, by the launch keys of arguments. Each number of rows has its own key. If there are too many keys,
+# the cache is cleared.
 _launches: dict[tuple[Any, ...], PreparedLaunch] = {}
 _MOST_LAUNCHES = 4096
 
 
 def run(args: Arguments) -> None:
-    """Launch the kernel that `select` chooses. For ops: the arguments' device is the current one."""
+    """Launch the kernel that `select` chooses. The caller, an op, has made the arguments' device the current one."""
     if _launch(args) is None:
-        select(args)  # which raises
+        select(args)  # raises
 
 
 def run_if_supported(args: Arguments) -> bool:
-    """As `run`, but False where no kernel supports the arguments."""
+    """Like `run`, but return False if no kernel supports the arguments."""
     return _launch(args) is not None
 
 
@@ -96,7 +96,7 @@ def _launch_selected(args: Arguments) -> Kernel | None:
     if kernel is None:
         return None
     if make_launch is None:
-        # Made at the second launch: a number of rows that changes has only one.
+        # The template is made at the second launch, because a key of a changing number of rows has only one.
         make_launch = make_template(kernel, args) or kernel.launch
         _keep(key, PreparedLaunch(kernel, ready, make_launch))
     run_launch(make_launch(args), args.A, ready)
@@ -109,7 +109,7 @@ def _launch_first(args: Arguments, key: tuple[Any, ...] | None) -> Kernel | None
         if (launch := kernel.launch(args)) is None:
             return kernel  # nothing to write
         ready = run_launch(launch, args.A)
-    # A launch that leaves nothing to reuse was compiled for a GPU that is not here.
+    # Without `ready`, the launch was compiled for a GPU that is absent, or ran in the interpreter.
     if key is not None and (kernel is None or ready is not None or INTERPRET):
         _keep(key, PreparedLaunch(kernel, ready))
     return kernel
@@ -121,20 +121,23 @@ def _keep(key: tuple[Any, ...], prepared: PreparedLaunch) -> None:
     _launches[key] = prepared
 
 
-# With MOE_VERIFY=n the result of every n-th launch is checked after the launch, which is the same.
+# MOE_VERIFY=n checks the result of every n-th launch after the launch, which itself does not change.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 _launch = _launch_selected if VERIFY is None else verified(_launch_selected, VERIFY)
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
-    """Let `select` take this kernel for arguments like these, in this process."""
+    """Make `select` return this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
     _launches.clear()
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
-    """The catalog lists one epilogue for all of its kind; another takes the kernel that would run with that one, unless
-    it was measured itself."""
+    """Return the kernel of an epilogue that the catalog does not list, or None.
+
+    The catalog lists one epilogue for all of its kind. Another epilogue gets the kernel that would run with the listed
+    one, unless the table has a measurement of its own.
+    """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
     if args.epilogue == (name := listed_epilogue(args.epilogue)) or measured_best(args) is not None:
@@ -147,7 +150,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
-    """The kernel with this epilogue, if it can have it."""
+    """Return the kernel with this epilogue if possible, else the kernel itself."""
     can_have = epilogue in kernel.epilogues and kernel.metadata.epilogue is not None
     return kernel.with_epilogue(epilogue) if can_have and epilogue != kernel.metadata.epilogue else kernel
 
@@ -158,16 +161,16 @@ def get_kernels(
     cc: int | None = None,
     metadata_filter: Callable[[KernelMetadata], bool] | None = None,
 ) -> list[Kernel]:
-    """The kernels that support `args`, run on compute capability `cc` and pass the filter. None asks nothing.
+    """Return the kernels that support `args`, run on compute capability `cc` and pass the filter.
 
-    With `args`, the best first: the measured table's choice for them, then by a rule of thumb. Kernels with another
-    epilogue than the listed one are among them.
+    Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the choice
+    of the measured table, then the order of a rule of thumb. Any possible epilogue is considered, not only listed ones.
     """
     epilogue = None if args is None else args.epilogue
     kernels = [
         kernel
         for kernel in (_taking(epilogue, listed) for listed in ALL_KERNELS)
-        if (cc is None or kernel.runs_on(cc))
+        if (cc is None or kernel.supports_cc(cc))
         and (metadata_filter is None or metadata_filter(kernel.metadata))
         and (args is None or kernel.supports(args))
     ]
@@ -175,9 +178,9 @@ def get_kernels(
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
-    """Kernels that support the arguments in the order of their speed: the measured best one, then by a rule of thumb.
+    """Sort kernels that support the arguments: the measured best first, then by a rule of thumb.
 
-    The rule is each kernel's estimate of its work over the speed of its design.
+    The rule of thumb is each kernel's estimate of its work divided by the speed of its design.
     """
 
     def rank(kernel: Kernel) -> tuple[bool, float]:
@@ -187,24 +190,27 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
 
 
 def measured_best(args: Arguments) -> str | None:
-    """The kernel that the table names for these arguments."""
+    """Return the name of the kernel that the table has for these arguments, or None."""
     return table_for(args.A.device).kernels.get(args.table_key())
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
-    """What the table says; without an entry, a rule. With `assumed_rows` as if each expert had so many.
+    """Return the table's choice of copies; without an entry, a rule decides.
 
-    A copy takes as long for every d_ff, while what a GEMM loses by gathering grows with d_ff, so large ones copy: of
-    tokens in backward by the columns of w_up, half as many for a plain activation, which forward computes only behind
-    a copy in its GEMM. And only where the GEMM behind the copy then runs warp-specialised; elsewhere gathering costs
-    little.
+    The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
+    therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
+    by gathering. For tokens in backward the columns of w_up decide, which are half as many for a plain activation.
+    Forward fuses a plain activation only into a GEMM of copied rows.
+
+    Args:
+        assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
     key = (*_copies_key(tokens, w_up, d_ff, num_rows), assumed_rows)
     copies = _copies.get(key)
     if copies is None:
         num_experts, num_columns, d_model = w_up.shape
-        # These stand for rows, without the memory.
+        # Expanded tensors have the shape of the rows without their memory.
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
         b = w_up.transpose(1, 2)
@@ -215,7 +221,7 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
-    """The choice where `up` multiplies contiguous rows by the first weight, with the table's entry if it has one."""
+    """Return the choice of copies, given the kernel `up` for contiguous rows and the table's entry, if any."""
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
     if entry and fast:
         return Copies(*entry)
@@ -224,7 +230,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Let `choose_copies` take these for arguments like these, in this process."""
+    """Make `choose_copies` return these for arguments like these, in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
 
 
@@ -234,7 +240,7 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """The shipped table of this GPU with one's own over it, or an empty one."""
+    """Return the shipped table of this GPU, overridden by the user's own; an empty table if there is none."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return merged_table(torch.cuda.get_device_name(device))
@@ -252,7 +258,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 
 def _speed(design: Design) -> float:
-    """Relative speed on one tile: larger tiles read less per multiplication, and fewer stalls are better."""
+    """Return the relative speed on one tile. Larger tiles read less per multiplication, and some designs stall less."""
     rows, columns, _ = design.tile_shape
     reuse = rows * columns / (rows + columns)  # multiplications per element read
     kind = 1.0 if isinstance(design, WarpSpecializedDesign) else 0.7 if isinstance(design, PointerDesign) else 0.9

@@ -78,14 +78,14 @@ def read(path: Path) -> Table:
         raise ValueError(f"tuning: {path} must hold a table, got {error!r}; delete it or tune anew") from error
 
 
-def write(path: Path, table: Table, **facts: str) -> None:
+def write(path: Path, table: Table, **fields: str) -> None:
     """Replace a table in one step, so that other processes read either the old or the new table.
 
     Args:
-        facts: further fields of the file, such as versions.
+        fields: further fields of the file, such as versions.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {name: value for name, value in table._asdict().items() if value is not None}
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps({"table": entries, **facts}, indent=1) + "\n")
+    unfinished.write_text(json.dumps({"table": entries, **fields}, indent=1) + "\n")
     unfinished.replace(path)

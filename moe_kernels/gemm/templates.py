@@ -1,7 +1,7 @@
-"""Templates of launches: a function that makes the launch of other tensors, several times faster than `Kernel.launch`.
+"""Templates of launches: functions that make a launch for other tensors, several times faster than `Kernel.launch`.
 
-A launch's arguments are tensors that its `Arguments` hold, descriptors of those, and values that the launch key
-decides. So a template keeps where each argument comes from.
+A launch's arguments are tensors of its `Arguments`, descriptors of those tensors, and values that the launch key
+determines. A template therefore stores the source of each argument.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Template = Callable[[Arguments], Launch]  # for all arguments of one launch key;
 
 
 def make_template(kernel: Kernel, args: Arguments) -> Template | None:
-    """None where a tensor of the launch is neither one of the arguments nor of their tile table."""
-    # Two fields may hold one tensor now, and two tensors the next time. Stand-ins are distinct objects.
+    """Return a template, or None if a tensor of the launch belongs neither to the arguments nor to their tile table."""
+    # Two fields may share one tensor now and hold two tensors later. Stand-ins are distinct objects for each field.
     stand_ins = args.stand_ins()
     table = "args.tile_table"
     if kernel.metadata_bytes(args):
-        # The arguments lack a table that the launch reads. Every launch makes one; here its tensors suffice.
+        # The arguments lack a table, so every launch makes one. Here its unwritten tensors suffice.
         stand_ins = kernel.with_metadata(stand_ins, None, write=False)
         table = "kernel.tile_table(args)"
     launch = kernel.launch(stand_ins)
@@ -37,7 +37,7 @@ def make_template(kernel: Kernel, args: Arguments) -> Template | None:
             source = names.get(id(value))
         elif hasattr(value, "block_shape"):
             source = names.get(id(value.base))
-            # A descriptor is new each time, as threads may launch at once.
+            # Each launch makes new descriptors, because threads may launch at the same time.
             source = source and f"describe(x{len(constants)}, {source})"
             constants.append((type(value), {name: part for name, part in value.__dict__.items() if name != "base"}))
         else:
@@ -54,8 +54,11 @@ def make_template(kernel: Kernel, args: Arguments) -> Template | None:
 
 @functools.lru_cache(maxsize=4096)
 def _evaluated(arguments: str, num_constants: int) -> Callable[..., Template]:
-    """Makes templates from constants. The template is one expression, which is faster than a loop. Evaluating it takes
-    longest, so launches that differ in numbers share it."""
+    """Return a function that makes templates from constants.
+
+    A template is one expression, which is faster than a loop. Evaluating the expression is the slowest part, so
+    launches that differ only in numbers share it.
+    """
     constants = "".join(f", x{i}" for i in range(num_constants))
     source = f"lambda kernel, function, grid, options{constants}: lambda args: "
     return eval(f"{source}Launch(function, grid, {arguments}, options)", {"Launch": Launch, "describe": describe})

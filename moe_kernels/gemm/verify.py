@@ -1,4 +1,4 @@
-"""Holds what a kernel wrote to the reference in float64: a few groups, since all of them would take too long."""
+"""Check a kernel's result against the reference in float64, for a few groups: all groups would take too long."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .kernel import Kernel
 from .kernels.jagged import JaggedGemmArguments
 from .kernels.list import GroupedGemmListArguments
 
-_FAR = 4.0  # budgets; what exceeds them is no accident of rounding
-_BLOCK_ROWS = 256  # of a dense product, which has no groups
+_FAR = 4.0  # error budgets; rounding alone never exceeds them
+_BLOCK_ROWS = 256  # rows of a dense product, which has no groups, that are checked as one group
 
 
 class Comparison(NamedTuple):
     """Part of a result."""
 
     actual: Tensor
-    baseline: Tensor  # by plain PyTorch in the same dtype
+    baseline: Tensor  # plain PyTorch in the same dtype
     exact: Tensor  # float64
 
 
 def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float = 1.0) -> None:
-    """Hold three groups of the result that a kernel has written to the error budget.
+    """Hold three groups of a kernel's result to the error budget.
 
     Waits for the GPU. Groups whose exact result is not finite are not judged.
 
     Args:
-        name: of the kernel, for the message.
-        first: which groups: the first, middle and last one, each moved on by this many.
-        budgets: how many times the budget an error may be.
+        name: name of the kernel, for the message.
+        first: offset added to the first, middle and last group's number, to choose other groups. Default: 0.
+        budgets: multiple of the budget that the error may reach. Default: 1.
 
     Raises:
-        AssertionError: the result is wrong, and by how much.
+        AssertionError: the result is wrong; the message says by how much.
     """
     with torch.no_grad(), without_autocast(args.A):
         for comparison in _COMPARISONS[type(args)](args, first):
@@ -52,10 +52,10 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
 
 
 def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callable[[Arguments], Kernel | None]:
-    """`launch`, followed by a check of the result of every n-th launch, each time in other groups.
+    """Return `launch` followed by a check of every n-th launch's result, each time in other groups.
 
-    One sample may exceed its budget by luck, so only fourfold is wrong. A launch that a CUDA graph captures is not
-    checked: nothing can be read there.
+    A single sample may exceed the budget by chance, so the check allows four times the budget. It skips launches that a
+    CUDA graph captures, because results cannot be read during capture.
 
     Args:
         launch: returns the kernel that it launched, or None.
@@ -82,7 +82,7 @@ def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callab
 
 
 def verify_interval(setting: str | None) -> int | None:
-    """How many launches share a check, or None for no checks.
+    """Return the number of launches per check, or None for no checks.
 
     Args:
         setting: the value of MOE_VERIFY.
@@ -101,7 +101,7 @@ def _sampled(num_groups: int, first: int) -> list[int]:
 
 
 def _as_precise_as_sums_of(dtype: torch.dtype, comparison: Comparison) -> Comparison:
-    """Tensor cores sum products of narrow operands in fewer bits than float32 has, and plain PyTorch does not."""
+    """Round float32 results of narrow operands: tensor cores sum their products in fewer bits than plain PyTorch."""
     actual, baseline, exact = comparison
     if dtype.itemsize >= 4 or actual.dtype != torch.float32:
         return comparison

@@ -1,4 +1,4 @@
-"""Adding up what several processes computed for the tokens of one."""
+"""The sum of the partial results that several ranks computed for one rank's tokens."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ def sum_shares(
     own: Tensor,  # [T, D] contiguous
     received: Tensor,  # [P, T, D] contiguous
     rank: int,
-    out: Tensor,  # [T, D], of neighbouring columns
+    out: Tensor,  # [T, D], each row contiguous
 ) -> None:
-    """Write the sum of what P processes computed to `out`. That of this one is `own`; `received[rank]` is not read.
+    """Write the sum of the partial results of P ranks to `out`. `own` replaces `received[rank]`, which is not read.
 
-    Accumulates in float32, in the order of the processes, and rounds once. Deterministic. Only by a Triton kernel, and
-    without a gradient.
+    Accumulates in float32, in the order of the ranks, and rounds once. Deterministic. Triton only. No gradient.
 
     Raises:
         NotImplementedError: Triton kernels cannot run on the device, or not in the dtype.
         ValueError: a shape, dtype or device disagrees with the signature, a tensor is not contiguous, or `rank` is not
-            that of a process.
+            in [0, P).
     """
     check_shapes("sum_shares", own=(own, "T D"), received=(received, "P T D"), out=(out, "T D"))
     check_same_device("sum_shares", own=own, received=received, out=out)
     check_same_dtype("sum_shares", own=own, received=received, out=out)
     if not 0 <= rank < len(received):
-        raise ValueError(f"sum_shares: rank must be that of one of {len(received)} processes, got {rank}")
+        raise ValueError(f"sum_shares: rank must be in [0, {len(received)}), got {rank}")
     if not (own.is_contiguous() and received.is_contiguous() and out[:1].is_contiguous()):
         strides = own.stride(), received.stride(), out.stride()
         raise ValueError(f"sum_shares: own, received and each row of out must be contiguous, got strides {strides}")
@@ -45,7 +44,7 @@ def sum_shares(
 
 
 def launch_sum_shares(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:
-    """As `sum_shares`, of what is checked and not empty."""
+    """`sum_shares` of checked tensors that are not empty."""
     num_rows, num_columns = (1, out.numel()) if out.is_contiguous() else out.shape
     launch_kernel(
         _sum_shares_kernel,
@@ -59,11 +58,11 @@ def launch_sum_shares(own: Tensor, received: Tensor, rank: int, out: Tensor) -> 
         out.numel(),
         NUM_SHARES=len(received),
         BLOCK=_BLOCK,
-        num_warps=_BLOCK // 256,  # so that a thread has 8 columns, 16 bytes at a time
+        num_warps=_BLOCK // 256,  # 8 columns per thread, 16 bytes of a 16-bit dtype
     )
 
 
-# `size` and `columns` are multiples of 16 or not: where they are, memory is read 16 bytes at a time.
+# Triton specializes on whether 16 divides `size` and `columns`, and then reads 16 bytes at a time.
 @triton.jit(do_not_specialize=["rank"])
 def _sum_shares_kernel(
     own_ptr,  # [rows, columns] contiguous

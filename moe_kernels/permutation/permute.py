@@ -22,9 +22,9 @@ def permute(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, D] expert order
-    """Copy each slot's token to its row. Padding rows, which belong to no slot, are zeros.
+    """Copy each slot's token to its row. Padding rows (rows without a slot) are zeros.
 
-    Differentiable: the gradient of a token is the sum over its rows; the gradient of padding rows is not read.
+    Differentiable: the gradient of a token is the sum over its rows. The gradient of padding rows is ignored.
 
     Raises:
         ValueError: a shape disagrees with the signature.
@@ -43,12 +43,12 @@ def combine(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D] token order
-    """Sum each token's K expert outputs times their routing weights. Dropped slots add nothing, nor rows of no slot.
+    """Sum each token's K expert outputs times their routing weights. Dropped slots and padding rows add nothing.
 
     Accumulates in float32 and rounds once, to `rows.dtype`. Deterministic. Differentiable in `rows` and `topk_weights`.
 
     Args:
-        slot_to_row: holds each row index at most once, and none beyond the rows. Not checked: reading it would wait for
+        slot_to_row: contains each row index at most once, -1 for dropped slots. Not checked: reading it would wait for
             the GPU.
         implementation: "triton", "reference", or None to choose by device.
 
@@ -108,14 +108,14 @@ def _permute_backward(ctx, drows):
 _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
-_TILE_BYTES = 2**17  # in the registers of one program of 32 warps, which has an SM to itself
-_FEWEST_TILES = 128  # that keep a GPU busy
+_TILE_BYTES = 2**17  # registers of one program of 32 warps, which has an SM to itself
+_FEWEST_TILES = 128  # fewer tiles leave SMs idle
 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
     """(tokens and columns per program, its warps).
 
-    Memory writes fastest while it reads nothing. So of many tokens every SM reads a tile, and then writes its rows.
+    Memory writes fastest while it reads nothing, so with many tokens each SM reads a whole tile, then writes its rows.
     """
     num_tokens, d_model = tokens.shape
     block_d = min(next_power_of_2(d_model), 4096)
@@ -176,7 +176,7 @@ def _permute_kernel(
         tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
-_PADDING_ROWS = 16  # that one program looks at
+_PADDING_ROWS = 16  # rows that one program checks
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -191,7 +191,7 @@ def _zero_padding_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program writes zeros to those of BLOCK_R rows that belong to no slot. Grid: (cdiv(R, BLOCK_R),)."""
+    """One program writes zeros to the padding rows among BLOCK_R rows. Grid: (cdiv(R, BLOCK_R),)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, K_P2)
     exists = r < num_rows
@@ -213,7 +213,7 @@ def launch_combine(
     topk_weights: Tensor | None,  # [T, K]
     slot_to_row: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """The weighted sum of each token's rows; arguments are already checked."""
+    """Return the weighted sum of each token's rows. The arguments are already checked."""
     num_tokens, top_k = slot_to_row.shape
     d_model = rows.shape[1]
     out = rows.new_empty(num_tokens, d_model)
@@ -231,15 +231,15 @@ def launch_combine(
             TOP_K=top_k,
             BLOCK_D=block_d,
             SKIP=len(rows) < slot_to_row.numel(),
-            num_warps=max(1, block_d // 256),  # so that a thread has 8 columns, 16 bytes at a time
+            num_warps=max(1, block_d // 256),  # 8 columns per thread, 16 bytes of a 16-bit dtype
         )
     return out
 
 
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
-    """Columns per program: all, but parts of 512 or more that leave no thread idle are better."""
-    divisor = d_model & -d_model  # the largest power of two that divides it
+    """Return the columns per program: a power of two from 512 that divides `d_model`, so no thread idles, else all."""
+    divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
 
@@ -301,7 +301,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
-    """Columns d of the row of a slot, in float32; zeros if it is dropped."""
+    """Columns d of a slot's row in float32; zeros for a dropped slot."""
     pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
     kept = tl.where(row >= 0, D, 0)
     value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)
@@ -328,7 +328,7 @@ def _combine_dweights_op(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
 
 
 def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] float32
-    """The inner product of each slot's token in `dout` and its row; 0 for a dropped slot."""
+    """Return the inner product of each slot's token in `dout` and its row; 0 for a dropped slot."""
     num_tokens, top_k = slot_to_row.shape
     dweights = dout.new_empty(num_tokens, top_k, dtype=torch.float32)
     if dweights.numel():

@@ -1,8 +1,8 @@
-"""A stable sort of the slots by expert.
+"""A stable sort of the slots by expert, deterministic because it uses no atomics.
 
-Of many slots by counting, in three launches whatever T, K and E: count the experts of each block of slots, scan the
-counts over the blocks (every expert by itself), place the slots, sorted within their block. Of few in one launch: each
-finds its row by comparing itself with all. No atomics: the result is the same every time.
+Many slots are sorted by counting, in three launches for any T, K and E: count the experts of each block of slots, scan
+each expert's counts over the blocks, sort the slots within their block and place them. Few slots take one launch: each
+slot finds its row by comparing itself with all others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..types import Permutation, TileTable
 
 MAX_EXPERTS = 1024
 
-_FEW_SLOTS = 1024  # of which comparing all with all takes less than two more launches
-_RANKED = 32  # slots whose rows a program finds, by comparing them with all
+_FEW_SLOTS = 1024  # up to here, comparing all slots with all takes less time than two more launches
+_RANKED = 32  # slots whose rows one program finds
 _COMPARED = slots_compared_at_once
 
 
@@ -36,13 +36,14 @@ def sort_by_expert(
 ) -> Permutation:
     """Sort the slots by expert, stably: an expert's rows stay in token order.
 
-    A slot whose id lies outside [0, num_experts) is dropped: its `slot_to_row` is -1 and it owns a row behind the last
-    expert's, which no op reads into a result. Not differentiable. Deterministic.
+    A slot whose id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. It leaves a padding row behind the
+    last expert's rows; padding rows never affect results. Not differentiable. Deterministic.
 
     Args:
-        block_rows: the tile height of the table that comes with the permutation.
-        max_rows: how many rows there are at most, where most slots are dropped: what is computed and kept for backward
-            then has so many rows, not T * K. If more slots are kept, the last of them in row order are dropped, too.
+        block_rows: the tile height of the permutation's tile table.
+        max_rows: upper bound of the number of rows, for inputs with mostly dropped slots. Tensors of rows then have
+            min(max_rows, T * K) rows. Slots beyond the bound, the last in row order, are dropped, too. None, the
+            default: no bound.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -55,7 +56,7 @@ def sort_by_expert(
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
     results = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
-    # Compiled code, which serves any number of tokens, does not ask whether there are more rows.
+    # Compiled code serves any number of tokens, so it applies the bound unconditionally.
     if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
         results = _bound_op(*results[:3], max_rows, block_rows)
     offsets, slot_to_row, row_to_token, *table = results
@@ -72,7 +73,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# As one op: of a slice, Inductor compiles another for few tokens.
+# One op, because Inductor compiles a visible slice a second time for few tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -94,8 +95,8 @@ def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
 def _sort_block(num_experts: int) -> tuple[int, int]:
     """(slots that one program counts and places, warps that place them).
 
-    One warp sorts and scans without shared memory and waits for no other. With many experts their counts, of which each
-    program has a row, weigh more.
+    One warp sorts and scans without shared memory or barriers. Many experts make the counts large, one row per program,
+    so fewer and larger programs are faster.
     """
     return (256, 1) if num_experts <= 128 else (512, 4)
 
@@ -184,7 +185,7 @@ def _rank_kernel(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
-    """The first programs write the offsets and table entries, the others place RANKED slots each.
+    """The first programs write the offsets and table entries; each other program places RANKED slots.
 
     Grid: (cdiv(capacity, PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
     """
@@ -219,7 +220,7 @@ def _rank_kernel(
     else:
         slot = (tl.program_id(0) - num_table_programs) * RANKED + tl.arange(0, RANKED)
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots are one more expert, and what is past the slots another.
+        # Dropped slots sort as expert E, and lanes past the last slot as expert E + 1.
         kept = (expert >= 0) & (expert < E)
         expert = tl.where(kept, expert, E)
         row = tl.zeros((RANKED,), tl.int32)
@@ -298,7 +299,7 @@ def _place_kernel(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
-    """The first programs write the offsets and table entries, the others place a block of slots each.
+    """The first programs write the offsets and table entries; each other program places a block of slots.
 
     Grid: (cdiv(capacity, PROGRAM_ENTRIES) + num_blocks,).
     """
@@ -337,7 +338,7 @@ def _place_kernel(
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots are one more expert. No two keys are equal, so any sort of them is a stable one of the slots.
+        # Dropped slots sort as expert E. No two keys are equal, so any sort of the keys is a stable sort of the slots.
         keys = sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
         expert = keys // BLOCK
         slot = block.to(tl.int64) * BLOCK + keys % BLOCK

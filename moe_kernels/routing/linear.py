@@ -1,6 +1,6 @@
-"""The products of a linear router: its logits, and what their gradient gives tokens and weights.
+"""The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
-Each is one op for backward: of products that it sees, Inductor compiles some again where tokens are few.
+Both are registered ops, because Inductor would compile a visible GEMM a second time for few tokens.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from torch import Tensor
 from ..gemm.batch_invariance import invariant_product
 from ..runtime.checks import check_same_dtype
 from ..runtime.ops import registered_op
+from ..runtime.triton import tl, triton
 
 
 def check_router_dtypes(op: str, tokens: Tensor, w_router: Tensor) -> None:
-    """Raises ValueError unless both have one floating-point dtype, or the weight is float32 beside shorter tokens."""
+    """Raise ValueError unless both have one floating-point dtype, or a float32 weight meets 16-bit tokens."""
     if w_router.dtype != torch.float32 or tokens.dtype not in (torch.bfloat16, torch.float16):
         check_same_dtype(op, tokens=tokens, w_router=w_router)
 
 
 def halves_dtype(tokens: Tensor, w_router: Tensor) -> torch.dtype | None:
-    """That of 16-bit products, which tokens and weight go through as they are and the gradient of logits goes through
-    in two halves; None where all products are float32."""
+    """Return the dtype of 16-bit GEMMs, or None if all GEMMs are float32.
+
+    16-bit GEMMs take tokens and weight unchanged, and the gradient of the logits split in two halves.
+    """
     return tokens.dtype if tokens.is_cuda and w_router.dtype == tokens.dtype != torch.float32 else None
 
 
@@ -31,7 +34,7 @@ def router_logits(
     logit_bias: Tensor | None,  # [E]
     batch_invariant: bool,
 ) -> Tensor:  # [T, E]
-    """tokens @ w_router.T + logit_bias, accumulated and kept in float32."""
+    """Return tokens @ w_router.T + logit_bias, accumulated and stored in float32."""
     if batch_invariant:
         logits = invariant_product(tokens.to(w_router.dtype), w_router.t(), torch.float32)
     elif halves_dtype(tokens, w_router) is not None:
@@ -56,7 +59,7 @@ def router_gradients(
     needs: tuple[bool, bool],
     batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the tokens and of the weights; None where not needed."""
+    """Return the gradients of tokens and weights; None for one that is not needed."""
     gradients = _gradients_op(dlogits, tokens, w_router, *needs, batch_invariant)
     dtokens, dw_router = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
     return dtokens, dw_router
@@ -84,3 +87,28 @@ def _gradients_op(
 def _(dlogits, tokens, w_router, needs_dtokens, needs_dw_router, batch_invariant):
     dtokens = tokens.new_empty(tokens.shape if needs_dtokens else 0)
     return dtokens, w_router.new_empty(w_router.shape if needs_dw_router else 0)
+
+
+@triton.jit
+def store_gradient(
+    gradient,  # [BLOCK_T, E_P2] float32
+    direct_ptr,  # [T, E], a gradient to add, or None
+    direct_strides,
+    dlogits_ptr,  # [T, E] contiguous; [T, 2E] if SPLIT
+    t,  # [BLOCK_T, 1]
+    expert,  # [1, E_P2]
+    E,
+    mask,
+    SPLIT: tl.constexpr,
+):
+    """Write the gradient of the logits of BLOCK_T tokens; if SPLIT, as [high | low]."""
+    if direct_ptr is not None:
+        gradient += tl.load(direct_ptr + t * direct_strides[0] + expert * direct_strides[1], mask=mask, other=0.0)
+    if SPLIT:
+        high = gradient.to(dlogits_ptr.dtype.element_ty)
+        low = (gradient - high.to(tl.float32)).to(dlogits_ptr.dtype.element_ty)
+        out = dlogits_ptr + t * (2 * E) + expert
+        tl.store(out, high, mask=mask)
+        tl.store(out + E, low, mask=mask)
+    else:
+        tl.store(dlogits_ptr + t * E + expert, gradient, mask=mask)

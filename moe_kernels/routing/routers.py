@@ -1,7 +1,7 @@
 """The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
 
-Two kernels serve them: that of `softmax.py` for the plain softmax, that of `scored.py` for all other specs but two. A
-SparseMixer and norms other than the sum are plain PyTorch on the logits, under every implementation.
+`softmax.py` has the kernel of the plain softmax; `scored.py` has the kernel of all other specs but two. SparseMixer and
+norms other than the sum are plain PyTorch on the logits, under every implementation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.checks import check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose, once_per_form, without_autocast
 from ..types import Routing
 from .linear import check_router_dtypes
-from .scored import scored_linear_routing_op, scored_routing_op, spec_fields
+from .scored import score_settings, scored_linear_routing_op, scored_routing_op
 from .softmax import linear_routing_op, topk_routing_op
 
 _LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -35,16 +35,14 @@ def topk_routing(
 ) -> Routing:
     """Choose each token's `top_k` experts and weigh them, in float32.
 
-    The experts of a token are distinct and come by falling score, the selection bias included; on a tie the lower id
-    comes first. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are
-    NaN. Deterministic. Differentiable in `logits`. The logits of the result are those that were scored, that is, capped
-    where the spec has a cap.
+    The experts of a token are distinct and ordered by falling score, selection bias included; the lower id is first on
+    ties. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN.
+    Deterministic. Differentiable in `logits`. The result's logits are the scored ones: capped if the spec has a cap.
 
     Args:
-        spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings before the logits
-            (input_norm_epsilon, logit_bias) and those of the expert's weight (per_expert_scale, weight_on_input) do
-            not act here.
-        selection_bias: for specs that have one, and only then.
+        spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings applied before the logits
+            (input_norm_epsilon, logit_bias) or after the weights (per_expert_scale, weight_on_input) have no effect.
+        selection_bias: required by specs with a selection bias, refused by others.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -61,7 +59,7 @@ def topk_routing(
     if spec.is_softmax_of_logits:
         topk_weights, topk_experts = topk_routing_op(logits, top_k, spec.normalize)
     else:
-        topk_weights, topk_experts = scored_routing_op(logits, selection_bias, top_k, *spec_fields(spec))
+        topk_weights, topk_experts = scored_routing_op(logits, selection_bias, top_k, score_settings(spec))
     return Routing(topk_experts, topk_weights, logits)
 
 
@@ -76,18 +74,18 @@ def linear_routing(
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Routing:
-    """`topk_routing` of the logits `tokens @ w_router.T + logit_bias`, which are float32.
+    """Route tokens by the float32 logits `tokens @ w_router.T + logit_bias`, as `topk_routing` does.
 
-    Where the logits are float32 and go into the kernel as they are, this is one autograd boundary. It saves the tokens
-    and the choice, and computes the logits again if backward needs them, so no [T, E] tensor is kept. The gradient of
-    the logits is float32, and both products with it accumulate in float32. Deterministic. Differentiable in `tokens`,
-    `w_router` and `logit_bias`, through weights and logits.
+    If a kernel reads the logits directly, this is one autograd boundary. It saves the tokens and the choice and
+    recomputes the logits if backward needs them, so no [T, E] tensor is kept. The gradient of the logits is float32,
+    and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
+    `logit_bias`, through weights and logits.
 
     Args:
-        w_router: in the dtype of the tokens, or float32; then all products, and the logits, are float32.
-        spec: as in `topk_routing`, but logit_bias acts here.
-        logit_bias, selection_bias: for specs that have one, and only then.
-        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
+        w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
+        spec: as in `topk_routing`, but logit_bias has an effect here.
+        logit_bias, selection_bias: required by specs with that bias, refused by others.
+        batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, a bias is missing or not wanted by `spec`, or
@@ -100,7 +98,7 @@ def linear_routing(
     _check_bias("linear_routing", "selection_bias", needs_bias, selection_bias, w_router, num_experts)
     spec.check_sizes("linear_routing", num_experts, top_k)
     chosen = choose("linear_routing", implementation, tokens)
-    with without_autocast(tokens):  # it would round the logits
+    with without_autocast(tokens):  # autocast would round the logits
         if chosen == "reference":
             operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
             route = partial(reference.linear_routing, top_k=top_k, spec=spec, **operands)
@@ -115,7 +113,7 @@ def linear_routing(
             )
         else:
             topk_weights, topk_experts, logits = scored_linear_routing_op(
-                tokens, w_router, logit_bias, selection_bias, batch_invariant, top_k, *spec_fields(spec)
+                tokens, w_router, logit_bias, selection_bias, batch_invariant, top_k, score_settings(spec)
             )
         return Routing(topk_experts, topk_weights, logits)
 
@@ -125,14 +123,13 @@ def routing_weights(
     topk_experts: Tensor,  # [T, K] int32; -1 for none
     spec: RouterSpec,
 ) -> Tensor:  # [T, K] float32
-    """The weights that a router gives to a choice of experts that need not be its own.
+    """Return the weights of a router for any choice of experts; for the router's own choice, as `topk_routing`.
 
-    For its own choice they are those of `topk_routing`. A slot of no expert weighs 0; the others of its token are
-    normalised without it. Plain PyTorch on every device. Differentiable in `logits`: through the scores of the chosen
-    experts, and of all experts where they share a softmax.
+    An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Plain PyTorch on every
+    device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a softmax.
 
     Args:
-        logits: as they were scored, that is, those of a `Routing`.
+        logits: those of a `Routing`, that is, as scored.
         topk_experts: ids in [0, E), or -1. Not checked: reading them would wait for the GPU.
 
     Raises:
@@ -152,9 +149,9 @@ def selection_keys(
     *,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Tensor:  # [T, E]
-    """The numbers whose top-k a router takes: logits or scores, with their bias, less excluded groups. No gradient.
+    """Return the numbers whose top-k a router takes: logits or scores plus bias, -inf in excluded groups.
 
-    Plain PyTorch on every device.
+    Plain PyTorch on every device. Not differentiable.
 
     Raises:
         ValueError: wrong shape or dtype, or a missing or unwanted selection bias.

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
-from .topk import choose_by_short_keys, choose_highest, ordered
+from .linear import store_gradient
+from .topk import choose_by_short_keys, choose_highest, key, ordered
 
 
-class Facts(NamedTuple):
-    """A spec as the kernels see it. Ops take no dataclass, so it travels as fields; backward needs the last five."""
+class ScoreSettings(NamedTuple):
+    """The settings of a `RouterSpec` that the kernels use."""
 
     by_logit: bool
     num_groups: int
@@ -27,18 +28,23 @@ class Facts(NamedTuple):
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """One warp owns whole rows, so that a reduction takes no shared memory; more than 512 places take more warps."""
+    """One warp owns whole rows, so a reduction needs no shared memory. More than 512 places take more warps."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
-def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, facts: Facts) -> tuple[Tensor, Tensor]:
+def launch_forward(
+    logits: Tensor,  # [T, E]
+    selection_bias: Tensor | None,  # [E]
+    top_k: int,
+    settings: ScoreSettings,
+) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
     num_tokens, num_experts = logits.shape
     topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens:
         places = {
-            "G_P2": next_power_of_2(facts.num_groups),
-            "S_P2": next_power_of_2(num_experts // facts.num_groups),
+            "G_P2": next_power_of_2(settings.num_groups),
+            "S_P2": next_power_of_2(num_experts // settings.num_groups),
         }
         blocks = _blocks(places["G_P2"] * places["S_P2"])
         launch_kernel(
@@ -50,16 +56,16 @@ def launch_forward(logits: Tensor, selection_bias: Tensor | None, top_k: int, fa
             topk_experts,
             topk_weights,
             num_tokens,
-            facts.norm_epsilon,
-            facts.norm_minimum,
-            facts.scale,
+            settings.norm_epsilon,
+            settings.norm_minimum,
+            settings.scale,
             E=num_experts,
-            SCORE=facts.score,
-            BY_LOGIT=facts.by_logit,
-            NUM_GROUPS=facts.num_groups,
-            TOPK_GROUPS=facts.topk_groups,
-            TOP2_SUM=facts.top2_sum and num_experts > facts.num_groups,
-            NORMALIZE=facts.normalize,
+            SCORE=settings.score,
+            BY_LOGIT=settings.by_logit,
+            NUM_GROUPS=settings.num_groups,
+            TOPK_GROUPS=settings.topk_groups,
+            TOP2_SUM=settings.top2_sum and num_experts > settings.num_groups,
+            NORMALIZE=settings.normalize,
             TOP_K=top_k,
             K_P2=next_power_of_2(top_k),
             **places,
@@ -74,12 +80,8 @@ def launch_backward(
     logits: Tensor,  # [T, E]
     dlogits_direct: Tensor | None,  # [T, E]: a gradient to add
     split_dtype: torch.dtype | None,
-    score: str,
-    normalize: bool,
-    norm_epsilon: float,
-    norm_minimum: float,
-    scale: float,
-) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype: [high | low]
+    settings: ScoreSettings,
+) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype: [high | low], see `softmax._topk_backward_op`
     num_tokens, num_experts = logits.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
     dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
@@ -98,11 +100,11 @@ def launch_backward(
             dlogits,
             num_tokens,
             num_experts,
-            norm_epsilon,
-            norm_minimum,
-            scale,
-            SCORE=score,
-            NORMALIZE=normalize,
+            settings.norm_epsilon,
+            settings.norm_minimum,
+            settings.scale,
+            SCORE=settings.score,
+            NORMALIZE=settings.normalize,
             SPLIT=split_dtype is not None,
             TOP_K=topk_experts.shape[1],
             E_P2=E_P2,
@@ -111,30 +113,30 @@ def launch_backward(
     return dlogits
 
 
-# The key of an expert that does not exist; that of -inf is above it.
+# The key of an expert that does not exist. It is below the key of -inf.
 _TAKEN = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _score_facts(logits, exists, SCORE: tl.constexpr):
-    """What a softmax takes of all logits of a token: (highest, sum of exponentials), [BLOCK_T]; else nothing."""
+def _softmax_terms(logits, exists, SCORE: tl.constexpr):
+    """For a softmax (highest logit, sum of exponentials) of each token, [BLOCK_T]; zeros for other scores."""
     if SCORE == "softmax":
         logits = tl.where(exists, logits, float("-inf"))
         highest = tl.max(logits, 1)
         return highest, tl.sum(tl.exp(logits - highest[:, None]), 1)
     else:
-        nothing = tl.zeros((logits.shape[0],), tl.float32)
-        return nothing, nothing
+        unused = tl.zeros((logits.shape[0],), tl.float32)
+        return unused, unused
 
 
 @triton.jit
 def _scores(logits, highest, total, SCORE: tl.constexpr):
-    """[BLOCK_T, ...] of some of the logits, with the facts of all."""
+    """Scores of some of the logits, [BLOCK_T, ...], with the softmax terms of all logits."""
     if SCORE == "softmax":
         return tl.exp(logits - highest[:, None]) / total[:, None]
     if SCORE == "sigmoid":
         return tl.sigmoid(logits)
-    # softplus(x) = max(x, 0) + log(1 + small). The quotient gives log(1 + small) where 1 + small has rounded small.
+    # softplus(x) = max(x, 0) + log(1 + small). The quotient corrects the rounding of small in 1 + small.
     small = tl.exp(-tl.abs(logits))
     rounded = 1.0 + small
     lost = rounded == 1.0
@@ -150,15 +152,14 @@ def _in_best_groups(
     TOP2_SUM: tl.constexpr,
     G_P2: tl.constexpr,
 ):
-    """Whether a group is one of a token's best, [BLOCK_T, G_P2]; among equals the lower group."""
+    """Whether a group is one of a token's best, [BLOCK_T, G_P2]. The lower group wins a tie."""
     worth = tl.max(keys, 2)  # [BLOCK_T, G_P2]
     if TOP2_SUM:
         is_best = keys == worth[:, :, None]
         below = tl.max(tl.where(is_best, _TAKEN, keys), 2)
         second = tl.where(tl.sum(is_best.to(tl.int32), 2) > 1, worth, below)
         both = ordered(worth).to(tl.float32, bitcast=True) + ordered(second).to(tl.float32, bitcast=True)
-        both = tl.where(both == both, both, float("inf"))
-        worth = ordered((both + 0.0).to(tl.int32, bitcast=True))
+        worth = key(both)
     group = tl.arange(0, G_P2)
     worth = tl.where((group < NUM_GROUPS)[None, :], worth, _TAKEN)
     other = worth[:, None, :]
@@ -193,7 +194,7 @@ def _scored_routing_kernel(
 ):
     """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),).
 
-    The places of a token's experts are G_P2 groups of S_P2, of which the last may be empty.
+    A token's experts occupy G_P2 groups of S_P2 places. The last places, and the last groups, may be empty.
     """
     SIZE: tl.constexpr = E // NUM_GROUPS
     E_P2: tl.constexpr = G_P2 * S_P2
@@ -203,12 +204,11 @@ def _scored_routing_kernel(
     exists = ((place // S_P2 < NUM_GROUPS) & (place % S_P2 < SIZE))[None, :]
     pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
     logits = tl.load(pointer, mask=(t < num_tokens)[:, None] & exists, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
-    highest, total = _score_facts(logits, exists, SCORE)
+    highest, total = _softmax_terms(logits, exists, SCORE)
     keys = logits if BY_LOGIT else _scores(logits, highest, total, SCORE)
     if bias_ptr is not None:
         keys += tl.load(bias_ptr + expert[None, :], mask=exists, other=0.0).to(tl.float32)
-    keys = tl.where(keys == keys, keys, float("inf"))
-    keys = tl.where(exists, ordered((keys + 0.0).to(tl.int32, bitcast=True)), _TAKEN)
+    keys = tl.where(exists, key(keys), _TAKEN)
     if NUM_GROUPS > 1:
         grouped = tl.reshape(keys, (BLOCK_T, G_P2, S_P2))
         kept = _in_best_groups(grouped, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, G_P2)
@@ -261,7 +261,7 @@ def _scored_routing_backward_kernel(
     mask = token_mask[:, None] & exists
     pointer = logits_ptr + t[:, None] * logits_strides[0] + expert[None, :] * logits_strides[1]
     logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, E_P2]
-    highest, total = _score_facts(logits, exists, SCORE)
+    highest, total = _softmax_terms(logits, exists, SCORE)
     scores = tl.where(exists, _scores(logits, highest, total, SCORE), 0.0)
     dscores = tl.zeros((BLOCK_T, E_P2), tl.float32)
     chosen_scores = tl.zeros((BLOCK_T, E_P2), tl.float32)
@@ -272,7 +272,7 @@ def _scored_routing_backward_kernel(
         dscores = tl.where(is_winner, dweight[:, None], dscores)
         chosen_scores = tl.where(is_winner, scores, chosen_scores)
     if NORMALIZE:
-        # w = s / n with n = sum of s + epsilon: ds = (dw - sum(dw * s) / n) / n; a clamped n is a constant.
+        # w = s / n with n = sum of s + epsilon, so ds = (dw - sum(dw * s) / n) / n. A clamped n is a constant.
         norm = tl.sum(chosen_scores, 1) + norm_epsilon
         is_clamped = norm < norm_minimum
         norm = tl.where(is_clamped, norm_minimum, norm)[:, None]
@@ -286,14 +286,4 @@ def _scored_routing_backward_kernel(
         gradient = dscores * scores * (1.0 - scores)
     else:
         gradient = tl.where(scores == 0.0, 0.0, dscores * tl.sigmoid(logits) * 0.5 / scores)
-    if direct_ptr is not None:
-        pointer = direct_ptr + t[:, None] * direct_strides[0] + expert[None, :] * direct_strides[1]
-        gradient += tl.load(pointer, mask=mask, other=0.0)
-    if SPLIT:
-        high = gradient.to(dlogits_ptr.dtype.element_ty)
-        low = (gradient - high.to(tl.float32)).to(dlogits_ptr.dtype.element_ty)
-        out = dlogits_ptr + t[:, None] * (2 * E) + expert[None, :]
-        tl.store(out, high, mask=mask)
-        tl.store(out + E, low, mask=mask)
-    else:
-        tl.store(dlogits_ptr + t[:, None] * E + expert[None, :], gradient, mask=mask)
+    store_gradient(gradient, direct_ptr, direct_strides, dlogits_ptr, t[:, None], expert[None, :], E, mask, SPLIT)

@@ -1,9 +1,9 @@
-"""The plain softmax router: the ops on logits, and behind the linear map, with their kernels.
+"""The plain softmax router, as ops on logits and as ops that include the linear map, with their kernels.
 
     softmax, then top-k, then renormalise  =  top-k, then softmax:  w = softmax(chosen logits)     (normalize=True)
     softmax, then top-k:                                            w = softmax(all logits)[chosen] (normalize=False)
 
-The softmax keeps the order of the logits, so experts are chosen by logit: exact, whatever the exponential rounds to.
+The softmax keeps the order of the logits. Choosing experts by logit is therefore exact, however exponentials round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..runtime.dispatch import without_autocast
 from ..runtime.launch import launch_kernel
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
-from .linear import halves_dtype, router_gradients, router_logits, router_logits_op
+from .linear import halves_dtype, router_gradients, router_logits, router_logits_op, store_gradient
 from .topk import choose_by_short_keys, choose_highest, key, ranked
 
 
@@ -97,7 +97,7 @@ def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens:
         E_P2 = next_power_of_2(num_experts)
-        # One warp owns whole rows, so that finding a maximum takes no shared memory.
+        # One warp owns whole rows, so finding a maximum needs no shared memory.
         block_t = max(1, 512 // E_P2)
         launch_kernel(
             _topk_kernel,
@@ -147,7 +147,7 @@ def _topk_kernel(
     pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
     chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
-    # The first chosen logit is the highest of all. A NaN stands there as infinity, and infinity less itself is NaN.
+    # The first chosen logit is the highest of all. A NaN was replaced by infinity; infinity less itself is NaN again.
     highest = tl.max(chosen_logits, 1)
     weights = exp_negative(highest[:, None] - chosen_logits)  # [BLOCK_T, K_P2]
     if NORMALIZE:
@@ -170,10 +170,10 @@ def _topk_backward_op(
     num_experts: int,
     split_dtype: torch.dtype | None,
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
-    """The gradient of the logits in float32, or as the sum of two halves side by side, in `split_dtype`: [high | low].
+    """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
-    A float32 matrix split so goes through a 16-bit GEMM that accumulates in float32 at twice its cost, and loses no
-    more than the square of the 16-bit rounding.
+    high + low is the float32 value. A 16-bit GEMM with float32 accumulation takes the split matrix at twice the cost
+    and loses no more than the square of the 16-bit rounding.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
@@ -238,7 +238,7 @@ def _topk_backward_kernel(
     weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
     dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
     mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
-    # Of the chosen, less the mean before it is multiplied: where one expert has nearly all, they nearly cancel.
+    # Each chosen dw less the mean, before the product: the two nearly cancel if one expert has nearly all the weight.
     is_normalized: tl.constexpr = logits_ptr is None
     gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
     if not is_normalized:
@@ -247,7 +247,7 @@ def _topk_backward_kernel(
         step_slot = t * TOP_K + step
         chosen = tl.load(experts_ptr + step_slot, mask=token_mask, other=0)
         value = tl.load(dweights_ptr + step_slot, mask=token_mask, other=0.0) - mean
-        # Normalized weights are the probabilities of a softmax over the chosen; the others get no gradient.
+        # Normalized weights are a softmax over the chosen experts; the other experts get no gradient.
         if is_normalized:
             value *= tl.load(weights_ptr + step_slot, mask=token_mask, other=0.0)
         gradient = tl.where(expert[None, :] == chosen[:, None], value[:, None], gradient)
@@ -260,14 +260,4 @@ def _topk_backward_kernel(
         numerator = exp_negative(tl.max(logits, 1)[:, None] - logits)
         total = tl.sum(numerator, 1)[:, None]
         gradient *= tl.div_rn(numerator, tl.broadcast_to(total, (BLOCK_T, E_P2)))
-    if direct_ptr is not None:
-        pointer = direct_ptr + t[:, None] * direct_strides[0] + expert[None, :] * direct_strides[1]
-        gradient += tl.load(pointer, mask=mask, other=0.0)
-    if SPLIT:
-        high = gradient.to(dlogits_ptr.dtype.element_ty)
-        low = (gradient - high.to(tl.float32)).to(dlogits_ptr.dtype.element_ty)
-        out = dlogits_ptr + t[:, None] * (2 * E) + expert[None, :]
-        tl.store(out, high, mask=mask)
-        tl.store(out + E, low, mask=mask)
-    else:
-        tl.store(dlogits_ptr + t[:, None] * E + expert[None, :], gradient, mask=mask)
+    store_gradient(gradient, direct_ptr, direct_strides, dlogits_ptr, t[:, None], expert[None, :], E, mask, SPLIT)

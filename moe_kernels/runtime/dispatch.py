@@ -1,6 +1,6 @@
-"""What every op decides before it runs: whether its operands were checked, and its implementation.
+"""Decisions of every op before it runs: whether its operands need checks, and its implementation.
 
-One rule for every op; nothing falls back silently.
+All ops follow one rule, and nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ IMPLEMENTATIONS = ("triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 FLOAT8 = torch.float8_e4m3fn  # supported by the GEMM kernels only
-FLOAT8_CC = 89  # compute capability of the first GPUs that multiply it
+FLOAT8_CC = 89  # compute capability of the first GPUs that multiply float8
 
-Facts = TypeVar("Facts")
+Result = TypeVar("Result")
 
-_MOST_FORMS = 4096  # of calls that passed a check; then all are forgotten
+_MOST_FORMS = 4096  # forms that a check remembers before it forgets all
 _NEW: Any = object()
 
 
-def once_per_form(check: Callable[..., Facts]) -> Callable[..., Facts]:
-    """`check`, but calls like one that passed get what that one got.
+def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
+    """Remember the result of `check` for each form of its operands that passed.
 
-    It must read no more of its tensors than dtype, shape and device, and return nothing that can be changed.
+    `check` may read only dtype, shape and device of its tensors, and must return an immutable result.
     """
-    passed: dict[tuple[Any, ...], Facts] = {}
+    passed: dict[tuple[Any, ...], Result] = {}
 
     @functools.wraps(check)
-    def check_new_forms(*operands: Any) -> Facts:
+    def check_new_forms(*operands: Any) -> Result:
         form = None if torch.compiler.is_compiling() else _form(operands)
         if form is None:
             return check(*operands)
-        facts = passed.get(form, _NEW)
-        if facts is _NEW:
-            facts = check(*operands)
+        result = passed.get(form, _NEW)
+        if result is _NEW:
+            result = check(*operands)
             if len(passed) >= _MOST_FORMS:
                 passed.clear()
-            passed[form] = facts
-        return facts
+            passed[form] = result
+        return result
 
     return check_new_forms
 
@@ -58,7 +58,7 @@ _VALUES = {type(None), bool, int, float, str, torch.dtype}
 
 
 def _form(operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a check can read; None if there is more than tensors and plain values, which could be or do anything."""
+    """Return all that a check can read; None if an operand is neither a plain tensor nor a plain value."""
     form = []
     for operand in operands:
         kind = type(operand)

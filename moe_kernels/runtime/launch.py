@@ -1,8 +1,8 @@
-"""One kernel launch as a value: run it, compile it, or make launches like it of other tensors.
+"""A kernel launch as a value that can be run or compiled, and the launch cache.
 
-Before each launch Triton's JIT inspects every argument to find the compiled kernel that fits. That takes longer than
-the launch itself. One cache keeps what it found by the `signature` of the launch, which is read faster. A
-`CompiledArtifact` holds a compiled kernel for a caller who vouches for the static properties.
+Before each launch, Triton's JIT inspects every argument to find the compiled kernel. The inspection takes longer than
+the launch. The launch cache stores the compiled kernel by the launch's `signature`, which is faster to compute. A
+`CompiledArtifact` holds a compiled kernel for a caller who guarantees the static properties.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from .triton import INTERPRET, triton
 
-# Whether to fuse multiplications and additions: Triton does up to 3.9, which warns if it is not told; 3.10 will not.
+# Triton up to 3.9 fuses multiplications and additions by default, and 3.9 warns unless the option is set. 3.10 will not
+# fuse by default.
 _FUSION = {} if INTERPRET or "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
 
-DESCRIPTOR_BYTES = 128  # of device memory that a TMA descriptor made on the device takes, per program
+DESCRIPTOR_BYTES = 128  # device memory per program for a TMA descriptor made on the device
 
 
 class Launch(NamedTuple):
@@ -37,11 +38,11 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledArtifact:
-    """A compiled kernel, for every launch with the same static properties.
+    """A compiled kernel for every launch with the same static properties.
 
-    Those are the device and what Triton compiles for: dtypes; which optional operands are there; constexpr values, and
-    with them the kernel itself; whether pointers, sizes and strides are multiples of 16, and sizes and strides equal 1
-    or beyond 32 bits. Numbers of rows may differ.
+    Static properties are the device and all that Triton compiles for: the kernel, dtypes, which optional operands
+    exist, constexpr values, whether pointers, sizes and strides are multiples of 16, and whether sizes and strides are
+    1 or exceed 32 bits. Numbers of rows may differ.
     """
 
     kernel_name: str
@@ -50,10 +51,10 @@ class CompiledArtifact:
 
 
 def describe(form: tuple[type, dict[str, Any]], tensor: Tensor) -> Any:
-    """A TMA descriptor of the tensor.
+    """Make a TMA descriptor of the tensor.
 
     Args:
-        form: its class, and all of its fields but the tensor, which must be right: nothing is checked.
+        form: the descriptor's class, and all of its fields except the tensor. They are not checked.
     """
     cls, fields = form
     descriptor = cls.__new__(cls)
@@ -68,25 +69,25 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 
 
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """`function[grid](*arguments, **options)` on the tensors' device, which is the current one, without descriptors."""
+    """Launch `function[grid](*arguments, **options)` on the current device. The arguments contain no descriptors."""
     launch = Launch(function, grid, arguments, options)
     _launch(launch, _find_ready(launch))
 
 
 class Ready(NamedTuple):
-    """A compiled kernel, for every launch of one signature."""
+    """A compiled kernel for every launch of one signature."""
 
     compiled: Any  # Triton's compiled kernel
-    run: Any  # its launcher
-    kernel: tuple[Any, ...]  # what the launcher takes between the stream and the arguments
-    constants: tuple[Any, ...]  # the constexpr parameters: Triton 3.6 to 3.9 want these too, and skip them
-    needs_scratch: bool  # memory for descriptors
-    layouts: tuple[Any, ...]  # of descriptors, which the signature names by id, so that the ids stay theirs
-    device: int  # of the tensors, for which the kernel is loaded
+    run: Any  # the kernel's launcher
+    kernel: tuple[Any, ...]  # the launcher's arguments between the stream and the kernel's arguments
+    constants: tuple[Any, ...]  # the constexpr parameters: the launchers of Triton 3.6 to 3.9 take and ignore them
+    needs_scratch: bool  # whether the kernel needs memory for descriptors
+    layouts: tuple[Any, ...]  # the descriptors' layouts, kept alive because the signature identifies them by id
+    device: int  # device of the tensors, on which the kernel is loaded
 
 
-# The launch cache, by signatures. A stride that changes from call to call makes a signature each time. When there are
-# too many, all are forgotten, and Triton's own cache finds the compiled kernel.
+# The launch cache, by signature. A stride that changes from call to call makes a new signature each time. If there are
+# too many signatures, the cache is cleared, and Triton's own cache finds the compiled kernel.
 _ready: dict[tuple[Any, ...], Ready] = {}
 _MOST_SIGNATURES = 4096
 
@@ -101,15 +102,15 @@ def run_launch(
     """Launch on the current stream of the current device, which is the operand's.
 
     Args:
-        ready: what a launch of the same signature returned. None looks it up.
+        ready: the result of a launch of the same signature. None looks it up.
         artifact: a kernel to run, compiled for the static properties of this launch.
         scratch: memory for descriptors; allocated if it is None or too small.
 
     Returns:
-        What the next launch of this signature takes as `ready`; None in the interpreter, which compiles nothing.
+        The argument `ready` of the next launch of this signature; None in the interpreter, which compiles nothing.
     """
     if operand.is_cuda and operand.get_device() not in _thread.devices:
-        _make_context(operand)  # before an artifact's kernel is loaded, which needs it too
+        _make_context(operand)  # must precede the loading of an artifact's kernel, too
     if ready is None:
         if artifact is None or artifact.compiled is None:
             ready = _find_ready(launch)
@@ -118,28 +119,30 @@ def run_launch(
             ready = _make_ready(launch, artifact.compiled)
     if ready is not None and not ready.needs_scratch:
         return _launch(launch, ready)
-    # The allocator of the descriptors' scratch memory belongs to a context, and threads, such as autograd's, start
-    # with none. In a copy of the context, ours never replaces one of the caller's.
+    # Triton stores the allocator of scratch memory in a context variable. New threads, such as autograd's, have none.
+    # Setting it in a copy of the context never replaces the caller's allocator.
     return contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.devices: set[int] = set()  # with a context
+        self.devices: set[int] = set()  # devices that have a CUDA context in this thread
 
 
 _thread = _Thread()
 
 
 def _make_context(operand: Tensor) -> None:
-    """Let this thread have the context of the operand's GPU. Encoding a descriptor needs one, and a thread that has
-    launched nothing yet, as autograd's at first, has none."""
+    """Give this thread the CUDA context of the operand's GPU.
+
+    Encoding a descriptor needs a context. A thread without earlier launches, such as autograd's at first, has none.
+    """
     torch.empty(1, device=operand.device).zero_()
     _thread.devices.add(operand.get_device())
 
 
-# Triton's compiled kernels of artifacts that ran. From Triton 3.8 on one that is freed takes its code off the GPU, from
-# under CUDA graphs and launches that have yet to run.
+# Triton's compiled kernels of artifacts that ran. Since Triton 3.8, freeing such an object unloads its code from the
+# GPU, even if CUDA graphs or pending launches still need the code.
 _from_artifacts: dict[int, Any] = {}
 
 
@@ -156,7 +159,7 @@ def _launch_with_scratch(
 
 
 def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
-    """`function[grid](*arguments, **options)`, which also prepares for profilers' hooks where there are none."""
+    """Launch like `function[grid](*arguments, **options)`, which prepares hooks of profilers even if there are none."""
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **_FUSION)
@@ -171,13 +174,13 @@ def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
 
 
 def _find_ready(launch: Launch) -> Ready | None:
-    """What an earlier launch of the same signature left; None in the interpreter, which compiles nothing."""
+    """Return the result of an earlier launch of the same signature; None in the interpreter, which compiles nothing."""
     return None if INTERPRET else _ready.get(signature(launch))
 
 
 def _keep_ready(launch: Launch, compiled: Any) -> Ready | None:
     if not _is_on_gpu(launch):
-        return None  # It was compiled for some target, which is not part of the signature.
+        return None  # The kernel was compiled for a target, which is not part of the signature.
     if len(_ready) >= _MOST_SIGNATURES:
         _ready.clear()
     ready = _ready[signature(launch)] = _make_ready(launch, compiled)
@@ -189,21 +192,21 @@ def _is_on_gpu(launch: Launch) -> bool:
 
 
 def _make_ready(launch: Launch, compiled: Any) -> Ready:
-    """For launches of the signature of this one, which was compiled to that."""
+    """Return `compiled`, the result of compiling this launch, for launches of the same signature."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     layouts = tuple(value.layout for value in arguments if hasattr(value, "block_shape"))
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
-    run = compiled.run  # which loads the kernel when it is first asked for
-    kernel = compiled.function, compiled.packed_metadata, None, None, None  # and no hooks
+    run = compiled.run  # the first access loads the kernel
+    kernel = compiled.function, compiled.packed_metadata, None, None, None  # None: no hooks
     return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, layouts, device)
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:
-    """What decides the static properties: launches that differ in those differ here.
+    """Return a key that determines the static properties: launches with different properties have different signatures.
 
-    Sizes and strides are kept as they are, so several signatures can share their static properties. Reading a signature
-    takes half as long. All tensors of a launch are on one device.
+    The signature contains sizes and strides unchanged, so several signatures can share their static properties. It
+    takes half as long to compute. All tensors of a launch are on one device.
     """
     function, _, arguments, options = launch
     types = tuple(map(type, arguments))
@@ -217,29 +220,31 @@ _readers: dict[tuple[Any, ...], Callable[..., tuple[Any, ...]]] = {}
 
 
 def _make_reader(function: Any, arguments: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
-    """Reads off arguments of these types what else decides the static properties; in one expression, as a loop over
-    them takes twice as long."""
-    facts = []
+    """Return a function that reads the signature off arguments of these types.
+
+    The function is one expression, because a loop over the arguments takes twice as long.
+    """
+    parts = []
     for i, (value, kind) in enumerate(zip(arguments, _parameter_kinds(function), strict=False)):
         if isinstance(value, Tensor):
-            facts += f"x{i}.dtype", f"x{i}.data_ptr() % 16 == 0"
+            parts += f"x{i}.dtype", f"x{i}.data_ptr() % 16 == 0"
             on_device = f"x{i}"
         elif hasattr(value, "block_shape"):
-            facts += f"x{i}.base.dtype", f"*x{i}.block_shape", f"id(x{i}.layout)"
+            parts += f"x{i}.base.dtype", f"*x{i}.block_shape", f"id(x{i}.layout)"
             on_device = f"x{i}.base"
         elif type(value) is int and kind == _PLAIN:
-            facts.append(f"{-(2**31)} <= x{i} < {2**31}")
+            parts.append(f"{-(2**31)} <= x{i} < {2**31}")
         elif type(value) is int or isinstance(value, tuple) or kind == _CONSTANT:
-            facts.append(f"x{i}")
-    facts.append(f"{on_device}.get_device()")
+            parts.append(f"x{i}")
+    parts.append(f"{on_device}.get_device()")
     names = ", ".join(f"x{i}" for i in range(len(arguments)))
-    reader = eval(f"lambda {names}: ({', '.join(facts)},)")
-    reader.function = function  # whose id stays its own
+    reader = eval(f"lambda {names}: ({', '.join(parts)},)")
+    reader.function = function  # kept alive, because `_readers` identifies it by id
     return reader
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles a launch for."""
+    """Return all that Triton compiles a launch for."""
     properties = [launch.function, *launch.options.items()]
     has_device = False
     for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
@@ -257,14 +262,14 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
             properties.append(_of_ints(value, kind))
         elif value is None or isinstance(value, (bool, float)):
             properties.append(type(value))
-        else:  # A TMA descriptor made on the host.
+        else:  # a TMA descriptor made on the host
             properties += (value.base.dtype, value.base.device, tuple(value.block_shape), value.layout)
     return tuple(properties)
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_int(value: int, kind: int) -> int:
-    """Its number of bits and, unless the kernel does not ask, whether it is one or a multiple of 16."""
+    """Return whether the value exceeds 32 bits and, if the kernel specializes on it, is 1 or a multiple of 16."""
     size = 0 if -(2**31) <= value < 2**31 else 100
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
 
@@ -274,7 +279,8 @@ def _of_ints(values: tuple[int, ...], kind: int) -> tuple[int, ...]:
     return tuple(_of_int(value, kind) for value in values)
 
 
-_CONSTANT, _PLAIN, _SPECIALIZED = range(3)  # compiled for its value; for its type; for its type and divisors
+# Kinds of parameters: a kernel is compiled for their value; for their type; for their type and divisibility.
+_CONSTANT, _PLAIN, _SPECIALIZED = range(3)
 
 _kinds: dict[int, tuple[Any, tuple[int, ...]]] = {}
 
@@ -290,5 +296,5 @@ def _parameter_kinds(function: Any) -> tuple[int, ...]:
         kinds = (
             _CONSTANT if name in constant else _PLAIN if name in plain else _SPECIALIZED for name in function.arg_names
         )
-        _kinds[id(function)] = function, tuple(kinds)  # with the function, so that its id stays its own
+        _kinds[id(function)] = function, tuple(kinds)  # the function is kept alive, because the key is its id
     return _kinds[id(function)][1]

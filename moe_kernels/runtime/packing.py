@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def is_packed(kind: Any) -> bool:
-    """Whether a type is a NamedTuple."""
+    """Return whether a type is a NamedTuple."""
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 class Packing:
-    """The leaves of some values, of which NamedTuples are replaced by their fields, also inside NamedTuples.
+    """Conversion between values and their leaves: NamedTuples are replaced by their fields, recursively.
 
-    A leaf's name is its field's, so no two fields may have the same.
+    A leaf has the name of its field, so field names must be unique.
     """
 
     def __init__(self, hints: dict[str, Any]):
@@ -26,12 +26,12 @@ class Packing:
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name) for name, kind in hints.items()]
-        # Generated, as the methods of NamedTuples are: several times as fast as loops over the fields.
+        # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)")  # values -> leaves
-        self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", dict(self._kinds))  # and back
+        self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", dict(self._kinds))  # the inverse
 
     def _visit(self, name: str, kind: Any, path: str) -> str:
-        """Add the leaves below `path`. Returns the expression that packs them again."""
+        """Add the leaves below `path`. Return the expression that packs them again."""
         if not is_packed(kind):
             assert name not in self.types, name
             self.types[name] = kind
@@ -45,7 +45,7 @@ class Packing:
 
 
 class PackedSignature(Packing):
-    """The parameters and the result of a function that is to be a registered op."""
+    """The parameters and the result of a function that becomes a registered op."""
 
     def __init__(self, function: Callable[..., Any]):
         hints = get_type_hints(function)
@@ -61,7 +61,7 @@ class PackedSignature(Packing):
         self._flat = inspect.Signature(parameters, return_annotation=returned)
 
     def on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of the packed parameters as one of their leaves."""
+        """Return the function with the leaves of its packed parameters as parameters."""
 
         @functools.wraps(function)
         def of_leaves(*leaves: Any) -> Any:
@@ -73,7 +73,7 @@ class PackedSignature(Packing):
 
 @functools.cache
 def packing_of(kind: type) -> Packing:
-    """Of a NamedTuple."""
+    """Return the packing of a NamedTuple."""
     return Packing({"packed": kind})
 
 
@@ -86,9 +86,9 @@ def save_for_backward(ctx: Any, packed: tuple[Any, ...]) -> None:
 
 
 def saved_for_backward(ctx: Any) -> Any:
-    """What was given to `save_for_backward`. Call it once in a backward.
+    """Return the argument of `save_for_backward`. Call it once in a backward.
 
-    Releases autograd's references to the tensors, unless the graph is retained: the memory of a tensor is free as soon
+    Releases autograd's references to the tensors, unless the graph is retained. A tensor's memory is then free as soon
     as the caller drops it, not only after backward.
     """
     pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)

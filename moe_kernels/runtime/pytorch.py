@@ -1,26 +1,26 @@
-"""PyTorch's private API, each use with the public behaviour it stands for. No other file uses it, `ops.py` apart."""
+"""All uses of PyTorch's private API except those of `ops.py`, each with the public equivalent."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# `torch.compiler.disable` does the same, and would import the compiler.
+# `torch.compiler.disable` does the same, but imports the compiler.
 disable_dynamo = torch._disable_dynamo
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 
-# Hides ops from all modes, as inside a registered op. It is what PyTorch's `no_dispatch` does, without its microsecond.
+# Hides ops from all modes, as inside a registered op. PyTorch's `no_dispatch` does the same and takes 1 us longer.
 unseen_by_modes = torch._C._DisableTorchDispatch
 
 
-# `fp32_precision("cuda", "matmul")`: `torch.backends.cuda.matmul.fp32_precision` in a quarter of its time. Every launch
-# reads it. `torch.get_float32_matmul_precision` raises once the new setting has been used.
+# `fp32_precision("cuda", "matmul")` equals `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time; every
+# launch reads it. `torch.get_float32_matmul_precision` raises once the new setting has been used.
 fp32_precision = torch._C._get_fp32_precision_getter
 
 
 def float32_uses_tf32() -> bool:
-    """Return whether PyTorch was asked to multiply float32 matrices in TF32, through its old or its new setting."""
+    """Return whether PyTorch's old or new setting makes products of float32 matrices use TF32."""
     return fp32_precision("cuda", "matmul") == "tf32"
 
 

@@ -282,5 +282,5 @@ def explain_command(options: argparse.Namespace) -> int:
     if runnable:
         print_speed(runnable, target)
     else:
-        print("speed: not measured, the GPU asked about is not here")
+        print("speed: not measured, the requested GPU is absent")
     return 0 if passed else 1

@@ -41,8 +41,8 @@ def tune_command(options: argparse.Namespace) -> int:
         *(list_job(*map(int, problem.split("x")), dtype, "cuda") for problem in options.lists),
         *(jagged_job(*map(int, problem.split(",")), dtype, "cuda") for problem in options.jagged),
     ]
-    facts = {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
-    is_complete = tune(jobs, path, seconds=options.seconds, again=options.again, **facts)
+    fields = {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
+    is_complete = tune(jobs, path, seconds=options.seconds, again=options.again, **fields)
     print(f"{path}: {'complete' if is_complete else 'out of time: run again to go on'}")
     return 0 if is_complete else 1
 

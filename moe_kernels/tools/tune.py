@@ -231,13 +231,13 @@ def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: 
     return Job(f"{num_rows},{size_k},{size_n},{num_groups}", 2, entries)
 
 
-def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **facts: str) -> bool:
+def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: str) -> bool:
     """Measure the entries missing from the table at `path`, and write it after each. Return whether time sufficed.
 
     Args:
         seconds: no measurement starts later than this.
         again: also measure entries that the table already has.
-        facts: further fields of the file, such as versions.
+        fields: further fields of the file, such as versions.
     """
     table = tables.read(path) if path.exists() else Table({}, {})
     end = time.monotonic() + seconds
@@ -249,7 +249,7 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **facts: s
                     if time.monotonic() >= end:
                         return False
                     table = table.merged(entry.measure())
-                    tables.write(path, table, **facts)
+                    tables.write(path, table, **fields)
                 progress.update()
             torch.cuda.empty_cache()  # the next operands have other sizes
     return True

@@ -1,4 +1,4 @@
-"""Reading the fields of a model's `config.json`, with clear errors for what is missing or malformed."""
+"""Reading the fields of a model's `config.json`, with clear errors for missing or malformed fields."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The configuration of a model, seen from one of its layers.
+    """The configuration of a model for one of its layers.
 
-    A field that is a list has one entry per layer. A null is taken as missing.
+    A field that is a list has one entry per layer. A null counts as missing.
 
     Attributes:
-        required: names of fields that must be there, also where the reader has a default.
+        required: names of fields that must exist, even if the reader has a default.
     """
 
     values: dict
@@ -34,10 +34,10 @@ class ModelConfig:
         return ModelConfig(value, self.layer, self.required)
 
     def integer(self, *names: str, default: object = _MISSING, minimum: int = 0) -> int:
-        """The first of the names that is there.
+        """Return the first existing field among the names.
 
         Raises:
-            ValueError: none is there and no default is given, or it is not an integer of at least `minimum`.
+            ValueError: no field exists and no default is given, or its value is not an integer of at least `minimum`.
         """
         name, value = self._find(names, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -63,7 +63,7 @@ class ModelConfig:
         return value
 
     def refuse_unless(self, **expected: object) -> None:
-        """Raises ValueError for a field that is there and is not as expected."""
+        """Raise ValueError if a field exists with another value than expected."""
         for name, value in expected.items():
             if (actual := self.values.get(name)) is not None and actual != value:
                 raise ValueError(f"MoEConfig: {name} in config.json must be {value!r} to be loaded, got {actual!r}")
@@ -81,7 +81,7 @@ class ModelConfig:
 
 
 def read_config(values: dict, layer: int) -> ModelConfig:
-    """The configuration of the language model, which composite models keep in an object of their own."""
+    """Return the configuration of the language model, which composite models keep in a nested object."""
     queue, found = [values], []
     while queue:
         value = queue.pop(0)

@@ -19,7 +19,7 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 
 def dbrx(config: ModelConfig) -> RouterSpec:
-    """A null power means weights that are not normalised, and is not the default."""
+    """Read DBRX's router. A null power, which is not the default, means that weights are not normalised."""
     values = config.nested("ffn_config").values
     power = values.get("moe_normalize_expert_weights", 1.0)
     if power is None:
@@ -49,7 +49,7 @@ def deepseek_v3(config: ModelConfig) -> RouterSpec:
 
 
 def dots(config: ModelConfig) -> RouterSpec:
-    if config.values.get("scoring_func") == "noaux_tc":  # as its published files call the choice by sigmoid and bias
+    if config.values.get("scoring_func") == "noaux_tc":  # the published files' name for sigmoid scores with a bias
         config = replace(config, values=config.values | {"scoring_func": "sigmoid"})
     return deepseek_v3(config)
 

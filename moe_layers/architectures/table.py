@@ -52,7 +52,7 @@ def _gpt_oss_activation(config: ModelConfig) -> Activation:
 def _several_shared(
     d_ff: str = "moe_intermediate_size", default: int | None = None
 ) -> Callable[[ModelConfig], int | None]:
-    """Several shared experts side by side are one of their common size."""
+    """Return a reader of the size of all shared experts together, which equal one expert of that size."""
     missing = {} if default is None else {"default": default}
     return lambda config: config.integer(*_NUM_SHARED, **missing) * config.integer(d_ff) or None
 
@@ -63,12 +63,12 @@ def _shared(d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the configuration of an architecture describes its MoE block.
+    """The fields of an architecture's configuration that describe its MoE block.
 
     Attributes:
         sizes_in: object of the configuration with the sizes of the experts, "" for the configuration itself.
-        required: fields that must be in the file: missing, the functions above would take them for neutral, and the
-            configuration classes of the architecture (transformers', the model's own) for something else.
+        required: fields that must be in the file, because defaults disagree: the functions above treat a missing field
+            as neutral, but the configuration classes of the architecture (transformers', the model's own) do not.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -86,7 +86,7 @@ class Architecture:
     required: tuple[str, ...] = ()
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
-        """The fields of the `MoEConfig` of the block.
+        """Return the fields of the block's `MoEConfig`.
 
         Raises:
             ValueError: a field is missing, malformed or not supported.
@@ -115,8 +115,8 @@ class Architecture:
         return config.integer(self.zero_experts) if self.zero_experts else 0
 
 
-# Entries of the config.json that `save_checkpoint` and `convert` write: the `model_type` of a layer that was not read
-# from a checkpoint, and the layout of the experts.
+# `save_checkpoint` and `convert` write these into config.json: the `model_type` of a layer that was not read from a
+# checkpoint, and the name of the field with the layout of the experts.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
 
@@ -132,6 +132,12 @@ _MIXTRAL = Architecture(routers.softmax(True), d_ff="intermediate_size")
 _OLMOE = Architecture(routers.softmax_by_flag(False), d_ff="intermediate_size")
 _QWEN3 = Architecture(routers.softmax_by_flag(False))
 _GATED_SHARED = {"shared": _shared("shared_expert_intermediate_size"), "shared_gate": True}
+_GPT_OSS = Architecture(
+    lambda config: RouterSpec.softmax(logit_bias=True),
+    d_ff="intermediate_size",
+    activation=_gpt_oss_activation,
+    bias=True,
+)
 _GRANITE = Architecture(
     routers.softmax(True), d_ff="intermediate_size", shared=_shared("shared_intermediate_size", default=0)
 )
@@ -167,19 +173,8 @@ ARCHITECTURES = {
         activation=_dbrx_activation,
         sizes_in="ffn_config",
     ),
-    "gpt_oss": Architecture(
-        lambda config: RouterSpec.softmax(logit_bias=True),
-        d_ff="intermediate_size",
-        activation=_gpt_oss_activation,
-        bias=True,
-    ),
-    # Its router divides the weights by k, and the block multiplies its output by k.
-    "openai_privacy_filter": Architecture(
-        lambda config: RouterSpec.softmax(logit_bias=True),
-        d_ff="intermediate_size",
-        activation=_gpt_oss_activation,
-        bias=True,
-    ),
+    "gpt_oss": _GPT_OSS,
+    "openai_privacy_filter": _GPT_OSS,  # the router divides the weights by k, the block multiplies its output by k
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": replace(_GRANITE, required=("shared_intermediate_size",)),
@@ -187,7 +182,7 @@ ARCHITECTURES = {
     "aria_text": Architecture(
         routers.softmax(True),
         d_ff="intermediate_size",
-        activation=lambda config: Activation("swiglu"),  # the routed experts', whatever hidden_act is
+        activation=lambda config: Activation("swiglu"),  # routed experts ignore hidden_act
         shared=_several_shared("intermediate_size"),
         shared_activation=_gated,
     ),
@@ -260,7 +255,7 @@ REFUSED = {
 
 
 def find_architecture(config: ModelConfig) -> Architecture:
-    """Raises ValueError for an architecture that is unknown or not supported."""
+    """Return the model's architecture. Raise ValueError if it is unknown or not supported."""
     model_type = config.model_type
     if model_type in REFUSED:
         raise ValueError(f"MoEConfig: model_type {model_type!r} is not supported: {REFUSED[model_type]}")

@@ -32,7 +32,8 @@ class BalanceLosses:
         global_batch: coefficient of `global_load_balancing_loss`, with the counts of all ranks of `group`.
         importance: coefficient of `importance_loss`.
         z: coefficient of `router_z_loss`.
-        score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised, it gives the first three's probabilities.
+        score: "softmax" (default), "sigmoid" or "sqrt_softplus". The normalised scores are the probabilities of the
+            first three losses.
         group: the ranks that share a global batch. Required if there are several ranks.
 
     Raises:
@@ -210,9 +211,9 @@ def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:
 def check_group(op: str, group: ProcessGroup | None) -> None:
     """Raise ValueError if there are several ranks, but no group that shares a batch."""
     if group is None and distributed.is_available() and distributed.is_initialized():
-        num_processes = distributed.get_world_size()
-        if num_processes > 1:
+        num_ranks = distributed.get_world_size()
+        if num_ranks > 1:
             raise ValueError(
-                f"{op}: with {num_processes} ranks the group that shares a batch must be given, got None; "
+                f"{op}: with {num_ranks} ranks the group that shares a batch must be given, got None; "
                 "torch.distributed.group.WORLD is all ranks"
             )

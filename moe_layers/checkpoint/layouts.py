@@ -47,12 +47,12 @@ class Key:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether a matrix on disk has the byte order of its part of our parameter."""
+        """Return whether a matrix on disk has the byte order of its part of our parameter."""
         return not (self.transposed or self.interleaved)
 
     @property
     def parameter(self) -> str:
-        """Name of the experts' parameter that this tensor fills."""
+        """Return the name of the experts' parameter that this tensor fills."""
         return ("b_" if self.bias else "w_") + ("down" if self.parts == ("down",) else "up")
 
     def matrix_shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -215,8 +215,8 @@ LAYOUTS = (
     ),
 )
 
-# The layouts in which an architecture is published, by `model_type`, where they are not "fused". They decide between
-# layouts with the same names that shapes may not tell apart ("fused", "transposed", "interleaved").
+# The layouts in which an architecture is published, by `model_type`, if not "fused". They decide between layouts with
+# equal names and possibly equal shapes ("fused", "transposed", "interleaved").
 _PUBLISHED = {
     "gpt_oss": ("interleaved",),
     "llama4_text": ("transposed",),
@@ -226,7 +226,7 @@ _PUBLISHED = {
 
 
 def published_layouts(model_type: str) -> tuple[str, ...]:
-    """The names of the layouts in which an architecture is published, the usual one first."""
+    """Return the names of the layouts in which an architecture is published, the usual one first."""
     return _PUBLISHED.get(model_type, ("fused",))
 
 

@@ -96,7 +96,9 @@ def _load(
         model_config = read_config(values, block.layer)
         config = MoEConfig.from_hf(values, block.layer)
         experts = _checked_experts(experts, config)
-        module = build_layer(layer_class, config, experts, dtype=dtype, device="meta", implementation=implementation)
+        module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)
+        if len(experts) < config.num_experts:
+            module.keep_local_experts(experts)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         planner = Planner(files, block, float8_block(values, model_config))
         published = published_layouts(model_config.model_type)
@@ -104,37 +106,21 @@ def _load(
         if dtype is None:
             module.to(_stored_dtype(plan, values, model_config))
             router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
-            if router.encoding == "plain" and router.dtype == torch.float32:  # as some models keep it, and a router may
+            if router.encoding == "plain" and router.dtype == torch.float32:  # some models keep the router in float32
                 module.router.weight = nn.Parameter(module.router.weight.float())
         module.to_empty(device=torch.get_default_device() if device is None else device)
         for parameter in module.parameters():
             prefer_huge_pages(parameter)
-        fill_layer(module, plan, files, config, experts)
+        _fill_layer(module, plan, files, config, experts)
     report = _report(files, block.prefix, block.layer, model_config.model_type, config, plan, module, experts)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
     return module, report
 
 
-def build_layer(
-    layer_class: type[nn.Module],
-    config: MoEConfig,
-    experts: range,
-    *,
-    dtype: torch.dtype | None,
-    device: str,
-    implementation: str | None,
-) -> nn.Module:
-    """A layer of these sizes; with a part of the experts, its output is their share of the sum."""
-    module = layer_class.from_config(config, implementation=implementation, device=device, dtype=dtype)
-    if len(experts) < config.num_experts:
-        module.keep_local_experts(experts)
-    return module
-
-
 @torch.no_grad()
-def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: MoEConfig, experts: range) -> None:
-    """Read every weight into its place; at most one of them is in memory beside the layer."""
+def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: MoEConfig, experts: range) -> None:
+    """Read every weight into its parameter. At most one weight is in memory in addition to the layer."""
     state = module.state_dict()
     for fill in plan.fills:
         parameter = state[fill.parameter]
@@ -146,22 +132,22 @@ def fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: Mo
             for expert in fill.experts:
                 share = parameter[expert - experts.start]
                 if not _read_in_place(fill, files, expert, plan.sizes, share, config.activation.gated):
-                    matrix = read_expert(fill, files, expert, plan.sizes, parameter)
+                    matrix = _read_expert(fill, files, expert, plan.sizes, parameter)
                     copy_expert(fill.key, matrix, share, gated=config.activation.gated)
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
-    """Read an expert's matrix straight into its parameter, if the bytes there are those on disk; whether they are."""
+    """Read an expert's matrix directly into its parameter if both have the same bytes. Return whether they have."""
     target = fill.key.parameter_parts(share, gated)
-    alike = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order
-    if not alike or target.device.type != "cpu" or not target.is_contiguous():
+    same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order
+    if not same_bytes or target.device.type != "cpu" or not target.is_contiguous():
         return False
     files.read(fill.stored.names[0], fill.key.rows_of_expert(expert, sizes), into=target)
     return True
 
 
-def read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
-    """One expert's share of a weight, as on disk."""
+def _read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
+    """Return one expert's share of a weight, in disk order."""
     rows = fill.key.rows_of_expert(expert, sizes)
     matrix = _read(fill, files, rows, like)
     return matrix if rows is None or fill.key.flat else matrix[0]
@@ -185,7 +171,7 @@ def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> r
 
 
 def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.dtype:
-    """That of the experts on disk; of dequantised ones, the dtype of the model according to its configuration."""
+    """Return the experts' dtype on disk; for dequantised experts, the dtype that the model's configuration names."""
     stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
     if stored.encoding == "plain":
         return stored.dtype

@@ -1,4 +1,4 @@
-"""The quantisation of a checkpoint, as its `config.json` describes it."""
+"""The quantisation of a checkpoint according to its `config.json`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _FLOAT8_BLOCK = [128, 128]
 
 
 def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
-    """Rows and columns that share a scale.
+    """Return the number of rows and columns that share a scale.
 
     Raises:
-        ValueError: another quantisation than float8 by blocks or MXFP4, or a malformed block size.
+        ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.
     """
     quantization = values.get("quantization_config") or config.values.get("quantization_config") or {}
     if not isinstance(quantization, dict):
@@ -26,9 +26,9 @@ def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
 
 
 def without_quantization(values: dict) -> dict:
-    """The configuration of the dequantised model, parts of a composite model included."""
-    kept = {name: value for name, value in values.items() if name != "quantization_config"}
+    """Return the configuration of the dequantised model, including the parts of a composite model."""
     return {
         name: without_quantization(value) if name in NESTED and isinstance(value, dict) else value
-        for name, value in kept.items()
+        for name, value in values.items()
+        if name != "quantization_config"
     }

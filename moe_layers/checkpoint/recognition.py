@@ -53,13 +53,7 @@ def choose_layout(
     Raises:
         ValueError: no layout has these names, or several fit and nothing decides between them.
     """
-    candidates = matching_layouts(block, gated=gated)
-    if recorded is not None and candidates:
-        candidates = [layout for layout in candidates if layout.name == recorded]
-        if not candidates:
-            raise ValueError(
-                f"checkpoint: config.json records layout {recorded!r} for {block.prefix}, whose tensors have another"
-            )
+    candidates = _candidates(block, gated, recorded)
     if not candidates:
         return _most_similar(block, gated, published)
     if len(candidates) == 1:
@@ -75,14 +69,27 @@ def choose_layout(
     )
 
 
+def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]:
+    """Return the layouts with the names of the block's tensors; with a record, only the recorded layout."""
+    candidates = matching_layouts(block, gated=gated)
+    if recorded is None or not candidates:
+        return candidates
+    candidates = [layout for layout in candidates if layout.name == recorded]
+    if not candidates:
+        raise ValueError(
+            f"checkpoint: config.json records layout {recorded!r} for {block.prefix}, whose tensors have another"
+        )
+    return candidates
+
+
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the layout that the architecture publishes or, without one, that the sizes alone decide; else None."""
+    """Return the layout that the architecture publishes, else the only layout of these sizes, else None."""
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None
-    told_apart = sizes.d_model not in (sizes.d_ff, 2 * sizes.d_ff) and "interleaved" not in published
+    distinct = sizes.d_model not in (sizes.d_ff, 2 * sizes.d_ff) and "interleaved" not in published
     plain = [layout for layout in fitting if layout.name != "interleaved"]
-    return plain[0] if told_apart and len(plain) == 1 else None
+    return plain[0] if distinct and len(plain) == 1 else None
 
 
 def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> bool:

@@ -59,12 +59,12 @@ class LoadReport:
 
     @property
     def quantization(self) -> tuple[str, ...]:
-        """The encodings that were dequantised."""
+        """Return the encodings that were dequantised."""
         return tuple(sorted({tensor.encoding for tensor in self.tensors} - {"plain"}))
 
     @property
     def dtype_changes(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        """Both dtypes of each tensor on disk whose dtype differs from its parameter's."""
+        """Return both dtypes of each tensor on disk whose dtype differs from its parameter's."""
         return {
             tensor.names[0]: (tensor.dtype, tensor.parameter_dtype) for tensor in self.tensors if tensor.changes_dtype
         }

@@ -22,7 +22,7 @@ def save_layer(
     layout: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Names and configuration are those of the model that the layer was read from, else our own."""
+    """Write a layer under the names of the model that it was read from, or else under our own."""
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
     if layout is None:
@@ -46,13 +46,13 @@ def _check_holds_all(module: nn.Module, num_experts: int) -> None:
         raise ValueError(f"save_checkpoint: the layer must hold all {num_experts} experts, got {experts.num_experts}")
     if experts.local_share is not None:
         raise ValueError(
-            "save_checkpoint: the layer must hold all experts, got experts that processes share; load their full state "
-            "dict (torch.distributed.checkpoint.state_dict) into a layer of one process"
+            "save_checkpoint: the layer must hold all experts, got experts sharded over ranks; load their full state "
+            "dict (torch.distributed.checkpoint.state_dict) into a layer on one rank"
         )
 
 
 def _add_others(writer: ShardWriter, state: dict[str, Tensor], source: CheckpointSource | None, prefix: str) -> None:
-    """Add all but the matrices of the experts and the shared expert."""
+    """Add all tensors except the matrices of the experts and of the shared expert."""
     for parameter in OTHER_NAMES:
         if parameter in state:
             tensor = state[parameter].cpu().contiguous()
@@ -95,7 +95,7 @@ def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Te
 
 @torch.no_grad()
 def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
-    """The tensor of one expert, or with number None of all."""
+    """Return the tensor of one expert, or of all experts if `number` is None."""
     tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device="cpu")
     for expert in range(sizes.num_experts) if number is None else (number,):
         rows = key.rows_of_expert(expert, sizes)

@@ -34,11 +34,6 @@ class Stored:
     block: tuple[int, int] = (0, 0)
     num_bytes: int = 0
 
-    @property
-    def value_dtype(self) -> torch.dtype:
-        """The dtype of the values that `read` returns."""
-        return self.dtype if self.encoding == "plain" else torch.float32
-
     def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
         """Return the weight, or a range of its first axis, on `device`. Quantised weights are dequantised to
         float32."""
@@ -73,7 +68,7 @@ def group_names(names: Iterable[str]) -> dict[str, Group]:
 def describe(
     files: CheckpointFiles, name: str, group: Group, block: tuple[int, int], problems: list[str]
 ) -> Stored | None:
-    """Read shapes from the headers. Append errors to `problems`, and then return None.
+    """Read a weight's shape from the headers. On errors, append them to `problems` and return None.
 
     Args:
         block: rows and columns of a float8 weight that share a scale.
@@ -91,7 +86,7 @@ def describe(
     return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
 
 
-# Of each encoding: the shape of the weight, None if it cannot be read, and what is wrong with its tensors.
+# The shape of a weight, None if it cannot be read, and the errors of its tensors.
 _Finding = tuple[tuple[int, ...] | None, list[str]]
 
 

@@ -63,13 +63,13 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
     router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
     fitting, wrong = _fitting(block, described, router, num_zero)
     fitting = _narrow(fitting, values.get(RECORD), config)
-    patterns = block.patterns()
-    bias = any(key.bias and key.name in patterns for layout, _ in fitting for key in layout.keys)
-    names = {name for layout, sizes in fitting for name in _names(layout, bias, sizes.num_experts + num_zero)}
+    layouts, sizes = zip(*fitting, strict=True) if fitting else ((), ())
+    bias = _has_bias(block, layouts)
+    names = {name for layout, size in fitting for name in _names(layout, bias, size.num_experts + num_zero)}
     return BlockSurvey(
         block=block,
-        layouts=tuple(layout for layout, _ in fitting),
-        sizes=tuple(sizes for _, sizes in fitting),
+        layouts=layouts,
+        sizes=sizes,
         bias=bias,
         experts={name: stored for name, stored in described.items() if name in names},
         num_routed=router[0] - num_zero if router else 0,
@@ -81,7 +81,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return the layouts that fit, with their sizes; without any, what is wrong with the most similar one."""
+    """Return the layouts that fit, with their sizes. If none fits, also return the misfits of the most similar one."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]
@@ -98,6 +98,12 @@ def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) ->
     return described
 
 
+def _has_bias(block: Block, layouts: tuple[Layout, ...]) -> bool:
+    """Return whether the block has one of the biases that these layouts name."""
+    patterns = block.patterns()
+    return any(key.bias and key.name in patterns for layout in layouts for key in layout.keys)
+
+
 def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
     """Return the names of a layout's tensors."""
     return {
@@ -110,7 +116,7 @@ def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
 def _match(
     block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[Sizes | None, list[str]]:
-    """Return the sizes of a layout's tensors, and which of them do not fit."""
+    """Return the sizes of a layout's tensors, and the errors of those that do not fit."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
     name = down.name.replace("{e}", str(min(numbers, default=0)))
@@ -136,7 +142,7 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """Return missing tensors of a layout and those of other sizes. Zero experts have no matrix "down"."""
+    """Return a layout's missing tensors and its tensors of wrong sizes. Zero experts have no matrix "down"."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=False):

@@ -60,15 +60,15 @@ class AllGatherDispatcher(RankDispatcher):
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
             own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots of [chunks, E]
-        facts = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
-        sizes = facts[:, :num_sizes]
+        numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
+        sizes = numbers[:, :num_sizes]
         message = "ExpertParallel: to gather tokens, all ranks must have equally many tokens and slots, "
         message += "and equally many bytes per token"
         if sizes.device.type == "cpu":
             message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
         if bounds is not None:
-            self._check_bounds(facts[:, num_sizes:], bounds)
+            self._check_bounds(numbers[:, num_sizes:], bounds)
         return bounds, offsets
 
     def _bound(self, slots: Slots) -> int:
@@ -79,12 +79,12 @@ class AllGatherDispatcher(RankDispatcher):
 
     def _check_bounds(
         self,
-        facts: Tensor,  # [P, chunks + chunks * E]: each rank's limits, and slots for each expert
+        numbers: Tensor,  # [P, chunks + chunks * E]: each rank's limits, and slots for each expert
         own: list[int],
     ) -> None:
         """Raise ValueError, equally on all ranks, if one rank has more rows than its limit."""
         num_chunks, num_ranks = len(own), self.ranks.size
-        bounds, counts = facts[:, :num_chunks], facts[:, num_chunks:]
+        bounds, counts = numbers[:, :num_chunks], numbers[:, num_chunks:]
         num_rows = counts.reshape(num_ranks, num_chunks, num_ranks, -1).sum((0, 3))  # [chunks, P]
         for chunk, bound in enumerate(own):
             check_on_device(

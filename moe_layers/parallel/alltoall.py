@@ -78,24 +78,24 @@ class AllToAllDispatcher(RankDispatcher):
 
         Raise ValueError if the counts exceed the capacity.
         """
-        facts = [chunks[0].counts.new_full((self.ranks.size, 1), row_bytes(chunks[0].tokens))]
+        own = [chunks[0].counts.new_full((self.ranks.size, 1), row_bytes(chunks[0].tokens))]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
             if chunk.capacity is not None:  # all ranks learn of one rank's error
                 limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
-            facts += [chunk.counts, limit]
+            own += [chunk.counts, limit]
         ones = [1] * self.ranks.size
-        facts = wait(self.ranks.all_to_all(torch.cat(facts, dim=1), ones, ones))
-        num_bytes, facts = facts[:, 0], facts[:, 1:].chunk(len(chunks), dim=1)
-        for chunk, fact in zip(chunks, facts, strict=True):
+        received = wait(self.ranks.all_to_all(torch.cat(own, dim=1), ones, ones))
+        num_bytes, by_chunk = received[:, 0], received[:, 1:].chunk(len(chunks), dim=1)
+        for chunk, numbers in zip(chunks, by_chunk, strict=True):
             if chunk.capacity is not None:
                 check_on_device(
-                    (fact[:, -1] == chunk.capacity).all(),
+                    (numbers[:, -1] == chunk.capacity).all(),
                     f"ExpertParallel: with max_rows_factor={self.max_rows_factor} every rank must have "
                     f"equally many tokens, and at most {chunk.capacity} slots for any rank's experts, got unequal "
                     "numbers or more slots",
                 )
-        return [fact[:, :-1] for fact in facts], num_bytes
+        return [numbers[:, :-1] for numbers in by_chunk], num_bytes
 
     def _routes(
         self, chunks: list[_Outgoing], arriving: list[Tensor], num_bytes: Tensor, implementation: str | None
@@ -106,7 +106,8 @@ class AllToAllDispatcher(RankDispatcher):
         if self.max_rows_factor is not None:
             check_on_device((num_bytes == own_bytes).all(), f"{message}, got numbers other than {own_bytes}")
             return [_bounded_route(*pair, implementation) for pair in zip(chunks, arriving, strict=True)]
-        sums = [tensor.sum(1) for chunk, come in zip(chunks, arriving, strict=True) for tensor in (chunk.counts, come)]
+        departing = [chunk.counts for chunk in chunks]
+        sums = [counts.sum(1) for pair in zip(departing, arriving, strict=True) for counts in pair]
         num_bytes, *splits = torch.stack([num_bytes.long(), *sums]).tolist()  # synchronises the host
         if set(num_bytes) != {own_bytes}:
             raise ValueError(f"{message}, got {num_bytes}")

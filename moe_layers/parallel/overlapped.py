@@ -142,8 +142,8 @@ class _Plan:
     def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
         """Return each chunk's weights and choices [P * n, K], and the permutation of its slots. Synchronises the host,
         unless there are limits."""
-        by_process = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
-        parts = [part.flatten(0, 1).chunk(2, 1) for part in by_process.split(self.lengths, 1)]
+        by_rank = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
+        parts = [part.flatten(0, 1).chunk(2, 1) for part in by_rank.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
         topk_weights = [weights.contiguous().view(torch.float32) for _, weights in parts]
         permutations = local_permutations(choices, self._bounds, self.num_local, "triton")

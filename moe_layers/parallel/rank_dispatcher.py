@@ -28,9 +28,8 @@ class RankDispatcher(ABC):
         max_rows_factor: see each dispatcher. Default None sends and computes exactly the rows that there are.
         chunks: parts of the tokens; one is sent while another is computed.
         gradient_scale: scale of the gradients of the experts' parameters. It multiplies the data sent in backward,
-            which
-            is smaller than these gradients. The gradients of tokens and weights are divided by it, which is exact for
-            powers of two.
+            which is smaller than these gradients. The gradients of tokens and weights are divided by it, which is exact
+            for powers of two.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Transport(ABC):
     @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce tensors of these sizes in bytes, which each rank will gather or scatter. Earlier operations have
-        arrived or never will: a recomputation ends as soon as it has what backward needs."""
+        arrived or are abandoned: a recomputation ends as soon as it has all that backward needs."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -170,7 +170,7 @@ class PeerCopies(Transport):
         """Return memory of each rank for such a tensor, unused since `begin`."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
-        assert self._used_bytes <= self._memory.numel(), "begin was told of less"
+        assert self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
         return self._views(shape, dtype, start // dtype.itemsize)
 
     def others(self) -> list[int]:
@@ -178,7 +178,7 @@ class PeerCopies(Transport):
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_copy_stream(self) -> Iterator[None]:
         """Run the context on the copy stream, after the work already queued on the current stream."""
         # torch.cuda.stream() queries the current device and stream again, and takes three times as long.
         user = self._current_stream()
@@ -222,7 +222,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _by_process(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
+def _by_rank(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
     return tensor.view(size, len(tensor) // size, *tensor.shape[1:])
 
 
@@ -234,10 +234,10 @@ class _CopiedGathering(Gathering):
         buffers = copies.buffers(tensor.shape, tensor.dtype)
         buffers[copies.rank].copy_(tensor)
         self._parts = self.whole.split([copies.size * length for length in lengths])
-        places = [_by_process(part, copies.size) for part in self._parts]
+        places = [_by_rank(part, copies.size) for part in self._parts]
         sources = [buffer.split(lengths) for buffer in buffers]
         self._events = []
-        with copies.beside():
+        with copies.on_copy_stream():
             copies.barrier()
             for part, place in enumerate(places):
                 for peer in copies.others():
@@ -258,11 +258,11 @@ class _CopiedScattering(Scattering):
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
-        self._shares = _by_process(shares, copies.size)  # kept until they are copied
+        self._shares = _by_rank(shares, copies.size)  # kept until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]  # all but its own share
-        assert copies.all_have_begun, "or somebody may still read what is written here"
-        with copies.beside():
+        assert copies.all_have_begun, "another rank may still read the memory written here"
+        with copies.on_copy_stream():
             for peer in copies.others():
                 buffers[peer][copies.rank].copy_(self._shares[peer])
             self._event = copies.end()

@@ -1,1 +1,1 @@
-"""Routers, and what decides which expert computes which token."""
+"""Routers and assignments: the decision which experts compute a token."""

@@ -86,9 +86,8 @@ class RoutingReplay:
         A checkpointed region needs `context_fn=save_routing`, and its backward must also run inside the context.
 
         Raises:
-            ValueError: the model has other routers than the record; a router runs more or less often than in the
-            record;
-                or a choice does not fit its tokens.
+            ValueError: the model has other routers than the record, a router runs more or less often than in the
+                record, or a choice does not fit its tokens.
         """
         routers = _routers("replay", model)
         missing, unexpected = sorted(set(routers) - set(self.choices)), sorted(set(self.choices) - set(routers))
@@ -143,7 +142,7 @@ class _Replay:
         return choice
 
     def _of_recomputation(self, tokens: Tensor) -> Tensor:
-        """Return any choice of this shape: the region has saved the right one."""
+        """Return any choice of the right shape: the region has saved the choice that is used."""
         return next(choice for choice in self.choices if len(choice) == len(tokens))
 
 

@@ -33,7 +33,7 @@ class LayerRouting(NamedTuple):
 
     @property
     def choices(self) -> Tensor:  # [T, K] int32
-        """The router's choice before capacities."""
+        """Return the router's choice before capacities."""
         return self.topk_experts if self.chosen_experts is None else self.chosen_experts
 
     @property
@@ -42,7 +42,7 @@ class LayerRouting(NamedTuple):
 
     @property
     def num_tokens(self) -> int | Tensor:
-        """The number of tokens that are not padding; with a mask, counted on the device."""
+        """Return the number of tokens that are not padding; with a mask, counted on the device."""
         return len(self.logits) if self.token_mask is None else self.token_mask.sum()
 
 

@@ -23,25 +23,27 @@ from .noise import RouterNoise
 class TopKRouter(nn.Module):
     """Chooses `top_k` experts per token and weighs them. Logits and weights are float32.
 
-    The weight may stay float32 beside shorter tokens, as some models keep theirs: all products are float32 then.
-    Parameters are `weight` [E, D] and, where the settings ask for them, `bias` [E], `input_scale` [D] and
-    `per_expert_scale` [E]. A selection bias is the buffer `selection_bias` [E], which stays float32 when the module is
-    converted to a shorter dtype: it is what keeps experts in balance, and its steps are small. What a layer counts for
-    balancing is in `expert_counts` [E] int64, which no state dict holds. It is no buffer, as every process has its own,
-    and DistributedDataParallel would overwrite it with the first one's.
+    Parameters are `weight` [E, D] and, depending on the settings, `bias` [E], `input_scale` [D] and `per_expert_scale`
+    [E]. The weight may be float32 with 16-bit tokens, as in some models; all products are then float32.
+
+    The selection bias is the buffer `selection_bias` [E]. Its updates are small, so it stays float32 when the module is
+    converted to a shorter dtype.
+
+    `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain it. It is not a buffer, because
+    each rank has its own counts, and DistributedDataParallel would overwrite them with the first rank's.
 
     Args:
         router: the settings; None for `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
             Mixtral and Qwen3. `weight_on_input` concerns the experts, not the router.
-        assignment: chooses in place of the top-k: an `Assignment`, or a function as of `CustomAssignment`.
-        noise: in training mode.
-        batch_invariant: the other tokens change no bit of what a token gets, nor of its gradient.
-        init_std: standard deviation of the weight at first.
+        assignment: replaces the top-k choice: an `Assignment`, or a function as for `CustomAssignment`. Default: None.
+        noise: noise in training mode. Default: None.
+        batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
+        init_std: standard deviation of the weight at initialisation.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, or `router` cannot choose `top_k` of `num_experts` or does not go with the
-            assignment or the noise.
+        ValueError: a size is not positive, `router` cannot choose `top_k` of `num_experts`, or `router` does not
+            support the assignment or the noise.
     """
 
     selection_bias: Tensor | None
@@ -98,25 +100,25 @@ class TopKRouter(nn.Module):
 
     @property
     def spec(self) -> RouterSpec:
-        """The settings. They are fixed, because they decide which parameters there are."""
+        """Return the settings. They are fixed, because they determine the parameters."""
         return self._spec
 
     @property
     def is_softmax_of_chosen(self) -> bool:
-        """Whether the weights are just that: a softmax over the logits of the chosen experts, linear in the tokens."""
-        acts = (self.assignment, self.noise, self.input_scale, self.per_expert_scale)
-        return self.spec.is_plain_softmax and self.spec.normalize and all(part is None for part in acts)
+        """Return whether the weights are a softmax over the chosen experts' logits, which are linear in the tokens."""
+        others = (self.assignment, self.noise, self.input_scale, self.per_expert_scale)
+        return self.spec.is_plain_softmax and self.spec.normalize and all(part is None for part in others)
 
     @property
     def num_slots(self) -> int | None:
-        """Of each token: top_k, unless an assignment says otherwise; None where it says so only in forward."""
+        """Return the slots per token: top_k, or the assignment's number; None if only its forward determines it."""
         if self.assignment is None:
             return self.top_k
         return self.assignment.num_slots(self.num_experts, self.top_k)
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weight from a normal distribution, by default with `init_std`; biases and counts become zero, scales
-        one."""
+        """Draw the weight from a normal distribution with deviation `std`, by default `init_std`. Set biases and counts
+        to zero, and scales to one."""
         nn.init.normal_(self.weight, std=self.init_std if std is None else std)
         for tensor, value in (
             (self.bias, 0.0),
@@ -135,10 +137,11 @@ class TopKRouter(nn.Module):
         topk_experts: Tensor | None = None,  # [T, K] int32
         token_mask: Tensor | None = None,  # [T] bool
     ) -> Routing | Slots:
-        """Choose and weigh experts; those of `topk_experts`, where it is given, are weighed instead of chosen.
+        """Choose and weigh experts.
 
         Args:
-            token_mask: False for padding, which an assignment leaves out. A router without one does not look at it.
+            topk_experts: experts to weigh instead of choosing any; None, the default, chooses.
+            token_mask: False for padding, which an assignment leaves out. A router without an assignment ignores it.
 
         Raises:
             ValueError: a shape, dtype or device disagrees with the signature or the parameters.
@@ -157,7 +160,7 @@ class TopKRouter(nn.Module):
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
             kind = Routing if self.assignment is None else Slots
-            # Not by `_replace`, which PyTorch 2.11 does not compile.
+            # PyTorch 2.11 cannot compile `_replace`.
             routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])
         return routed
 
@@ -171,7 +174,7 @@ class TopKRouter(nn.Module):
             )
 
     def _prepared(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """The input of the linear map: with noise in training mode, and normalised if the router does that."""
+        """Return the input of the linear map: with noise in training mode, and normalised if the settings say so."""
         if self.training and self.noise is not None:
             tokens = self.noise.jitter(tokens)
         if self.input_scale is not None:
@@ -196,14 +199,14 @@ class TopKRouter(nn.Module):
         self,
         choices_per_expert: Tensor,  # [E]
     ) -> None:
-        """Add to `expert_counts`, but not in a recomputation."""
+        """Add to `expert_counts`, except in a recomputation."""
         if self.expert_counts.is_meta and not choices_per_expert.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=choices_per_expert.device)
         self.take_counts_to(choices_per_expert.device)
         add_once(self.expert_counts, choices_per_expert)
 
     def take_counts_to(self, device: torch.device) -> None:
-        """What moves the parameters, as `fully_shard` does, need not know of the counts. Those on meta stay there."""
+        """Move the counts to `device`, because `fully_shard` moves the parameters alone. Counts on meta stay there."""
         if self.expert_counts.device != device and not self.expert_counts.is_meta:
             self.expert_counts = self.expert_counts.to(device)
 
@@ -214,14 +217,14 @@ class TopKRouter(nn.Module):
         if self.accumulated_counts is not None:
             self.accumulated_counts = fn(self.accumulated_counts)
         if counts.is_meta and not self.expert_counts.is_meta:
-            self.expert_counts.zero_()  # `to_empty` made them, and no state dict fills them
+            self.expert_counts.zero_()  # `to_empty` left them uninitialised, and no state dict fills them
         if bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        # With `assign=True`, what the state dict lacks stays on meta, and what it has keeps its dtype.
+        # With `assign=True`, tensors missing from the state dict stay on meta, and the others keep its dtypes.
         if self.expert_counts.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
         if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
@@ -232,6 +235,6 @@ class TopKRouter(nn.Module):
 
 
 def watches_choice(hook: Callable[..., None]) -> Callable[..., None]:
-    """Marks a router's forward hook that reads the chosen experts alone."""
+    """Mark a router's forward hook that reads nothing but the chosen experts."""
     hook.watches_choice = True
     return hook

@@ -22,7 +22,7 @@ class TokenInfo(NamedTuple):
 
     @property
     def sequence_length(self) -> int:
-        """Length of the last axis but one, 1 without it. A capacity holds for so many tokens."""
+        """Return the length of the last axis but one, or 1 without it. A capacity applies to that many tokens."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 

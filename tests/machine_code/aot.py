@@ -37,7 +37,7 @@ from moe_kernels.gemm.kernels import precision
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
 from moe_kernels.permutation.partial_sums import launch_sum_shares
-from moe_kernels.routing.scored import spec_fields
+from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
 
@@ -273,9 +273,9 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         saved = None if normalize else logits
         direct = None if normalize else logits
         mk.routing.softmax._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
-    facts = spec_fields(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
-    launch_forward(logits, logits[0], top_k, facts)
-    launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, *facts[-5:])
+    settings = score_settings(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
+    launch_forward(logits, logits[0], top_k, settings)
+    launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, settings)
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.gemm.tile_table.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
@@ -358,7 +358,7 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
             # Some kernels run another kernel's code, which is compiled under that name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
                 # For kernels of all targets, only the oldest and the newest target compile the further forms.
-                between = cc == 90 and kernel.runs_on(80) and kernel.runs_on(100)
+                between = cc == 90 and kernel.supports_cc(80) and kernel.supports_cc(100)
                 for form in forms(kernel)[: 1 if between else None]:
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
 

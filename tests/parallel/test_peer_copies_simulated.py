@@ -128,7 +128,7 @@ class WithoutLastBarrier(PeerCopies):
 
 class AheadOfItsCaller(PeerCopies):
     @contextmanager
-    def beside(self):
+    def on_copy_stream(self):
         caller = torch.cuda.current_stream()
         torch.cuda.set_stream(self.stream)
         yield

@@ -106,7 +106,7 @@ def test_each_kernel(kernel, device):
             if epilogue is not None:
                 expected = [reference.apply_activation(product, epilogue) for product in expected]
             assert_accurate(out, *expected, case)
-    on_other_gpu = torch.cuda.is_available() and not kernel.runs_on(device_cc(torch.device("cuda", 0)))
+    on_other_gpu = torch.cuda.is_available() and not kernel.supports_cc(device_cc(torch.device("cuda", 0)))
     assert num_supported >= (0 if on_other_gpu else len(CASES) if is_pointer else 2)
 
 
@@ -161,9 +161,9 @@ def test_an_epilogue_that_no_kernel_has_is_named():
     for kernel in KERNELS:
         if kernel.metadata.operands.A.dtype == torch.float32:
             has = kernel.metadata.epilogue or "no"
-            assert kernel.supports(args).error == f"applies {has} epilogue, asked for swiglu"
+            assert kernel.supports(args).error == f"applies {has} epilogue, requested swiglu"
             plain = dataclasses.replace(args, epilogue=None)
-            assert has == "no" or kernel.supports(plain).error == f"applies {has} epilogue, asked for None"
+            assert has == "no" or kernel.supports(plain).error == f"applies {has} epilogue, requested None"
 
 
 def test_batches_that_are_no_rows_name_the_operand():

@@ -220,10 +220,10 @@ def test_forms_without_an_epilogue_say_so(form, device):
     args = dataclasses.replace(ARGUMENTS[form](device), epilogue="relu")
     assert get_kernels(args) == []
     kernel = get_kernels(dataclasses.replace(args, epilogue=None))[0]
-    assert kernel.supports(args).error == "applies no epilogue, asked for relu"
-    with pytest.raises(ValueError, match="applies no epilogue, asked for relu"):
+    assert kernel.supports(args).error == "applies no epilogue, requested relu"
+    with pytest.raises(ValueError, match="applies no epilogue, requested relu"):
         kernel.run(args)
-    with pytest.raises(NotImplementedError, match="applies no epilogue, asked for relu"):
+    with pytest.raises(NotImplementedError, match="applies no epilogue, requested relu"):
         selection.select(args)
 
 
@@ -292,7 +292,7 @@ def test_an_artifact_of_other_properties_is_refused(device):
     }
     for change, other in changes.items():
         assert pointer.supports(other), change
-        with pytest.raises(ValueError, match="must be compiled for arguments of the same static properties"):
+        with pytest.raises(ValueError, match="must be compiled for arguments with the same static properties"):
             pointer.run(other, artifact)
     with pytest.raises(ValueError, match="nothing to compile for empty operands"):
         pointer.compile(dataclasses.replace(args, A=args.A[:0], out=args.out[:0]))

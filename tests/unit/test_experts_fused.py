@@ -51,7 +51,7 @@ def test_what_hopper_fuses(activation, bias, d_model, monkeypatch):
     """Check the selection alone, as for bfloat16 on an H200; the selected kernel does not run."""
 
     def supports(kernel, args):
-        return kernel.takes(args) if kernel.runs_on(90) else Status("for another GPU")
+        return kernel.takes(args) if kernel.supports_cc(90) else Status("for another GPU")
 
     chosen, passes = [], []
 

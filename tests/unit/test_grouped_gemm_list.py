@@ -283,7 +283,7 @@ def test_prepared_problem_with_a_kernel_of_choice(device):
     a_list, b_list = draw("unlike", torch.float16, device)
     kernels = [kernel for kernel in KERNELS if kernel.metadata.operands.A.dtype == torch.float16]
     for kernel in kernels:
-        if kernel.runs_on(90) and kernel.metadata.epilogue is None:
+        if kernel.supports_cc(90) and kernel.metadata.epilogue is None:
             problem = GroupedProblem.from_lists(a_list, b_list, kernel=kernel)
             assert problem.kernel is kernel
             torch.testing.assert_close(joined(problem.run()), joined(reference_list(a_list, b_list)))

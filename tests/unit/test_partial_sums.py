@@ -65,8 +65,8 @@ def test_errors(device):
     for operands, message in (
         ((own, received, 0, out), "sum_shares"),
         ((own, received.half(), 0, own), "sum_shares: operands must have one floating-point dtype"),
-        ((own, received, 2, own), "sum_shares: rank must be that of one of 2 processes, got 2"),
-        ((own, received, -1, own), "sum_shares: rank must be that of one of 2 processes, got -1"),
+        ((own, received, 2, own), r"sum_shares: rank must be in \[0, 2\), got 2"),
+        ((own, received, -1, own), r"sum_shares: rank must be in \[0, 2\), got -1"),
         ((own, received.to("meta"), 0, own), "sum_shares: all tensors must be on one device"),
         ((out[:, :4], received, 0, own), "sum_shares: own, received and each row of out must be contiguous, got"),
         ((own, out[:, :4].expand(2, 3, 4), 0, own), "sum_shares: own, received and each row of out must be contiguous"),

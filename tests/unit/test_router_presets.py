@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec, linear_routing, reference, topk_routing
-from moe_kernels.routing.scored import scored_linear_routing_op, scored_routing_op, spec_fields
+from moe_kernels.routing.scored import score_settings, scored_linear_routing_op, scored_routing_op
 from moe_kernels.routing.scored_kernels import launch_backward
 from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
@@ -182,7 +182,7 @@ def test_split_gradient_adds_up(device):
     logits, bias = draw(spec, device=device)
     experts = triton_scored(logits, 3, spec, selection_bias=bias).topk_experts
     dweights, direct = (torch.randn(40, n, device=device, generator=generator) for n in (3, 12))
-    split = launch_backward(dweights, experts, logits, direct, torch.float16, *spec_fields(spec)[-5:])
+    split = launch_backward(dweights, experts, logits, direct, torch.float16, score_settings(spec))
     high, low = split.float().chunk(2, dim=1)
 
     def gradient(logits):
@@ -255,12 +255,12 @@ def test_small_scores_keep_their_precision(device):
 def test_opcheck(name, device):
     spec = SPECS[name]
     logits, bias = draw(spec, 6, device=device)
-    torch.library.opcheck(scored_routing_op.overload, (logits.requires_grad_(), bias, 2, *spec_fields(spec)))
+    torch.library.opcheck(scored_routing_op.overload, (logits.requires_grad_(), bias, 2, *score_settings(spec)))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(12, 4, device=device, requires_grad=True)
     logit_bias = torch.randn(12, device=device, requires_grad=True)
     torch.library.opcheck(
-        scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, False, 2, *spec_fields(spec))
+        scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, False, 2, *score_settings(spec))
     )
 
 

@@ -92,6 +92,28 @@ class GroupedGemmKernel(Kernel):
         return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
 
 
+class WrappedGroupedGemm(Kernel):
+    """Kernels of another form that run a grouped GEMM kernel, given a tile table."""
+
+    form: str  # replaces "grouped_gemm" in the kernel's name
+    operands_class: type
+
+    def __init__(self, grouped: GroupedGemmKernel, suffix: str = ""):
+        metadata, operands = grouped.metadata, grouped.metadata.operands
+        name = metadata.kernel_name.replace("grouped_gemm", self.form) + suffix
+        operands = self.operands_class(operands.A, operands.B, operands.out)
+        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
+        super().__init__(dataclasses.replace(metadata, **changes))
+        self.grouped = self.compiled_as = grouped
+        self.obstacle = grouped.obstacle
+
+
+def plain_products(*kernels: Kernel) -> list[GroupedGemmKernel]:
+    """Return the grouped GEMM kernels without a gather and an epilogue."""
+    grouped = [kernel for kernel in kernels if isinstance(kernel, GroupedGemmKernel)]
+    return [kernel for kernel in grouped if kernel.metadata.epilogue is None and not kernel.metadata.design.gather]
+
+
 class WgradKernel(Kernel):
     """Kernels that compute `WgradArguments`."""
 

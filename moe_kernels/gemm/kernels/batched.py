@@ -14,27 +14,20 @@ from torch import Tensor
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv
 from ..arguments import GemmArguments, GroupedGemmArguments, is_one_behind_another
-from ..kernel import GemmOperands, Kernel, Status
-from .base import GroupedGemmKernel, padded
+from ..kernel import GemmOperands, Status
+from .base import WrappedGroupedGemm, padded, plain_products
 from .tma import TMA_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
 _TABLE_LAUNCHES = 1e9  # multiplications that take as long as the launches that make a table
 
 
-class BatchedGemm(Kernel):
+class BatchedGemm(WrappedGroupedGemm):
     """A grouped GEMM kernel on batches whose matrices are stored one after another."""
 
     arguments_class = GemmArguments
-
-    def __init__(self, grouped: GroupedGemmKernel):
-        metadata, operands = grouped.metadata, grouped.metadata.operands
-        name = metadata.kernel_name.replace("grouped_gemm", "gemm")
-        operands = GemmOperands(operands.A, operands.B, operands.out)
-        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
-        super().__init__(dataclasses.replace(metadata, **changes))
-        self.grouped = self.compiled_as = grouped
-        self.obstacle = grouped.obstacle
+    form = "gemm"
+    operands_class = GemmOperands
 
     def supports_design(self, args: GemmArguments) -> Status:
         if args.out.dim() == 3 and args.A.dim() == 2:
@@ -110,8 +103,4 @@ def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -
     return dataclasses.replace(grouped, offsets=memory)
 
 
-BATCHED_KERNELS = tuple(
-    BatchedGemm(kernel)
-    for kernel in (*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS)
-    if isinstance(kernel, GroupedGemmKernel) and kernel.metadata.epilogue is None and not kernel.metadata.design.gather
-)
+BATCHED_KERNELS = tuple(map(BatchedGemm, plain_products(*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS)))

@@ -21,7 +21,7 @@ from ...types import TileTable
 from ..arguments import Arguments, GroupedGemmArguments
 from ..kernel import Kernel, KernelMetadata, Operand, Status, WgradOperands
 from ..tile_table import MAX_GROUPS, larger, table_blocks, tile_table_bytes, tile_table_in, write_tile_table
-from .base import GroupedGemmKernel, num_programs
+from .base import GroupedGemmKernel, WrappedGroupedGemm, num_programs, plain_products
 from .pointer import POINTER_KERNELS
 from .tma import TMA_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
@@ -96,20 +96,16 @@ class JaggedGemmOperands:
     out: Operand
 
 
-class JaggedGemm(Kernel):
+class JaggedGemm(WrappedGroupedGemm):
     """A grouped GEMM kernel, given a tile table for packed rows that share B."""
 
     arguments_class = JaggedGemmArguments
+    form = "jagged_gemm"
+    operands_class = JaggedGemmOperands
 
     def __init__(self, grouped: GroupedGemmKernel, by_group: bool):
-        metadata, operands = grouped.metadata, grouped.metadata.operands
-        name = metadata.kernel_name.replace("grouped_gemm", "jagged_gemm") + ("_by_group" if by_group else "")
-        operands = JaggedGemmOperands(operands.A, operands.B, operands.out)
-        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
-        super().__init__(dataclasses.replace(metadata, **changes))
-        self.grouped = self.compiled_as = grouped
+        super().__init__(grouped, "_by_group" if by_group else "")
         self.by_group = by_group
-        self.obstacle = grouped.obstacle
 
     def supports_design(self, args: JaggedGemmArguments) -> Status:
         if args.group_offsets.dtype not in (torch.int32, torch.int64):
@@ -288,20 +284,13 @@ def _jagged_table_kernel(
                 tl.store(out_ptrs, tl.zeros((BLOCK_N,), dtype), mask=column < N)
 
 
-def _is_plain_product(kernel: Kernel) -> bool:
-    return (
-        isinstance(kernel, GroupedGemmKernel) and kernel.metadata.epilogue is None and not kernel.metadata.design.gather
-    )
-
-
 JAGGED_KERNELS = tuple(
     JaggedGemm(kernel, by_group)
     for by_group, kernels in (
         (False, (*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS, *POINTER_KERNELS)),
         (True, POINTER_KERNELS),
     )
-    for kernel in kernels
-    if _is_plain_product(kernel)
+    for kernel in plain_products(*kernels)
 )
 
 

@@ -1,8 +1,8 @@
 """Independent products in one launch: their arguments, and the table of problems that the kernels walk.
 
 Every problem has its own sizes, addresses and leading dimensions. The table holds them on the device, together with the
-problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long reductions come
-first, so that the last tiles to finish are short.
+problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long reductions are
+first in the list, so that the last tiles to finish are short.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         if not args.out.numel():
             return None
         design = self.metadata.design
-        block_m, block_n, block_k = design.tile_shape
+        _, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
         num_groups, depth, _ = args.B.shape
         capacity = table.tiles.shape[0]
@@ -203,12 +203,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
                 "EXTRA_K": 0 if args.extra_a is None else args.extra_a.shape[1],
                 "ZERO_TAIL": int(args.zero_tail),
                 "PRECISION": dot_precision(args.A),
-                "GROUP_TILES": design.group_tiles,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options,
             },
         )
 

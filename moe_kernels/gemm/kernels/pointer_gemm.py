@@ -103,12 +103,7 @@ class PointerGemm(Kernel):
                 "EVEN_K": depth % block_k == 0,
                 "PRECISION": dot_precision(args.A),
                 "FORWARD": plain_forward(self.metadata),
-                "GROUP_TILES": design.group_tiles,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options,
             },
         )
 

@@ -118,7 +118,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
         if not args.survey.num_filled:
             return None
         design = self.metadata.design
-        block_m, block_n, block_k = design.tile_shape
+        _, _, block_k = design.tile_shape
         table = self.table(args)
         layouts = args.survey.layouts
         wide = args.survey.aligned and args.survey.whole and "mixed" not in layouts
@@ -138,12 +138,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
                 "EVEN_K": all(depth % block_k == 0 for depth in args.survey.depths),
                 "PRECISION": dot_precision(a),
                 "FORWARD": plain_forward(self.metadata),
-                "GROUP_TILES": design.group_tiles,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options,
             },
         )
 

@@ -23,8 +23,8 @@ def has_fast_float64(device: torch.device) -> bool:
 def dot_precision(operand: Tensor) -> str | None:
     """Return how a kernel multiplies operands like this one. None: not float32; products are exact, sums are float32.
 
-    "tf32" if PyTorch was asked for it. Otherwise "float64" where it is fast: products are exact and the sum is rounded
-    once, at the end. Otherwise "float32", summed in short runs.
+    "tf32" if the user enabled it in PyTorch. Otherwise "float64" where it is fast: products are exact and the sum is
+    rounded once, at the end. Otherwise "float32", summed in short runs.
     """
     if operand.dtype != torch.float32:
         return None

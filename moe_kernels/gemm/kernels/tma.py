@@ -164,7 +164,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
 
     def launch(self, args: GroupedGemmArguments) -> Launch | None:
         design = self.metadata.design
-        block_m, block_n, block_k = design.tile_shape
+        _, _, block_k = design.tile_shape
         table = self.tile_table(args)
         num_groups, depth, num_columns = args.B.shape
         stride_g, stride_k, stride_n = args.B.stride()
@@ -201,12 +201,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
                 "B_COLUMN": b_column,
                 "FORWARD": EPILOGUES[self.metadata.epilogue].forward if gated else None,
                 "FLATTEN": design.flatten,
-                "GROUP_TILES": design.group_tiles,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options,
             },
         )
 

@@ -106,8 +106,6 @@ class TmaArrayGemm(GroupedGemmListKernel):
     def launch(self, args: GroupedGemmListArguments) -> Launch | None:
         if not args.survey.num_filled:
             return None
-        design = self.metadata.design
-        block_m, block_n, block_k = design.tile_shape
         table = self.table(args)
         return Launch(
             _tma_array_kernel,
@@ -119,12 +117,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
                 "FIELDS": NUM_FIELDS,
                 "A_COLUMN": args.survey.layouts[0] == "column",
                 "B_COLUMN": args.survey.layouts[1] == "column",
-                "GROUP_TILES": design.group_tiles,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **self.metadata.design.tile_options,
             },
         )
 

@@ -1,4 +1,4 @@
-"""The warp-specialised kernels of `hopper/` as catalog objects, with the reasons where they do not apply."""
+"""The warp-specialised kernels of `hopper/` as catalog objects, with the reasons for unsupported arguments."""
 
 from __future__ import annotations
 

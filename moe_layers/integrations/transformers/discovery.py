@@ -81,8 +81,7 @@ def _found(model: nn.Module, name: str, module: nn.Module, implementation: str |
     for replaced in forwards:
         if "forward" in vars(replaced) and not hasattr(module, ATTRIBUTE):
             raise ValueError(
-                f"enable: the forward of {type(replaced).__name__} must be its class's own, "
-                f"got one that was put in its place"
+                f"enable: the forward of {type(replaced).__name__} must be its class's own, got a replaced one"
             )
     return Found(name, module, swap.spec(module, implementation), forwards)
 
@@ -109,7 +108,7 @@ def _has_interface(module: nn.Module) -> bool:
 def _interface_spec(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
     if getattr(experts, "has_post_expert_norm", False):
         raise ValueError(
-            f"enable: the output of an expert must go into the sum as it is, got a norm in {type(experts).__name__}"
+            f"enable: the output of an expert must be summed unchanged, got a norm in {type(experts).__name__}"
         )
     interleaved = experts.has_gate and not experts.is_concatenated
     if experts.has_gate:

@@ -37,7 +37,7 @@ class ExpertsSpec:
 
     @property
     def copies(self) -> bool:
-        """Whether `w_up` is a copy of the parameters instead of a view."""
+        """Return whether `w_up` is a copy of the parameters instead of a view."""
         return self.interleaved
 
     @property

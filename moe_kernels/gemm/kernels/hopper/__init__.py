@@ -1,1 +1,1 @@
-"""Warp-specialised kernels for Hopper. To be imported only where `warp_specialized.OBSTACLE` is None."""
+"""Warp-specialised kernels for Hopper. Import them only if `warp_specialized.OBSTACLE` is None."""
