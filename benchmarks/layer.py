@@ -2,6 +2,7 @@
 
     python -m benchmarks.layer --commit $(git rev-parse --short HEAD) --output benchmarks/results/layer.json
     python -m benchmarks.layer --compare benchmarks/results/layer.json
+    python -m benchmarks.layer --table benchmarks/results/layer.json
     python -m benchmarks.layer --plot benchmarks/results/layer.json
 
 Every shape is checked before timing. Timings take turns in rounds. The dense bound of a pass is measured in the same
@@ -203,6 +204,39 @@ def compare(rows: list[dict]) -> list[dict]:
     return list(table.values())
 
 
+TABLE_HEAD = (
+    "layer (T, D, F, E, K)",
+    "ms",
+    "share of the dense bound",
+    "with skewed routing",
+    "times as fast as `grouped_mm`",
+    "saved MiB (`grouped_mm`)",
+    "peak MiB (`grouped_mm`)",
+)
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """Return a results file as a Markdown table. Pairs are forward / forward and backward."""
+    found = {(row["shape"], row["routing"], row["pass"], row["implementation"]): row for row in rows}
+    lines = [TABLE_HEAD, ("---",) * len(TABLE_HEAD)]
+    for name in dict.fromkeys(row["shape"] for row in rows):
+        sizes = found[name, "even", PASSES[0], "triton"]
+        ours = [found[name, "even", which, "triton"] for which in PASSES]
+        baseline = [found[name, "even", which, "torch_grouped_mm"] for which in PASSES]
+        skewed = [found.get((name, "zipf", which, "triton")) for which in PASSES]
+        lines.append(
+            (
+                f"{name} ({', '.join(str(sizes[letter]) for letter in 'TDFEK')})",
+                " / ".join(f"{row['ms']:.2f}" for row in ours),
+                " / ".join(f"{row['share_of_dense_bound']:.2f}" for row in ours),
+                " / ".join("-" if row is None else f"{row['share_of_dense_bound']:.2f}" for row in skewed),
+                " / ".join(f"{b['ms'] / row['ms']:.2f}" for row, b in zip(ours, baseline, strict=True)),
+                *(f"{ours[1][key]:.0f} ({baseline[1][key]:.0f})" for key in ("saved_mib", "peak_mib")),
+            )
+        )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def plot(path: Path) -> Path:
     """Plot a bar chart of the shares of the dense bound with even routing, next to the results file."""
     import matplotlib
@@ -211,20 +245,23 @@ def plot(path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     rows = [row for row in json.loads(path.read_text()) if row["routing"] == "even"]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
+    labels = {"triton": "moe_layers", "torch_grouped_mm": "torch grouped_mm, compiled"}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
     for axis, name in zip(axes, PASSES, strict=True):
-        for i, implementation in enumerate(("triton", "torch_grouped_mm")):
+        for i, (implementation, label) in enumerate(labels.items()):
             bars = [r for r in rows if r["pass"] == name and r["implementation"] == implementation]
             positions = [x + 0.4 * i - 0.2 for x in range(len(bars))]
-            axis.bar(positions, [r["share_of_dense_bound"] for r in bars], 0.4, label=implementation)
+            axis.bar(positions, [r["share_of_dense_bound"] for r in bars], 0.4, label=label)
         axis.set_xticks(range(len(bars)), [r["shape"] for r in bars], rotation=30, ha="right")
         axis.set_title(name)
         axis.axhline(1.0, color="black", linewidth=0.8)
     axes[0].set_ylabel("share of the dense cuBLAS bound")
-    axes[0].legend(loc="lower left")
-    figure.suptitle(f"{rows[0]['gpu']}, bfloat16, even routing ({path.name})")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    first = rows[0]
+    versions = f"PyTorch {first['torch'].split('+')[0]}, Triton {first['triton']}"
+    figure.suptitle(f"{first['gpu']}, bfloat16, even routing, {versions} ({path.name})", fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path.with_suffix(".png"), dpi=90)
     return path.with_suffix(".png")
 
 
@@ -252,10 +289,14 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--compare", type=Path, metavar="RESULTS", help="print a results file as a table and stop")
+    parser.add_argument("--table", type=Path, metavar="RESULTS", help="print a results file as Markdown and stop")
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
     options = parser.parse_args()
     if options.plot:
         print(plot(options.plot))
+        return
+    if options.table:
+        print(markdown_table(json.loads(options.table.read_text())), end="")
         return
     if options.compare:
         columns = [

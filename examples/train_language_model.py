@@ -306,7 +306,7 @@ def plot(run: Run, path: Path) -> None:
 
 
 def report(run: Run, output: Path) -> None:
-    """Write the weights, the plot and the metrics, and print the held-out loss and a sample."""
+    """Write the weights, the plot, the metrics and a sample, and print the held-out loss and the sample."""
     held_out_loss = run.history.held_out_loss[run.step].item()
     shares = expert_shares(run.history.tokens_per_expert[-run.settings.evaluate_every :]).mean(0)  # [L, E]
     metrics = {
@@ -318,9 +318,11 @@ def report(run: Run, output: Path) -> None:
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     write_safetensors(run.model.state_dict(), output / "model.safetensors", run_identity(run))
     plot(run, output / "training.png")
-    print(sample(run, PROMPT, num_bytes=400).decode(errors="replace"))
+    text = sample(run, PROMPT, num_bytes=400)
+    (output / "sample.txt").write_bytes(text)
+    print(text.decode(errors="replace"))
     print(f"\nheld-out loss: {held_out_loss:.3f} nats per byte")
-    for name in ("checkpoint.safetensors", "model.safetensors", "training.png", "metrics.json"):
+    for name in ("checkpoint.safetensors", "model.safetensors", "training.png", "metrics.json", "sample.txt"):
         print(f"wrote {output / name}")
 
 

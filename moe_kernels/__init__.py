@@ -21,6 +21,8 @@ from .routing.routers import linear_routing, routing_weights, topk_routing
 from .runtime.launch import CompiledArtifact
 from .types import ExpertAdapters, Permutation, Routing
 
+__version__ = "0.1.0"  # of both packages; pyproject.toml reads it
+
 __all__ = [
     "Activation",
     "CompiledArtifact",

@@ -30,8 +30,8 @@ class RouterSpec:
             highest expert twice, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The
             settings below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only.
-        num_groups, topk_groups: experts form `num_groups` groups of neighbours. Only experts of the `topk_groups` best
-            groups can be chosen.
+        num_groups: experts form this many groups of neighbours.
+        topk_groups: only experts of this many best groups can be chosen.
         group_score: score of a group: the "max" of its experts, or the "top2_sum" of its two largest.
         normalize: weights are divided by a norm of the chosen scores, at least `norm_minimum`:
             (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.

@@ -1,5 +1,7 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
+from moe_kernels import __version__ as __version__
+
 from .balance.balancing import (
     BalanceLosses,
     carry_expert_counts,

@@ -84,7 +84,8 @@ def linear_routing(
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
         spec: as in `topk_routing`, but logit_bias has an effect here.
-        logit_bias, selection_bias: required by specs with that bias, refused by others.
+        logit_bias: required by specs with that bias, refused by others.
+        selection_bias: required by specs with that bias, refused by others.
         batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit.
 
     Raises:

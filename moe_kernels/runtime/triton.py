@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from typing import TYPE_CHECKING
 
 
 class _Absent:
@@ -28,7 +29,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-if HAS_TRITON:
+if TYPE_CHECKING or HAS_TRITON:  # type checkers see Triton alone
     import triton
     import triton.language as tl
 

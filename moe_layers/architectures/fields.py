@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 # Objects in which composite models keep the configuration of their language model.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -56,7 +57,7 @@ class ModelConfig:
             raise ValueError(f"MoEConfig: {name} in config.json must be true or false, got {value!r}")
         return value
 
-    def choice(self, name: str, choices: tuple[object, ...], default: object = _MISSING) -> object:
+    def choice(self, name: str, choices: tuple[object, ...], default: object = _MISSING) -> Any:
         _, value = self._find((name,), default)
         if not isinstance(value, (str, bool, int, float, type(None))) or value not in choices:
             raise ValueError(f"MoEConfig: {name} in config.json must be one of {choices}, got {value!r}")

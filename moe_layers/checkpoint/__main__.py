@@ -53,7 +53,10 @@ def convert_command(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m moe_layers.checkpoint", description=__doc__.split(": ", 1)[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_layers.checkpoint",
+        description="Inspect checkpoints, and convert the layout of their experts.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("inspect", help="a table of the MoE blocks")
     command.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint, or a directory of checkpoints")
@@ -91,7 +94,7 @@ def _row(found: BlockSurvey) -> tuple[str, ...]:
         layouts,
         str(sizes.num_experts) if sizes else "?",
         str(sizes.d_model) if sizes else "?",
-        str(sizes.d_ff) if len({sizes.d_ff for sizes in found.sizes}) == 1 else "?",
+        str(sizes.d_ff) if sizes and len({sizes.d_ff for sizes in found.sizes}) == 1 else "?",
         "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in found.dtypes)) or "?",
         "/".join(sorted(found.encodings - {"plain"})) or "none",
         f"{found.num_bytes / 2**20:.1f}",

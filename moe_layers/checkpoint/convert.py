@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def convert(
     *,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    progress: Callable[[list[Output]], Iterator[Output]] = iter,
+    progress: Callable[[list[Output]], Iterable[Output]] = iter,
 ) -> None:
     """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
 
@@ -98,7 +98,7 @@ def _only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
     if len(kinds) > 1:
         kinds = ", ".join(sorted(f"{encoding} {dtype}" for encoding, dtype in kinds))
         raise ValueError(f"checkpoint: the experts below {found.block.prefix} must have one dtype, got {kinds}")
-    return found.layouts[0], found.sizes[0]
+    return next(zip(found.layouts, found.sizes, strict=True))
 
 
 def _copy_output(stored: Stored, dtype: torch.dtype) -> Output:

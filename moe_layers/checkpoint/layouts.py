@@ -109,7 +109,7 @@ class Layout:
 
     Attributes:
         name: the name that `save_checkpoint` and `convert` take.
-        family: letter in the table of the README.
+        family: letter in the table of `docs/guides/load_a_checkpoint.md`.
         gated: experts have a gate projection. A name has up to two layouts, one gated and one plain.
         encoding: "mxfp4" if matrices of this layout exist only in that form, else "".
     """

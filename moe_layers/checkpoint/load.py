@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ _DTYPES = {
 
 
 def load_layer(
-    layer_class: type[nn.Module],
+    layer_class: Any,  # MoEFeedForward, which imports this package
     directory: str | os.PathLike[str],
     layer: int | str = 0,
     *,
@@ -41,7 +42,7 @@ def load_layer(
     expert_parallel: ExpertParallel | None = None,
     implementation: str | None = None,
     return_report: bool = False,
-) -> nn.Module | tuple[nn.Module, LoadReport]:
+) -> Any:
     """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
 
     The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. All tensors are
@@ -80,14 +81,14 @@ def load_layer(
 
 
 def _load(
-    layer_class: type[nn.Module],
+    layer_class: Any,
     directory: str | os.PathLike[str],
     layer: int | str,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     experts: range | DeviceMesh | None,
     implementation: str | None,
-) -> tuple[nn.Module, LoadReport]:
+) -> tuple[Any, LoadReport]:
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
     with CheckpointFiles(directory) as files:
@@ -138,6 +139,7 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
     """Read an expert's matrix directly into its parameter if both have the same bytes. Return whether they have."""
+    assert fill.key is not None
     target = fill.key.parameter_parts(share, gated)
     same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order
     if not same_bytes or target.device.type != "cpu" or not target.is_contiguous():
@@ -148,6 +150,7 @@ def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes
 
 def _read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
     """Return one expert's share of a weight, in disk order."""
+    assert fill.key is not None
     rows = fill.key.rows_of_expert(expert, sizes)
     matrix = _read(fill, files, rows, like)
     return matrix if rows is None or fill.key.flat else matrix[0]

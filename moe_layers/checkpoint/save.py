@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..architectures import OWN_MODEL_TYPE, RECORD
 from ..config import MoEConfig
@@ -17,7 +18,7 @@ from .writer import DEFAULT_SHARD_BYTES, ShardWriter
 
 
 def save_layer(
-    module: nn.Module,
+    module: Any,  # MoEFeedForward, which imports this package
     directory: str | os.PathLike[str],
     layout: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -40,7 +41,7 @@ def save_layer(
     writer.finish({**(own if source is None else without_quantization(source.config)), RECORD: layout})
 
 
-def _check_holds_all(module: nn.Module, num_experts: int) -> None:
+def _check_holds_all(module: Any, num_experts: int) -> None:
     experts = module.experts
     if experts.num_experts != num_experts:
         raise ValueError(f"save_checkpoint: the layer must hold all {num_experts} experts, got {experts.num_experts}")

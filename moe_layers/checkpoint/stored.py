@@ -111,10 +111,10 @@ def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo],
 def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape, wrong = numbers.shape, []
-    groups = shape[-2] if len(shape) > 2 else 0
+    groups, num_bytes = shape[-2:] if len(shape) > 2 else (0, 0)
     if {numbers.dtype, scales.dtype} != {torch.uint8}:
         wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {_short(numbers.dtype)}")
-    if not groups or shape[-1] != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
+    if not groups or num_bytes != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
         wrong.append(
             f"wrong shape: {names[0]} is {shape} with scales {scales.shape}, "
             f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"

@@ -85,7 +85,7 @@ def _fitting(
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]
-    fitting = [(layout, sizes) for layout, sizes, wrong in matches if not wrong]
+    fitting = [(layout, sizes) for layout, sizes, wrong in matches if sizes is not None and not wrong]
     return fitting, [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
 
 
@@ -95,7 +95,7 @@ def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) ->
     described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
     if problems:
         raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + "\n  ".join(problems))
-    return described
+    return {name: stored for name, stored in described.items() if stored is not None}
 
 
 def _has_bias(block: Block, layouts: tuple[Layout, ...]) -> bool:

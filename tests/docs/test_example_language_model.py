@@ -244,7 +244,7 @@ def test_main_resumes_after_interrupt(call_main, start, tmp_path, monkeypatch, c
 def test_main_writes_what_it_says(call_main, start, tmp_path, capsys):
     assert call_main("--steps", "5", "--seed", "3") == 0
     printed = capsys.readouterr().out
-    names = {"checkpoint.safetensors", "model.safetensors", "training.png", "metrics.json"}
+    names = {"checkpoint.safetensors", "model.safetensors", "training.png", "metrics.json", "sample.txt"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all(f"wrote {tmp_path / name}" in printed for name in names)
 
@@ -257,7 +257,9 @@ def test_main_writes_what_it_says(call_main, start, tmp_path, capsys):
     run = start(steps=5, seed=3)
     run.model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert example.evaluate(run) == pytest.approx(loss, rel=1e-6)
-    assert example.sample(run, example.PROMPT, num_bytes=400).decode(errors="replace") in printed
+    text = (tmp_path / "sample.txt").read_bytes()
+    assert text == example.sample(run, example.PROMPT, num_bytes=400)
+    assert text.decode(errors="replace") in printed
 
     png = (tmp_path / "training.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")

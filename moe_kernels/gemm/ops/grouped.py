@@ -59,7 +59,8 @@ def grouped_gemm(
         bias: in the dtype of `a` or of the result, or float32.
         activation: the name of a gated activation. It applies to the gate columns [0, F) and the up columns [F, 2F),
             after they are rounded to `out_dtype`. Default: none.
-        scale_a, scale_b: scales of the float8 values in `a` and `b`.
+        scale_a: scale of the float8 values in `a`.
+        scale_b: scales of the float8 values in `b`.
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32,
             float8 (e4m3) operands float16, bfloat16 and float32.

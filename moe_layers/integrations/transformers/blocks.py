@@ -1,13 +1,14 @@
 """Replacement forwards for experts of transformers without an experts interface, by class name.
 
 The modules keep their places and parameters, and call one another as before. Anything attached to them (hooks, LoRA,
-sharding) still applies.
+sharding) still applies. Modules of transformers are `Any`: their attributes belong to their class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,13 @@ class _FlatSpec(ExpertsSpec):
     def copies(self) -> bool:
         return True
 
-    def up_parameters(self, experts: nn.Module) -> tuple[Tensor, ...]:
+    def up_parameters(self, experts: Any) -> tuple[Tensor, ...]:
         return experts.mlp.w1, experts.mlp.v1
 
     def w_up(self, *parameters: Tensor) -> Tensor:
         return torch.cat([part.unflatten(0, (self.num_experts, -1)) for part in parameters], 1)
 
-    def w_down(self, experts: nn.Module) -> Tensor:
+    def w_down(self, experts: Any) -> Tensor:
         return experts.mlp.w2.unflatten(0, (self.num_experts, -1)).transpose(1, 2)
 
 
@@ -46,7 +47,7 @@ class _FirstSpec(ExpertsSpec):
         return super().w_up(*parameters)[: self.num_experts]
 
 
-def _swiglu_like(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
+def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return act_fn(gate) * up
@@ -54,19 +55,19 @@ def _swiglu_like(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
     return apply_gate
 
 
-def _dbrx_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     out = experts_forward(self, hidden_states.reshape(-1, self.hidden_size), top_k_index, top_k_weights)
     return out.view(hidden_states.shape[0], -1, self.hidden_size)
 
 
-def _longcat_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts. Ids beyond them are zero experts, which return the token."""
     routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
     return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
 
 
-def _llama4_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Run the block. Scores of experts that were not chosen are zero."""
     tokens = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(tokens)  # [T, E] each
@@ -92,22 +93,22 @@ class Swap:
     caller_forward: Callable[..., object] | None = None
 
 
-def _dbrx(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+def _dbrx(experts: Any, implementation: str | None) -> ExpertsSpec:
     activation = recognise_gated(experts, _swiglu_like(experts.mlp.activation_fn), interleaved=False)
     return _FlatSpec(activation, implementation, num_experts=experts.num_experts)
 
 
-def _longcat(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+def _longcat(experts: Any, implementation: str | None) -> ExpertsSpec:
     activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
     return _FirstSpec(activation, implementation, num_experts=experts.num_routed_experts)
 
 
-def _llama4(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+def _llama4(experts: Any, implementation: str | None) -> ExpertsSpec:
     activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
     return ExpertsSpec(activation, implementation, transposed=True, weight_on_input=True)
 
 
-def _step3p7(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
     return ExpertsSpec(recognise_gated(experts, experts._apply_gate, interleaved=False), implementation)
 
 

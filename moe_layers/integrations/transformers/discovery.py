@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -73,7 +74,7 @@ def _found(model: nn.Module, name: str, module: nn.Module, implementation: str |
         return None
     swap = SWAPS[kind]
     forwards = {module: swap.forward}
-    if swap.caller:
+    if swap.caller_forward is not None:
         callers = _around(model, module, swap.caller)
         if not callers:
             return None
@@ -105,7 +106,7 @@ def _has_interface(module: nn.Module) -> bool:
     return False
 
 
-def _interface_spec(experts: nn.Module, implementation: str | None) -> ExpertsSpec:
+def _interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
     if getattr(experts, "has_post_expert_norm", False):
         raise ValueError(
             f"enable: the output of an expert must be summed unchanged, got a norm in {type(experts).__name__}"

@@ -151,7 +151,7 @@ def disable(model: nn.Module) -> None:
     delattr(holder, _STATE)
 
 
-def _implementation_of(config: object) -> str | None:
+def _implementation_of(config: Any) -> str | None:
     """Return the experts implementation to restore. A copy of an enabled configuration has lost it: "eager"."""
     implementation = config._experts_implementation_internal
     return "eager" if implementation == NAME else implementation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class ExpertsSpec:
     def _up_name(self) -> str:
         return "gate_up_proj" if self.activation.gated else "up_proj"
 
-    def up_parameters(self, experts: nn.Module) -> tuple[Tensor, ...]:
+    def up_parameters(self, experts: Any) -> tuple[Tensor, ...]:
         return (getattr(experts, self._up_name),)
 
     def w_up(self, *parameters: Tensor) -> Tensor:  # [E, 2F, D] gate rows, then up rows; [E, F, D]
@@ -52,10 +53,10 @@ class ExpertsSpec:
         rows = stored.transpose(1, 2) if self.transposed else stored
         return _gates_first(rows) if self.interleaved else rows
 
-    def w_down(self, experts: nn.Module) -> Tensor:  # [E, D, F]
+    def w_down(self, experts: Any) -> Tensor:  # [E, D, F]
         return experts.down_proj.transpose(1, 2) if self.transposed else experts.down_proj
 
-    def biases(self, experts: nn.Module) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
+    def biases(self, experts: Any) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
         if not self.bias:
             return ()
         b_up = getattr(experts, f"{self._up_name}_bias")

@@ -1,0 +1,88 @@
+"""The README's size, the API reference, and tables that are taken from results files."""
+
+import json
+import re
+from pathlib import Path
+
+import moe_kernels
+import moe_layers
+from benchmarks.layer import markdown_table
+from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1300
+
+
+def test_api_reference_holds_every_public_name():
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    documented = re.findall(r"^::: (moe_\w+)\.(\w+)$", pages, re.MULTILINE)
+    for package in (moe_kernels, moe_layers):
+        names = [name for owner, name in documented if owner == package.__name__]
+        assert sorted(names) == sorted(package.__all__)
+
+
+def test_navigation_holds_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        assert re.search(rf"[ :-] {re.escape(str(page.relative_to(ROOT / 'docs')))}$", navigation, re.MULTILINE), page
+
+
+def test_layer_tables_equal_their_results_files():
+    tables = re.findall(r"<!-- table: (\S+) -->\n\n((?:\|.*\n)+)", PERFORMANCE)
+    assert len(tables) == 2
+    for name, table in tables:
+        assert table == markdown_table(json.loads((RESULTS / name).read_text())), name
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def test_sonicmoe_table_equals_its_results_file():
+    results = json.loads((RESULTS / "h200_d0550fb_beside_sonicmoe.json").read_text())
+    layers = {name: result for name, result in results.items() if isinstance(result, dict)}
+    assert len(layers) == 7
+    for name, result in layers.items():
+        ours, sonic, dense = result["ours"], result["sonic"], result["dense"]
+        cells = [f"{name} ({', '.join(map(str, result['shape']))})"]
+        cells += [f"{mean(ours[which]):.2f} / {mean(sonic[which]):.2f}" for which in ("inf", "fwd", "fwdbwd")]
+        cells.append(" / ".join(f"{mean(sonic[which]) / mean(ours[which]):.2f}" for which in ("fwd", "fwdbwd")))
+        cells.append(f"{mean(dense['fwd']):.2f} / {mean(dense['fwdbwd']):.2f}")
+        cells += [f"{ours[key]:.0f} / {sonic[key]:.0f}" for key in ("saved_mib", "peak_mib")]
+        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, name
+
+
+def test_readmes_numbers_are_in_the_results():
+    readme = (ROOT / "README.md").read_text()
+    layers = json.loads((RESULTS / re.search(r"results/(layer_\w+)\.png", readme)[1]).with_suffix(".json").read_text())
+    found = {(row["shape"], row["implementation"]): row for row in layers if row["routing"] == "even"}  # with backward
+    assert {row["pass"] for row in found.values()} == {"forward+backward"}
+    speedups = [found[name, "torch_grouped_mm"]["ms"] / found[name, "triton"]["ms"] for name, _ in found]
+    assert f"{min(speedups):.2f} to {max(speedups):.2f} times as fast as a compiled layer of `grouped_mm`" in readme
+    assert f"| our speedup | 1 | {min(speedups):.2f}-{max(speedups):.2f} |" in readme
+    saved = [found["qwen3-30b-a3b", name]["saved_mib"] for name in ("triton", "torch_grouped_mm")]
+    assert f"saves {saved[0]:.0f} MiB for backward instead of {saved[1]:.0f}." in readme
+    sonic = json.loads((RESULTS / "h200_d0550fb_beside_sonicmoe.json").read_text())
+    ratios = [mean(r["sonic"]["fwdbwd"]) / mean(r["ours"]["fwdbwd"]) for r in sonic.values() if isinstance(r, dict)]
+    assert f"| {min(ratios):.2f}-{max(ratios):.2f}¹ |" in readme
+    model = json.loads((RESULTS / "huggingface_h200_54f5e3d.json").read_text())
+    ours = {row["pass"]: row["times_as_fast"] for row in model if row["implementation"] == "moe_layers"}
+    assert f"| {ours['block forward+backward']:.2f} (block) |" in readme
+    assert f"Qwen3-MoE's step {ours['training step']:.2f} times as fast" in readme
+    parallel = json.loads((RESULTS / "expert_parallel_h200_3bff595.json").read_text())
+    wanted = {
+        "shape": "qwen3-235b",
+        "ep": 2,
+        "routing": "even",
+        "pass": "forward+backward",
+        "implementation": "allgather",
+    }
+    (row,) = (row for row in parallel if wanted.items() <= row.items())
+    assert f"Qwen3-235B's layer on 2 GPUs runs {row['times_baseline']:.2f} times as fast" in readme
+    published = ARCHITECTURES.keys() - {OWN_MODEL_TYPE}
+    assert f"{len(published)} architectures load" in readme

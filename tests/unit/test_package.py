@@ -1,0 +1,34 @@
+"""The distribution: one version, typed packages, the console script."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import moe_kernels
+import moe_layers
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def test_both_packages_have_the_changelogs_version():
+    assert moe_kernels.__version__ == moe_layers.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", moe_kernels.__version__)
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == moe_kernels.__version__
+
+
+def test_both_packages_are_typed():
+    for package in (moe_kernels, moe_layers):
+        assert (Path(package.__file__).parent / "py.typed").is_file()
+        assert re.search(rf'^{package.__name__} = \[.*"py\.typed"', PROJECT, re.MULTILINE)
+
+
+def test_console_script_prints_the_commands(capsys):
+    module, function = re.search(r'^moe-kernels = "([\w.]+):(\w+)"$', PROJECT, re.MULTILINE).groups()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        getattr(importlib.import_module(module), function)(["--help"])
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("explain", "tune", "show", "verify"))
