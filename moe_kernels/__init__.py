@@ -5,7 +5,6 @@ from .activation_spec import Activation
 from .experts.fused import fused_experts
 from .gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
 from .gemm.artifact_file import load_artifact, save_artifact
-from .gemm.batch_invariance import invariant_linear
 from .gemm.kernel import PointerDesign, TmaDesign, WarpSpecializedDesign
 from .gemm.kernels.jagged import JaggedGemmArguments
 from .gemm.kernels.list import GroupedGemmListArguments
@@ -47,7 +46,6 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_list",
     "grouped_gemm_wgrad",
-    "invariant_linear",
     "jagged_gemm",
     "linear_routing",
     "load_artifact",

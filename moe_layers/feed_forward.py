@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_kernels import Activation, RouterSpec, invariant_linear
+from moe_kernels import Activation, RouterSpec
+from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from .balance.balancing import BalanceLosses

@@ -13,11 +13,10 @@ from moe_kernels import (
     GemmArguments,
     GroupedGemmArguments,
     RouterSpec,
-    invariant_linear,
     linear_routing,
 )
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.batch_invariance import ASSUMED_ROWS, canonical_layout, invariant_product
+from moe_kernels.gemm.batch_invariance import ASSUMED_ROWS, canonical_layout, invariant_linear, invariant_product
 from moe_kernels.routing.softmax import linear_routing_op
 from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import CapacityFactor, ExpertChoice, MoEFeedForward, RoundRobinAssignment, RouterNoise

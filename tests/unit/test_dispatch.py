@@ -13,13 +13,13 @@ from moe_kernels import (
     grouped_gemm,
     grouped_gemm_list,
     grouped_gemm_wgrad,
-    invariant_linear,
     jagged_gemm,
     linear_routing,
     reference,
     topk_routing,
 )
 from moe_kernels.experts.fused import compute_experts
+from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.types import ExpertWeights
 
 R, N = 24, 32
