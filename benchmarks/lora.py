@@ -49,7 +49,7 @@ class Adapted(nn.Module):
     def __init__(self, layer: MoEFeedForward, rank: int, form: str):
         super().__init__()
         self.form, self.scale = form, 2.0
-        self.top_k, self.w_router = layer.router.top_k, layer.router.weight
+        self.router, self.top_k, self.w_router = layer.router, layer.router.top_k, layer.router.weight
         self.w_up, self.w_down = layer.experts.w_up, layer.experts.w_down
         num_experts, d_up, d_model = self.w_up.shape
         sizes = (rank, d_model), (d_up, rank), (rank, self.w_down.shape[2]), (d_model, rank)
@@ -65,8 +65,10 @@ class Adapted(nn.Module):
         return [getattr(self, name) for name in FACTORS]
 
     def forward(self, tokens: Tensor) -> Tensor:  # [T, D]
-        logits = functional.linear(tokens, self.w_router).float()
-        chosen, experts = logits.topk(self.top_k)
+        if not self.form.startswith("grouped_mm"):
+            routed = self.router(tokens)
+            return self.experts(tokens, routed.topk_weights, routed.topk_experts)
+        chosen, experts = functional.linear(tokens, self.w_router).float().topk(self.top_k)
         return self.experts(tokens, chosen.softmax(-1), experts.int())
 
     def experts(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
