@@ -24,6 +24,7 @@ from .checks import check_choice, check_kind
 from .config import MoEConfig
 from .experts.dispatcher import LocalDispatcher
 from .experts.grouped import GroupedExperts
+from .experts.lora import add_lora, merge_lora, remove_lora, set_lora, unmerge_lora
 from .experts.router_gradient import can_fuse_router_gradient
 from .experts.shared import SharedExpert
 from .memory import saved_bytes
@@ -251,6 +252,10 @@ class MoEFeedForward(nn.Module):
                 "MoEFeedForward: batch_invariant must have no capacity, assignment or noise, "
                 f"got {self.capacity}, {self.router.assignment} and {self.router.noise}"
             )
+
+    # Low-rank adapters of the experts: functions with the layer as their first argument.
+    add_lora, set_lora, remove_lora = add_lora, set_lora, remove_lora
+    merge_lora, unmerge_lora = merge_lora, unmerge_lora
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""

@@ -30,6 +30,9 @@ def save_layer(
         layout = "per_expert" if source is None or source.layout == "mxfp4" else source.layout
     target = find_layout(layout, gated=config.activation.gated, bias=config.bias)
     _check_holds_all(module, config.num_experts)
+    if module.experts.lora is not None:
+        names = sorted(module.experts.lora)
+        raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters {names}")
     prefix = source.prefix if source is not None else "model.layers.0.mlp."
     check_names(prefix, target)
     state = module.state_dict()

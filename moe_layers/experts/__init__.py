@@ -1,1 +1,5 @@
-"""The experts of a layer and the dispatcher of one process."""
+"""The experts of a layer, their low-rank adapters, and the dispatcher of one process."""
+
+from .lora import LoRA
+
+__all__ = ["LoRA"]

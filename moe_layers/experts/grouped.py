@@ -21,6 +21,8 @@ from moe_kernels.types import ExpertWeights
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
+from .lora import Unmerged, active_adapters, joined
+from .lora_dropout import compute_with_dropout
 
 
 class ChunkPlan(Protocol):
@@ -84,6 +86,8 @@ class GroupedExperts(nn.Module):
         # Maps a parameter that several ranks share, with its name, to this rank's part.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # see `fused_experts`
+        self.lora: nn.ModuleDict | None = None  # `ExpertLoRA` by name, from `add_lora`
+        self.unmerged: Unmerged | None = None  # what `unmerge_lora` restores
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
@@ -102,13 +106,18 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weights from a normal distribution, with `init_std` by default, and zero the biases."""
+        """Draw the weights from a normal distribution, with `init_std` by default, and zero the biases.
+
+        Adapters start again without effect.
+        """
         std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
             nn.init.normal_(weight, std=std)
         if self.b_up is not None:
             nn.init.zeros_(self.b_up)
             nn.init.zeros_(self.b_down)
+        for adapter in (self.lora or {}).values():
+            adapter.reset_parameters()
 
     def keep(self, experts: range, num_experts: int) -> None:
         """Drop the parameters of all of the layer's `num_experts` experts but these.
@@ -124,9 +133,15 @@ class GroupedExperts(nn.Module):
                 f"keep_local_experts: experts must lie in {range(num_experts)}, all still here, got {experts}"
             )
         for name, parameter in list(self.named_parameters()):
-            kept = parameter.detach()[experts.start : experts.stop].clone()
-            setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+            if len(parameter) == num_experts:  # not a factor of adapters that all experts share
+                kept = parameter.detach()[experts.start : experts.stop].clone()
+                self.replace_parameter(name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
+
+    def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Set the parameter of a name in `named_parameters`."""
+        owner, _, leaf = name.rpartition(".")
+        setattr(self.get_submodule(owner), leaf, parameter)
 
     def forward(self, rows: ExpertRows) -> Tensor:  # [T, D]
         """Each token through its experts, summed with its routing weights."""
@@ -142,17 +157,32 @@ class GroupedExperts(nn.Module):
         if self.local_share is not None:
             parameters = {name: self.local_share(name, parameter) for name, parameter in parameters.items()}
         weights = ExpertWeights(**parameters)
+        adapters = active_adapters(self.lora, self.local_share)
+        if any(dropout for _, dropout in adapters) and self.batch_invariant:
+            raise ValueError("GroupedExperts: batch_invariant needs adapters without dropout in training, got dropout")
 
         def experts(tokens: Tensor, *operands: Tensor | None) -> Tensor:
             *given, w_router = operands
             if rows.plan is not None:
                 return rows.plan(tokens, topk_weights, ExpertWeights(*given))
+            if any(dropout for _, dropout in adapters):
+                return compute_with_dropout(
+                    tokens,
+                    topk_weights,
+                    rows.permutation,
+                    ExpertWeights(*given),
+                    adapters,
+                    activation=self.activation,
+                    weight_on_input=self.weight_on_input,
+                    implementation=self.implementation,
+                )
             return compute_experts(
                 tokens,
                 topk_weights,
                 rows.permutation,
                 ExpertWeights(*given),
                 w_router=w_router,
+                adapters=joined([factors for factors, _ in adapters]),
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
                 recompute=self.recompute,

@@ -19,6 +19,7 @@ from moe_kernels.runtime.dispatch import runs_kernels
 from ..routing.router import TopKRouter
 from .dispatcher import LocalDispatcher
 from .grouped import GroupedExperts
+from .lora import uses_dropout
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -37,6 +38,7 @@ def can_fuse_router_gradient(layer: nn.Module, tokens: Tensor) -> bool:
         and experts.local_share is None
         and not experts.weight_on_input
         and not experts.batch_invariant
+        and not uses_dropout(experts.lora)
         and router.weight.dtype == experts.w_up.dtype
         and layer.w_latent_in is None
         and layer.capacity is None

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..checks import check_choice, check_positive
 from ..experts.dispatcher import LocalDispatcher
 from ..experts.grouped import GroupedExperts
+from ..experts.lora import check_shardable
 from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
@@ -66,8 +67,8 @@ class ExpertParallel(ParallelStyle):
             for "overlapped".
 
     Raises:
-        NotImplementedError: "overlapped" with weights on the input, `recompute` or `batch_invariant`, when applied or
-            called.
+        NotImplementedError: "overlapped" with weights on the input, `recompute`, `batch_invariant` or adapters, when
+            applied or called; adapters with factors that all experts share.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or they are sharded already. When called: a plain parameter has
@@ -106,10 +107,12 @@ class ExpertParallel(ParallelStyle):
         chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
         if chosen == "overlapped":
             check_overlaps(experts)
+        for adapter in (experts.lora or {}).values():
+            check_shardable("ExpertParallel", adapter.settings)
         for name, parameter in list(experts.named_parameters()):
             sharded = nn.Parameter(self._shard(parameter, device_mesh, share), requires_grad=parameter.requires_grad)
             sharded.__dict__.update(parameter.__dict__)  # keep attributes set by others
-            setattr(experts, name, sharded)
+            experts.replace_parameter(name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
         chunks, reserved_sms = 1, 0

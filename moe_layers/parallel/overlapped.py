@@ -81,6 +81,11 @@ def check_overlaps(experts: GroupedExperts) -> None:
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
         raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
+    if experts.lora is not None:
+        raise NotImplementedError(
+            'ExpertParallel: the overlapped dispatcher computes no adapters, use "allgather" or "alltoall", '
+            f"got {sorted(experts.lora)}"
+        )
 
 
 class _Plan:

@@ -1,0 +1,141 @@
+"""Adapters of sharded experts: the gradients, steps and merged weights of one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from moe_layers import clip_grad_norm_
+from moe_layers.experts import LoRA
+
+from ..processes import failures_fixture
+from .expert_parallel_cases import (
+    Model,
+    assert_close,
+    data,
+    draw,
+    expert_mesh,
+    full,
+    make_layer,
+    own_data,
+    shard_experts,
+)
+
+SETTINGS = LoRA(3, 6)
+
+
+def adapted(device):
+    """Return a model whose adapters are float32, beside float64 weights on a CPU."""
+    model = Model(device)
+    for layer in model.layers:
+        layer["moe"].add_lora(SETTINGS)
+    with_effect(model)
+    return model
+
+
+def with_effect(model):
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_b"):
+            nn.init.normal_(parameter.data, std=0.3, generator=generator)
+
+
+def adapted_after_sharding(device, mesh, dispatcher):
+    """Return the same model, whose adapters were added to sharded experts."""
+    one, model = adapted(device), Model(device)  # in this order, so that both draw from the same state
+    for layer in model.layers:
+        shard_experts(layer["moe"], mesh, dispatcher)
+        layer["moe"].add_lora(SETTINGS)
+    for (name, parameter), whole in zip(model.named_parameters(), one.parameters(), strict=True):
+        if name.endswith("_b"):  # `a` was drawn alike
+            part = distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+            parameter.to_local().data.copy_(part.to_local())
+    return model
+
+
+def train_step(model, optimizer, x, target):
+    optimizer.zero_grad()
+    (model(x) - target).square().mean().backward()
+    norm = clip_grad_norm_(model.parameters(), 0.05)
+    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    return norm, gradients
+
+
+def steps_equal_one_process(device):
+    """Two steps with experts over all ranks or under FSDP2 alone, with adapters added before or after sharding."""
+    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for experts_over, dispatcher, before in (
+        (1, "alltoall", True),
+        (None, "alltoall", True),
+        (None, "allgather", False),
+    ):
+        one, mesh = adapted(device), expert_mesh(device, experts_over)
+        if before:
+            many = adapted(device)
+            for layer in many.layers:
+                shard_experts(layer["moe"], mesh, dispatcher)
+        else:
+            many = adapted_after_sharding(device, mesh, dispatcher)
+        for layer in many.layers:
+            fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
+            fully_shard(layer["moe"], mesh=everywhere)
+        fully_shard(many, mesh=everywhere)
+        optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=0.01) for m in (one, many)]
+        for step in range(2):
+            norm, expected = train_step(one, optimizers[0], *data(device, step))
+            actual_norm, actual = train_step(many, optimizers[1], *own_data(device, step))
+            torch.testing.assert_close(actual_norm.double(), norm.double())
+            assert actual.keys() == expected.keys() and len(actual) == 2 + 2 * 4
+            for name, gradient in expected.items():
+                torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+        for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(full(a), b, rtol=0, atol=1e-4, msg=name)
+        with pytest.raises(ValueError, match=r"merge_lora: must be called before fully_shard, got w_up sharded over"):
+            many.layers[0]["moe"].merge_lora()
+
+
+def merging_equals_one_process(device):
+    """Merging and undoing it on sharded experts; what is not supported is named."""
+    mesh = expert_mesh(device)
+    one = adapted(device).layers[0]["moe"]
+    many = shard_experts(copy.deepcopy(one), mesh)
+    base = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+    x = draw(device, 12, seed=distributed.get_rank())
+    for module in (one, many):
+        module.merge_lora(keep_base=True)
+    merged = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+    assert torch.equal(merged[0], one.experts.w_up) and torch.equal(merged[1], one.experts.w_down)
+    assert_close(many(x), one(x))
+    many.unmerge_lora()
+    assert all(map(torch.equal, base, (full(many.experts.w_up), full(many.experts.w_down))))
+    one.unmerge_lora()
+    torch.testing.assert_close(many(x), one(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        NotImplementedError, match=r"add_lora: adapters of sharded experts must have shared_outer=False"
+    ):
+        many.add_lora(LoRA(2, 2, shared_outer=True), "second")
+    layer = make_layer(device)
+    layer.add_lora(SETTINGS)
+    with pytest.raises(NotImplementedError, match=r"overlapped dispatcher computes no adapters, .* got \['default'\]"):
+        shard_experts(layer, mesh, "overlapped")
+    layer.remove_lora()
+    layer.add_lora(LoRA(2, 2, shared_outer=True))
+    with pytest.raises(
+        NotImplementedError, match=r"ExpertParallel: adapters of sharded experts must have shared_outer"
+    ):
+        shard_experts(layer, mesh)
+
+
+CASES = [steps_equal_one_process, merging_equals_one_process]
+
+failures = failures_fixture(CASES, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes(case, failures):
+    assert not failures[case.__name__], failures[case.__name__]
