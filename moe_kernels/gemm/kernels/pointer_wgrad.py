@@ -102,9 +102,9 @@ class PointerWgrad(WgradKernel):
         )
 
 
-_HALF = [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3), ((16, 128, 64), 4, 4)]  # the last one for adapters
+_HALF = [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)]
 _TILES = {
-    torch.bfloat16: _HALF,
+    torch.bfloat16: [*_HALF, ((16, 128, 64), 4, 4)],  # the last one is for adapters
     torch.float16: _HALF,
     torch.float32: [((64, 64, 16), 4, 2)],
 }
