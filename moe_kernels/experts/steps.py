@@ -1,7 +1,7 @@
 """The steps of the expert feed-forward and of its backward on the rows of one chunk of tokens.
 
 `fused_experts` runs them on one chunk. `ExpertsInParts` runs the forward and the first step of backward chunk by chunk.
-`fused.py` derives the formulas. Each function allocates its results and frees everything else it allocates.
+`fused_op.py` derives the formulas. Each function allocates its results and frees everything else it allocates.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def sizes(case):
 
 
 def expected_peak(case, copies, recompute):
-    """The largest sum of the steps at the top of `fused.py`."""
+    """The largest sum of the steps at the top of `fused_op.py`."""
     hidden, activated, rows, tokens, w_up, w_down = sizes(case)
     copy = rows if copies else 0
     steps = [
