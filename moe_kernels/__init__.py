@@ -17,14 +17,12 @@ from .permutation.permute import combine, permute
 from .permutation.sort import sort_by_expert
 from .router_spec import RouterSpec
 from .routing.routers import linear_routing, routing_weights, topk_routing
-from .runtime.launch import CompiledArtifact
 from .types import ExpertAdapters, Permutation, Routing
 
 __version__ = "0.1.0"  # of both packages; pyproject.toml reads it
 
 __all__ = [
     "Activation",
-    "CompiledArtifact",
     "ExpertAdapters",
     "GemmArguments",
     "GroupedGemmArguments",

@@ -30,7 +30,7 @@ from .routing.noise import RouterNoise
 from .routing.replay import RoutingReplay
 from .routing.result import LayerRouting
 from .routing.router import TopKRouter
-from .whole_models import observe, set_aux_loss_scale
+from .whole_models import aux_losses, observe, set_aux_loss_scale
 
 __all__ = [
     "BalanceLosses",
@@ -47,6 +47,7 @@ __all__ = [
     "TokenExpertPairs",
     "TokenRounding",
     "TopKRouter",
+    "aux_losses",
     "carry_expert_counts",
     "clip_grad_norm_",
     "global_expert_counts",

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+
+def first_three(items: Iterable[str], separator: str = ", ") -> str:
+    """Join at most three items, then say how many more there are. For errors, which would else list thousands."""
+    items = list(items)
+    return separator.join([*items[:3], *([f"and {len(items) - 3} more"] if len(items) > 3 else [])])
+
 
 def check_positive(owner: str, **sizes: int) -> None:
     """Raise ValueError unless every size is a positive int."""

@@ -96,6 +96,11 @@ class MoEConfig:
         optional = {name: getattr(self, name) for name in ("shared_d_ff", "latent_dim", "capacity")}
         if isinstance(self.capacity, CapacityFactor):
             del optional["capacity"]
+        elif isinstance(self.capacity, float):
+            raise ValueError(
+                f"MoEConfig: capacity must be a positive integer, got {self.capacity}; for a multiple of an expert's "
+                f"even share pass CapacityFactor({self.capacity})"
+            )
         check_positive("MoEConfig", **{name: size for name, size in optional.items() if size is not None})
         if self.num_zero_experts != 0:
             check_positive("MoEConfig", num_zero_experts=self.num_zero_experts)
@@ -119,6 +124,43 @@ class MoEConfig:
     def shared_is_gated(self) -> bool:
         """Return whether the activation of the shared expert is gated."""
         return (self.shared_activation or self.activation).gated
+
+    # Sizes
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Return the number of parameters of the whole layer. A selection bias is a buffer and does not count.
+
+        Args:
+            active: count the parameters that a token uses: `top_k` experts instead of all. Zero experts have none, so
+                with them a token may use fewer.
+        """
+        num_experts = min(self.top_k, self.num_experts) if active else self.num_experts
+        num_logits, router = self.num_experts + self.num_zero_experts, self.router
+        vectors = num_logits * (router.logit_bias + router.per_expert_scale)
+        vectors += 0 if router.input_norm_epsilon is None else self.d_model
+        if self.bias:
+            expert_in = self.latent_dim or self.d_model
+            vectors += num_experts * ((1 + self.activation.gated) * self.d_ff + expert_in)
+        return self._matrix_elements(num_experts) + vectors
+
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of a token's forward: two per element of the matrices that it uses.
+
+        Backward takes twice as many, one more product of the first weight with `recompute="up"`. Activations, biases
+        and the routing after the logits are not counted. With zero experts or a capacity a token may need fewer.
+        """
+        return 2 * self._matrix_elements(min(self.top_k, self.num_experts))
+
+    def _matrix_elements(self, num_experts: int) -> int:
+        """Elements of the matrices of the router, of so many experts and of the parts that process every token."""
+        expert_in = self.latent_dim or self.d_model
+        elements = (self.num_experts + self.num_zero_experts) * self.d_model
+        elements += num_experts * (2 + self.activation.gated) * expert_in * self.d_ff
+        if self.latent_dim is not None:
+            elements += 2 * self.latent_dim * self.d_model
+        if self.shared_d_ff is not None:
+            elements += (2 + self.shared_is_gated) * self.d_model * self.shared_d_ff + self.shared_gate * self.d_model
+        return elements
 
     # Serialisation
 

@@ -16,8 +16,8 @@ from moe_kernels import Activation, RouterSpec
 from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
+from .balance.attachment import attach_aux_loss
 from .balance.balancing import BalanceLosses
-from .balance.losses import attach_loss
 from .balance.routing_statistics import RoutingObserver
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .checks import check_choice, check_kind
@@ -27,6 +27,7 @@ from .experts.grouped import GroupedExperts
 from .experts.lora import add_lora, merge_lora, remove_lora, set_lora, unmerge_lora
 from .experts.router_gradient import can_fuse_router_gradient
 from .experts.shared import SharedExpert
+from .experts.token_checks import check_tokens
 from .memory import saved_bytes
 from .precision import call_with_autocast_rules
 from .routing.assignment import Assignment
@@ -35,7 +36,7 @@ from .routing.custom_assignment import as_assignment
 from .routing.noise import RouterNoise
 from .routing.result import LayerRouting
 from .routing.router import TopKRouter
-from .routing.token_info import TokenInfo, flatten_tokens
+from .routing.token_info import TokenInfo, flatten_tokens, restore_shape
 
 
 class MoEFeedForward(nn.Module):
@@ -97,21 +98,23 @@ class MoEFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        config = MoEConfig(
-            d_model,
-            d_ff,
-            num_experts,
-            top_k,
-            activation=activation,
-            router=RouterSpec() if router is None else router,
-            bias=bias,
-            shared_d_ff=shared_d_ff,
-            capacity=capacity,
-            balance_losses=BalanceLosses() if balance_losses is None else balance_losses,
-            recompute=recompute,
-        )
-        factory = {"implementation": implementation, "device": device, "dtype": dtype}
-        self._build(config, assignment=assignment, noise=noise, **factory)
+        try:
+            config = MoEConfig(
+                d_model,
+                d_ff,
+                num_experts,
+                top_k,
+                activation=activation,
+                router=RouterSpec() if router is None else router,
+                bias=bias,
+                shared_d_ff=shared_d_ff,
+                capacity=capacity,
+                balance_losses=BalanceLosses() if balance_losses is None else balance_losses,
+                recompute=recompute,
+            )
+        except ValueError as error:  # about an argument of this constructor
+            raise ValueError(str(error).replace("MoEConfig", "MoEFeedForward", 1)) from error
+        self._build(config, assignment, noise, implementation=implementation, device=device, dtype=dtype)
 
     @classmethod
     def from_config(
@@ -126,29 +129,19 @@ class MoEFeedForward(nn.Module):
     ) -> MoEFeedForward:
         """The layer that a configuration describes. The other arguments are those of the constructor.
 
-        A subclass with a constructor of its own overrides this method, too: the constructor does not run.
-
-        Raises:
-            ValueError: an argument is of a wrong kind or excludes a setting.
+        A subclass with a constructor of its own overrides this method, too: the constructor does not run. A ValueError
+        says which argument is of a wrong kind or excludes a setting.
         """
         check_kind("MoEFeedForward", "config", config, MoEConfig)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        factory = {"implementation": implementation, "device": device, "dtype": dtype}
-        layer._build(config, assignment=assignment, noise=noise, **factory)
+        layer._build(config, assignment, noise, implementation=implementation, device=device, dtype=dtype)
         return layer
 
     def _build(
-        self,
-        config: MoEConfig,
-        *,
-        assignment: Assignment | Callable | None,
-        noise: RouterNoise | None,
-        implementation: str | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, config: MoEConfig, assignment: Assignment | Callable | None, noise: RouterNoise | None, **factory: Any
     ) -> None:
-        check_choice("MoEFeedForward", "implementation", implementation, (*IMPLEMENTATIONS, None))
+        check_choice("MoEFeedForward", "implementation", factory["implementation"], (*IMPLEMENTATIONS, None))
         assignment = as_assignment("MoEFeedForward", assignment)
         if assignment is not None:
             assignment.check("MoEFeedForward", config.router)
@@ -163,9 +156,11 @@ class MoEFeedForward(nn.Module):
         self.capacity = config.capacity
         self.balance_losses = config.balance_losses
         self.aux_loss_scale: Tensor | None = None
+        self.aux_loss: Tensor | None = None  # of the last forward, see `aux_losses`
         self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
-        factory = {"init_std": config.init_std, "implementation": implementation, "device": device, "dtype": dtype}
+        empty = partial(torch.empty, device=factory["device"], dtype=factory["dtype"])
+        factory["init_std"] = config.init_std
         self.router = TopKRouter(
             config.d_model,
             config.num_experts + config.num_zero_experts,
@@ -188,9 +183,8 @@ class MoEFeedForward(nn.Module):
         )
         self.w_latent_in, self.w_latent_out = None, None
         if config.latent_dim is not None:
-            sizes = config.latent_dim, config.d_model
-            self.w_latent_in = nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
-            self.w_latent_out = nn.Parameter(torch.empty(sizes[::-1], device=device, dtype=dtype))
+            self.w_latent_in = nn.Parameter(empty(config.latent_dim, config.d_model))
+            self.w_latent_out = nn.Parameter(empty(config.d_model, config.latent_dim))
         self.shared_expert = None
         if config.shared_d_ff is not None:
             self.shared_expert = SharedExpert(
@@ -218,7 +212,8 @@ class MoEFeedForward(nn.Module):
     def from_checkpoint(
         cls, directory: str | os.PathLike[str], layer: int | str = 0, **options: Any
     ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
-        """The layer of a published model. `moe_layers.checkpoint.load_layer` describes the options."""
+        """The layer of a published model, in a directory or on the Hugging Face Hub. `moe_layers.checkpoint.load_layer`
+        describes the options."""
         return load_layer(cls, directory, layer, **options)
 
     @property
@@ -260,6 +255,14 @@ class MoEFeedForward(nn.Module):
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""
         return saved_bytes(self, num_tokens, dtype)
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Of the whole layer, wherever its experts are: see `MoEConfig.num_parameters`."""
+        return self.config.num_parameters(active=active)
+
+    def flops_per_token(self) -> int:
+        """Of a forward: see `MoEConfig.flops_per_token`."""
+        return self.config.flops_per_token()
 
     def keep_local_experts(self, experts: range) -> None:
         """Drop the parameters of all other experts: the layer then computes the share of these in the sum.
@@ -315,6 +318,7 @@ class MoEFeedForward(nn.Module):
         if self.batch_invariant:
             self._check_invariance()  # parts may have been replaced
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
+        check_tokens(self, x)
         slots = self._route(tokens, info, topk_experts, return_routing)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
         shared_out = None if self.shared_expert is None else self.shared_expert(info.all_tokens)
@@ -360,21 +364,19 @@ class MoEFeedForward(nn.Module):
         self, out: Tensor, slots: Slots, offsets: Tensor, info: TokenInfo, return_routing: bool
     ) -> Tensor | tuple[Tensor, LayerRouting]:
         """Losses, counts and statistics; the output in the shape of the input."""
-        has_aux_loss, counts = self._has_aux_loss(), self._counts_experts()
+        has_aux_loss, counts, loss = self._has_aux_loss(), self._counts_experts(), None
         if not (return_routing or has_aux_loss or counts or self.observer is not None):
-            return _shaped_as(out, info.shape)
+            return restore_shape(out, info)
         # With zero experts or experts elsewhere the offsets do not count all choices.
         counted = offsets if self.experts.num_experts == self.router.num_experts else None
         routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
         if has_aux_loss:
-            accumulated = self.router.accumulated_counts
-            loss = self.balance_losses.total(routing, num_tokens=info.num_tokens, accumulated_counts=accumulated)
-            out = attach_loss(out, loss, self.aux_loss_scale)
+            out, loss = attach_aux_loss(self, out, routing, info.num_tokens)
         if counts:
             self.router.count(routing.choices_per_expert)
         if self.observer is not None:
-            self.observer.add(routing)
-        out = _shaped_as(out, info.shape)
+            self.observer.add(routing, loss)
+        out = restore_shape(out, info)
         return (out, routing) if return_routing else out
 
     def _has_aux_loss(self) -> bool:
@@ -391,18 +393,7 @@ class MoEFeedForward(nn.Module):
         max_shard_bytes: int = 5_000_000_000,
     ) -> None:
         """Write a directory that `from_checkpoint` reads, with every value bit by bit.
-
-        Names and configuration are those of the model that the layer was read from. Those of any other layer are our
-        own, and its configuration is `config.to_dict()`. Noise and an assignment are not saved.
-
-        Args:
-            directory: must be empty or not exist.
-            layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; None for the source's.
-
-        Raises:
-            ValueError: the layout is unknown or has no place for these experts, experts are missing here, or the
-                directory holds files.
-        """
+        `moe_layers.checkpoint.save.save_layer` describes the arguments."""
         save_layer(self, directory, layout, max_shard_bytes)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -410,16 +401,6 @@ class MoEFeedForward(nn.Module):
         save_safetensors(self, path)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save_safetensors` wrote, converting to the dtype and device of the parameters.
-
-        Raises:
-            ValueError: lists missing, unexpected and wrongly shaped tensors; the layer is then unchanged.
-        """
+        """Read what `save_safetensors` wrote, converting to the dtype and device of the parameters. A ValueError about
+        missing, unexpected or wrongly shaped tensors leaves the layer unchanged."""
         load_safetensors(self, path)
-
-
-def _shaped_as(out: Tensor, shape: torch.Size) -> Tensor:
-    """[T, D] as [..., D]. The result is no view, as nn.Linear's is none: a view that is changed in place drops the hook
-    by which FSDP2 gathers the parameters before backward. PyTorch does not notice such a change where a forward hook of
-    the experts keeps `out`; the layer itself never keeps it."""
-    return torch.ops.aten._unsafe_view(out, shape)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_kernels.runtime.dispatch import runs_kernels
 
 
 def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
@@ -17,14 +19,22 @@ def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = N
         dtype: dtype of the input, which requires a gradient. Default: the dtype of the parameters.
 
     Raises:
+        ValueError: `layer` is not a `MoEFeedForward`.
         NotImplementedError: the reference would run (for example without a GPU), or several ranks share the experts. In
             both cases memory depends on the routing.
     """
+    if not hasattr(layer, "aux_loss_scale"):
+        raise ValueError(
+            f"saved_bytes: layer must be a MoEFeedForward, got {type(layer).__name__}; of a model, add those of its "
+            "layers, [part for part in model.modules() if isinstance(part, MoEFeedForward)]"
+        )
     if layer.experts.local_share is not None:
         raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
+    if not runs_kernels(layer.experts.implementation, layer.experts.w_up):
+        raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
     own = {name: mode.from_tensor(tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
-    parameter, loss_scale = layer.experts.w_up, layer.aux_loss_scale
+    parameter, loss_scale, last_loss = layer.experts.w_up, layer.aux_loss_scale, layer.aux_loss
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
     kept: dict[int, Tensor] = {}  # by storage; holding the tensors keeps the storages alive
 
@@ -39,10 +49,8 @@ def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = N
             try:
                 layer.aux_loss_scale = fake_scale
                 torch.func.functional_call(layer, own, x)
-            except DynamicOutputShapeException as error:
-                raise NotImplementedError("saved_bytes: the reference's memory depends on the routing") from error
             finally:
-                layer.aux_loss_scale = loss_scale
+                layer.aux_loss_scale, layer.aux_loss = loss_scale, last_loss
     for tensor in (x, *own.values(), *([] if fake_scale is None else [fake_scale])):
         kept.pop(tensor.untyped_storage()._cdata, None)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

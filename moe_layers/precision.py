@@ -18,10 +18,15 @@ def call_with_autocast_rules(function: Callable[..., Result], tokens: Tensor, *w
     usual error.
     """
     device_type = weights[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not autocast_is_enabled(device_type):
         return function(tokens, *weights)
     with torch.autocast(device_type, enabled=False):
         return function(*(autocast(operand, device_type) for operand in (tokens, *weights)))
+
+
+def autocast_is_enabled(device_type: str) -> bool:
+    """As `torch.is_autocast_enabled`, which raises for meta."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def autocast(operand: Tensor | None, device_type: str) -> Tensor | None:

@@ -37,6 +37,28 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
         layer.aux_loss_scale = scale
 
 
+def aux_losses(model: nn.Module) -> dict[str, Tensor]:
+    """Return the auxiliary loss of every layer's last forward with gradients, by layer name: what to add by hand to a
+    loss that is printed or logged.
+
+    Each is a scalar on the device, the sum of the layer's losses weighted by `balance_losses`, without the factor of
+    `set_aux_loss_scale`. Backward already adds its gradient, so the values carry none. Layers without such a loss are
+    left out. To differentiate a loss by hand, build the layer without `balance_losses` and apply a loss function to
+    the routing that `return_routing=True` returns.
+
+    Raises:
+        ValueError: no layer has had a forward with an auxiliary loss.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
+    losses = {name: layer.aux_loss for name, layer in layers.items() if layer.aux_loss is not None}
+    if not losses:
+        raise ValueError(
+            f"aux_losses: a layer must have balance_losses and a forward with gradients, got {len(layers)} layers "
+            "without; `observe` collects statistics of any layer"
+        )
+    return losses
+
+
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 

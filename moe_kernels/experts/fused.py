@@ -1,19 +1,18 @@
-"""The expert feed-forward of all tokens: checks, choice of implementation, and the reference path."""
+"""The expert feed-forward of all tokens: checks and choice of implementation."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..activation_spec import Activation, as_activation
-from ..gemm.batch_invariance import token_by_token
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
-from ..runtime.dispatch import choose, once_per_form, without_autocast
+from ..runtime.dispatch import choose, is_traced, once_per_form
 from ..types import ExpertAdapters, ExpertWeights, Permutation
 from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows
 from .steps import Experts
+from .traced import ReferenceOperands, reference_experts_op, run_reference
 
 RECOMPUTE = (None, "up")
 
@@ -109,13 +108,9 @@ def compute_experts(
     if w_router is not None:
         _check_router_gradient(permutation, weight_on_input, batch_invariant)
     if choose("fused_experts", implementation, tokens) == "reference":
-        w_up, w_down, b_up, b_down = weights
-        options = {"activation": activation, "weight_on_input": weight_on_input, "b_up": b_up, "b_down": b_down}
-        options |= {} if adapters is None else {"adapters": adapters}
-        options |= {} if w_router is None else {"w_router": w_router}
-        run = _reference_by_token if batch_invariant else reference.fused_experts
-        with without_autocast(tokens):
-            return run(tokens, topk_weights, permutation, w_up, w_down, **options)
+        experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input)
+        run = reference_experts_op if is_traced(tokens) else run_reference
+        return run(ReferenceOperands(tokens, topk_weights, experts, w_router, permutation, batch_invariant))
     operands = ExpertOperands(
         tokens,
         topk_weights.float().contiguous(),
@@ -166,20 +161,6 @@ def _check_router_gradient(permutation: Permutation, weight_on_input: bool, batc
             "fused_experts: w_router needs weights on the output, no batch_invariant, and a row for each slot, got "
             f"{weight_on_input=}, {batch_invariant=} and {num_rows} rows of {num_slots} slots"
         )
-
-
-def _reference_by_token(
-    tokens: Tensor, topk_weights: Tensor, permutation: Permutation, w_up: Tensor, w_down: Tensor, **options
-) -> Tensor:
-    experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True, out_int32=True)
-    experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
-
-    def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
-        own = reference.sort_by_expert(chosen, len(w_up))
-        return (reference.fused_experts(token, weights, own, w_up, w_down, **options),)
-
-    (out,) = token_by_token(run, tokens, topk_weights, experts)
-    return out
 
 
 @once_per_form

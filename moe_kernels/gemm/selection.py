@@ -165,6 +165,9 @@ def get_kernels(
 
     Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the choice
     of the measured table, then the order of a rule of thumb. Any possible epilogue is considered, not only listed ones.
+
+    With `cc`, the device of `args` is ignored: tensors on any device stand for tensors on such a GPU. The device's
+    table then decides nothing. Without `cc`, only kernels that run on the device of `args` are listed.
     """
     epilogue = None if args is None else args.epilogue
     kernels = [
@@ -172,9 +175,11 @@ def get_kernels(
         for kernel in (_taking(epilogue, listed) for listed in ALL_KERNELS)
         if (cc is None or kernel.supports_cc(cc))
         and (metadata_filter is None or metadata_filter(kernel.metadata))
-        and (args is None or kernel.supports(args))
+        and (args is None or (kernel.supports(args) if cc is None else kernel.obstacle is None and kernel.takes(args)))
     ]
-    return best_first(kernels, args, measured_best(args)) if args is not None and kernels else kernels
+    if args is None or not kernels:
+        return kernels
+    return best_first(kernels, args, measured_best(args) if cc is None else None)
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:

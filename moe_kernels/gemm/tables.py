@@ -54,8 +54,16 @@ def table_name(gpu: str) -> str:
 
 def paths(gpu: str) -> list[Path]:
     """Return the existing tables of a GPU model; later tables override earlier ones."""
-    folders = [SHIPPED] if USER is None else [SHIPPED, USER]
-    return [path for folder in folders if (path := folder / table_name(gpu)).exists()]
+    return [path for folder in _folders() if (path := folder / table_name(gpu)).exists()]
+
+
+def all_paths() -> list[Path]:
+    """Return the existing tables of all GPU models, the shipped ones first."""
+    return [path for folder in _folders() for path in sorted(folder.glob("*.json"))]
+
+
+def _folders() -> list[Path]:
+    return [SHIPPED] if USER is None else [SHIPPED, USER]
 
 
 def merged_table(gpu: str) -> Table:

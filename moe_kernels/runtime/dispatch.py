@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from .triton import HAS_TRITON, INTERPRET
@@ -118,6 +119,11 @@ def _warn_without_triton() -> None:
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
     """Return whether Triton kernels compute this tensor with this `implementation`; False where the op raises."""
     return implementation in (None, "triton") and kernel_obstacle(tensor) is None
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether a tracer sees the call: torch.compile, torch.export, or a tensor without data."""
+    return torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -114,6 +114,8 @@ def _this_gpu(command: str) -> str:
 def _tables(command: str, options: argparse.Namespace) -> list[Path]:
     if options.table is not None:
         return [options.table]
+    if options.gpu is None and command == "show" and not torch.cuda.is_available():
+        return tables.all_paths()
     gpu = options.gpu or _this_gpu(command)
     if paths := tables.paths(gpu):
         return paths
@@ -138,5 +140,6 @@ def add_commands(commands: Any) -> None:
     ):
         command = commands.add_parser(name, help=does)
         command.add_argument("--table", type=Path, help="only this table")
-        command.add_argument("--gpu", help="the tables of a GPU of this name; default: this machine's")
+        without = "; without a GPU, all tables" if name == "show" else ""
+        command.add_argument("--gpu", help=f"the tables of a GPU of this name; default: this machine's{without}")
         command.set_defaults(run=run)

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_kernels import Activation, RouterSpec
 
+from ..checks import first_three
 from . import routers
 from .fields import ModelConfig
 
@@ -260,6 +261,8 @@ def find_architecture(config: ModelConfig) -> Architecture:
     if model_type in REFUSED:
         raise ValueError(f"MoEConfig: model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ValueError(f"MoEConfig: model_type must be one of {known}, got {model_type!r}")
+        known = first_three(sorted(ARCHITECTURES))
+        raise ValueError(
+            f"MoEConfig: model_type must be one of {known} (moe_layers.architectures.ARCHITECTURES), got {model_type!r}"
+        )
     return ARCHITECTURES[model_type]

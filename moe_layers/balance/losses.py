@@ -109,8 +109,8 @@ def sequence_load_balancing_loss(
     counts = torch.diff(running[ends], dim=0, prepend=running[:1])  # [N, E]
     shares = counts.to(probabilities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
     sequence = torch.searchsorted(ends, torch.arange(length, device=ends.device), right=True)  # [T]
-    inside = (sequence < len(ends))[:, None]
-    shares = torch.where(inside, shares[sequence.clamp(max=len(ends) - 1)], 0.0)  # [T, E]
+    inside = (sequence < ends.shape[0])[:, None]
+    shares = torch.where(inside, shares[sequence.clamp(max=ends.shape[0] - 1)], 0.0)  # [T, E]
     if num_tokens is None:
         num_tokens = (inside if routing.token_mask is None else inside & routing.token_mask[:, None]).sum()
     return num_experts * _over((shares * probabilities).sum(), op, num_tokens)
@@ -191,7 +191,7 @@ def _over(total: Tensor, op: str, num_tokens: int | Tensor) -> Tensor:
 
 def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
     """Return the exclusive end of each sequence in token order."""
-    lengths, total, device = routing.sequence_lengths, len(routing.logits), routing.logits.device
+    lengths, total, device = routing.sequence_lengths, routing.logits.shape[0], routing.logits.device
     if lengths is None:
         raise ValueError(f"{op}: the routing must have sequence_lengths, got None")
     if isinstance(lengths, Tensor):

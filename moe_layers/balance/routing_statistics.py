@@ -33,6 +33,7 @@ class RoutingStatistics(NamedTuple):
     max_violation: float  # relative excess of the most chosen expert over the mean; 0 is perfect balance
     max_call_violation: float  # the same per call, averaged over calls
     wasted_rows: int  # padding rows of each expert's last tile, with tiles of 128 rows
+    aux_loss: float  # weighted sum of the auxiliary losses: mean over the forwards with gradients; 0 without any
 
     @property
     def num_dropped(self) -> int:
@@ -56,7 +57,7 @@ class RoutingObserver:
         self.num_experts = num_experts
         device = router.weight.device
         self._counts = torch.zeros(2 * router.num_experts + 4, dtype=torch.int64, device=device)
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._smallest = torch.full((1,), math.inf, dtype=torch.float64, device=device)
 
     def reset(self) -> None:
@@ -66,8 +67,8 @@ class RoutingObserver:
         self._smallest.fill_(math.inf)
 
     @torch.no_grad()
-    def add(self, routing: LayerRouting) -> None:
-        """Add one forward. The layer calls this method."""
+    def add(self, routing: LayerRouting, aux_loss: Tensor | None = None) -> None:
+        """Add one forward, with its auxiliary loss if it has one. The layer calls this method."""
         tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
         is_token = routing.token_mask  # [T]
         if is_token is None:
@@ -80,7 +81,9 @@ class RoutingObserver:
         # The mean is chosen.sum() / len(chosen).
         violation = (chosen.max() * len(chosen) - chosen.sum()).double() / chosen.sum().clamp(min=1)
         sums = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
-        add_once(self._sums, torch.stack([*sums, violation]))
+        has_loss = violation.new_full((), aux_loss is not None)
+        loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()
+        add_once(self._sums, torch.stack([*sums, violation, loss, has_loss]))
         infinite = margins.new_full((1,), math.inf)  # for calls without tokens
         minimum_once(self._smallest, torch.cat([torch.where(is_token, margins, math.inf), infinite]).min()[None])
 
@@ -108,7 +111,7 @@ class RoutingObserver:
         num_choices = self.router.num_experts
         tokens, chosen, scalars = counts.to("cpu", copy=True).split([num_choices, num_choices, 4])
         num_calls, num_tokens, num_all, wasted_rows = scalars.tolist()
-        entropy, margin, violations = sums.tolist()
+        entropy, margin, violations, aux_loss, num_losses = sums.tolist()
         total = max(int(chosen.sum()), 1)
         return RoutingStatistics(
             num_calls=num_calls,
@@ -123,4 +126,5 @@ class RoutingObserver:
             max_violation=(int(chosen.max()) * num_choices - int(chosen.sum())) / total,
             max_call_violation=violations / max(num_calls, 1),
             wasted_rows=wasted_rows,
+            aux_loss=aux_loss / max(num_losses, 1),
         )

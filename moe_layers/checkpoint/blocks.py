@@ -81,6 +81,11 @@ class Block:
         """Return the names with "{e}" in place of the expert's number."""
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
+    def tensors(self, experts: range) -> list[str]:
+        """Return the full names of the tensors on disk, without those that hold one other expert."""
+        matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
+        return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
+
     def expert_numbers(self) -> set[int]:
         found = (_EXPERT_NUMBER.match(name) for name in self.weights)
         return {int(match[2]) for match in found if match}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import RECORD, read_config
+from ..checks import first_three
 from .blocks import check_names
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Key, Layout, Sizes, find_layout
@@ -84,14 +85,14 @@ def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dty
         if name not in experts and (stored := describe(files, name, group, float8, problems)) is not None:
             outputs.append(_copy_output(stored, dtype))
     if problems:
-        raise ValueError(f"checkpoint: {files.directory}:\n  " + "\n  ".join(problems))
+        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
     return outputs
 
 
 def _only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
     where = f"checkpoint: the layout of the experts below {found.block.prefix}"
     if not found.layouts:
-        raise ValueError("\n  ".join([f"{where} is not known, or tensors do not fit it:", *found.wrong]))
+        raise ValueError(f"{where} is not known, or tensors do not fit it:\n  " + first_three(found.wrong, "\n  "))
     if len(found.layouts) > 1:
         raise ValueError(f"{where} is ambiguous, it may be {' or '.join(layout.name for layout in found.layouts)}")
     kinds = {(stored.encoding, stored.dtype) for name, stored in found.experts.items() if "bias" not in name}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from math import prod
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..checks import first_three
 from .host_memory import memory_of
 
 CONFIG = "config.json"
@@ -65,11 +66,11 @@ def read_json(path: Path) -> dict:
 class CheckpointFiles:
     """Names, shapes and bytes of a checkpoint; a context manager that closes the files.
 
-    Opening a checkpoint reads only names; the first use of a file's tensors reads its header.
+    Opening a checkpoint reads only names; the first use of a file's tensors reads its header. Shards whose tensors are
+    not used may be missing: `require` checks the others.
 
     Raises:
-        ValueError: no weights, an index that names missing files, a damaged file, or a file that lacks a tensor listed
-            in the index.
+        ValueError: no weights, a damaged file, or a file that lacks a tensor listed in the index.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -157,14 +158,19 @@ class CheckpointFiles:
         weight_map = read_json(self.directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError(f"checkpoint: {self.directory / INDEX} must hold a weight_map from tensors to files")
-        missing = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
-        if missing:
-            example = next(name for name, file in weight_map.items() if file == missing[0])
-            raise ValueError(
-                f"checkpoint: {self.directory / INDEX} names files that do not exist: {', '.join(missing)} "
-                f"(for instance for {example})"
-            )
         return weight_map
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise ValueError if files that hold these tensors are missing."""
+        example_in: dict[str, str] = {}
+        for name in names:
+            example_in.setdefault(self.file_of[name], name)
+        missing = sorted(file for file in example_in if not (self.directory / file).is_file())
+        if missing:
+            raise ValueError(
+                f"checkpoint: {self.directory / INDEX} names files that do not exist: {first_three(missing)} "
+                f"(for instance for {example_in[missing[0]]})"
+            )
 
     @contextmanager
     def _opened(self, file_name: str) -> Iterator[safe_open]:

@@ -15,6 +15,7 @@ from ..config import MoEConfig
 from ..parallel.expert_parallel import ExpertParallel, expert_share
 from .files import CONFIG, CheckpointFiles, read_json
 from .host_memory import prefer_huge_pages
+from .hub import HubModel
 from .layouts import Sizes, copy_expert, published_layouts
 from .plan import Fill, Plan, Planner
 from .quantization import float8_block
@@ -45,13 +46,14 @@ def load_layer(
 ) -> Any:
     """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
 
-    The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. All tensors are
-    matched and checked before the first byte of a tensor is read, and then read one by one into the parameters. float8
-    and MXFP4 weights are dequantised. Logits are float32, even where the original model rounds them to the dtype of the
-    tokens.
+    The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Only the shards
+    with the block's tensors are needed; of a model on the hub, only these are downloaded. All tensors are matched and
+    checked before the first byte of a tensor is read, and then read one by one into the parameters. float8 and MXFP4
+    weights are dequantised. Logits are float32, even where the original model rounds them to the dtype of the tokens.
 
     Args:
         layer_class: `MoEFeedForward` or a subclass.
+        directory: or the name of a model of the Hugging Face Hub, "org/model", which huggingface_hub downloads.
         layer: number of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
             tensors, for models with several such blocks.
         dtype: of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's dtype;
@@ -63,9 +65,10 @@ def load_layer(
         return_report: return (layer, LoadReport). The report tells what became of each tensor.
 
     Raises:
-        ValueError: the architecture is not supported; a file is damaged or missing; a tensor is missing, left over,
-            ambiguous or of a wrong shape; scales are not finite; the mesh does not fit the number of experts, or is
-            given together with `experts`. The message names the cause, and no layer is returned.
+        ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
+            missing, left over, ambiguous or of a wrong shape; config.json has another number of experts than the
+            tensors; scales are not finite; the mesh does not fit the number of experts, or is given together with
+            `experts`. The message names the cause, and no layer is returned.
     """
     if (expert_parallel if mesh is None else experts) is not None:
         raise ValueError(
@@ -91,12 +94,17 @@ def _load(
 ) -> tuple[Any, LoadReport]:
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
-    with CheckpointFiles(directory) as files:
+    hub = HubModel.named(directory)
+    with CheckpointFiles(directory if hub is None else hub.download_names()) as files:
         values = read_json(files.directory / CONFIG)
         block = select_block(files, layer)
         model_config = read_config(values, block.layer)
         config = MoEConfig.from_hf(values, block.layer)
         experts = _checked_experts(experts, config)
+        needed = [name for name in block.tensors(experts) if name in files.file_of]  # some scales may not exist
+        if hub is not None:
+            hub.download({files.file_of[name] for name in needed})
+        files.require(needed)
         module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)
         if len(experts) < config.num_experts:
             module.keep_local_experts(experts)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checks import first_three
 from .files import DTYPES
 
 # These dtypes convert to each other without change of meaning. Others may need scales, which such a file lacks.
@@ -41,7 +42,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read a file written by `save_safetensors`, tensor by tensor, into the module's existing tensors.
 
     Raises:
-        ValueError: lists missing and unexpected tensors and wrong shapes or dtypes; or the file is damaged, or the
+        ValueError: names missing and unexpected tensors and wrong shapes or dtypes; or the file is damaged, or the
             parameters are sharded over several ranks or on the meta device. The module is then unchanged.
     """
     _check_tensors("load_safetensors", module)
@@ -53,7 +54,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
             problems = _problems(state, file)
             if problems:
                 raise ValueError(
-                    f"load_safetensors: {os.fspath(path)} does not fit the layer:\n  " + "\n  ".join(problems)
+                    f"load_safetensors: {os.fspath(path)} does not fit the layer:\n  " + first_three(problems, "\n  ")
                 )
             with torch.no_grad():
                 for name, tensor in state.items():

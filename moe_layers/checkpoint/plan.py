@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ..checks import first_three
 from ..config import MoEConfig
 from .blocks import OTHER_NAMES, Block, shared_keys
 from .files import CheckpointFiles
@@ -70,7 +71,8 @@ class Planner:
             published, recorded: see `choose_layout`.
 
         Raises:
-            ValueError: lists missing, left-over and ambiguous tensors, and wrong shapes.
+            ValueError: names missing, left-over and ambiguous tensors, and wrong shapes; or the number of experts in
+                the configuration is not that of the tensors.
         """
         sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
         stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
@@ -82,6 +84,7 @@ class Planner:
             published=published,
             recorded=recorded,
         )
+        self._check_num_experts(config, stacked)
         plan = Plan(layout, sizes)
         self._plan_experts(plan, config, experts)
         self._skip_zero_experts(plan, config)
@@ -93,11 +96,26 @@ class Planner:
         if self.problems:
             raise ValueError(
                 f"checkpoint: {self.files.directory}, block {self.block.prefix} ({layout.name} layout), "
-                "does not fit the layer:\n  " + "\n  ".join(self.problems)
+                "does not fit the layer:\n  " + first_three(self.problems, "\n  ")
             )
         filled = {fill.parameter for fill in plan.fills}
         assert filled == set(shapes), sorted(filled ^ set(shapes))
         return plan
+
+    def _check_num_experts(self, config: MoEConfig, stacked: Shapes) -> None:
+        """Raise ValueError if both the router and the experts have another number of experts than `config`."""
+        name = next((name for name in OTHER_NAMES["router.weight"] if name in self.block.weights), None)
+        router = None if name is None else self._describe(name)
+        if router is None or len(router.shape) != 2:
+            return
+        numbers, rows = self.block.expert_numbers(), router.shape[0]
+        expected = config.num_experts + config.num_zero_experts
+        held = {max(numbers) + 1} if numbers else {shape[0] for shape in stacked.values() if shape}
+        if rows != expected and rows in held:
+            raise ValueError(
+                f"checkpoint: config.json gives block {self.block.prefix} {expected} experts, but its tensors are of "
+                f"{rows}: {router.name} is {router.shape}"
+            )
 
     def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range) -> None:
         for key in plan.layout.select(bias=config.bias):

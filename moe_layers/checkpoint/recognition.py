@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..checks import first_three
 from .blocks import Block, find_blocks, matching_layouts
 from .files import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
@@ -28,9 +29,9 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     if len(found) == 1:
         return found[0]
     if found:
-        prefixes = ", ".join(block.prefix for block in found)
+        prefixes = first_three(block.prefix for block in found)
         raise ValueError(f"checkpoint: layer {layer} must name one MoE block; say which by its prefix: {prefixes}")
-    where = ", ".join(block.prefix for block in blocks) or "none"
+    where = first_three(block.prefix for block in blocks) or "none"
     raise ValueError(f"checkpoint: {files.directory} has no MoE block in layer {layer!r}; its MoE blocks: {where}")
 
 
@@ -63,7 +64,7 @@ def choose_layout(
         return next((layout for layout in candidates if layout.name in published), candidates[0])
     if (layout := _only_one(fitting, sizes, published)) is not None:
         return layout
-    held = ", ".join(f"{block.prefix}{name} {shape}" for name, shape in sorted(shapes.items()))
+    held = first_three(f"{block.prefix}{name} {shape}" for name, shape in sorted(shapes.items()))
     raise ValueError(
         f"checkpoint: the layout of {held} is ambiguous, it may be {' or '.join(layout.name for layout in fitting)}"
     )
@@ -106,7 +107,7 @@ def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layo
 
     best = max((layout for layout in LAYOUTS if layout.gated == gated), key=likeness)
     if not likeness(best)[0]:
-        names = ", ".join(sorted(patterns))
+        names = first_three(sorted(patterns))
         kind = "gated" if gated else "plain"
         raise ValueError(f"checkpoint: no known layout of {kind} experts has the tensors below {block.prefix}: {names}")
     return best

@@ -23,7 +23,19 @@ def save_layer(
     layout: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write a layer under the names of the model that it was read from, or else under our own."""
+    """Write a directory that `from_checkpoint` reads, with every value bit by bit.
+
+    Names and configuration are those of the model that the layer was read from. Those of any other layer are our own,
+    and its configuration is `config.to_dict()`. Noise and an assignment are not saved.
+
+    Args:
+        directory: must be empty or not exist.
+        layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; None for the source's.
+
+    Raises:
+        ValueError: the layout is unknown or has no place for these experts, experts are missing here, or the directory
+            holds files.
+    """
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
     if layout is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..architectures import ARCHITECTURES, RECORD, ModelConfig, read_config
+from ..checks import first_three
 from .blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Layout, Sizes, published_layouts
@@ -49,9 +50,10 @@ def survey(files: CheckpointFiles) -> list[BlockSurvey]:
     """Return all MoE blocks.
 
     Raises:
-        ValueError: a file is damaged, or the configuration is missing.
+        ValueError: a file is damaged or missing, or the configuration is missing.
     """
     values = read_json(files.directory / CONFIG)
+    files.require(files.file_of)
     return [_survey_block(files, block, values) for block in find_blocks(files.file_of)]
 
 
@@ -94,7 +96,7 @@ def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) ->
     problems: list[str] = []
     described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
     if problems:
-        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + "\n  ".join(problems))
+        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + first_three(problems, "\n  "))
     return {name: stored for name, stored in described.items() if stored is not None}
 
 

@@ -42,13 +42,13 @@ def can_fuse_router_gradient(layer: nn.Module, tokens: Tensor) -> bool:
         and router.weight.dtype == experts.w_up.dtype
         and layer.w_latent_in is None
         and layer.capacity is None
-        and _is_called_as_written(router)
-        and _is_called_as_written(experts)
+        and is_called_as_written(router)
+        and is_called_as_written(experts)
         and runs_kernels(experts.implementation, tokens)
     )
 
 
-def _is_called_as_written(module: nn.Module) -> bool:
+def is_called_as_written(module: nn.Module) -> bool:
     """No hook, nor another `forward` in this instance, as some libraries put there."""
     everywhere = torch.nn.modules.module
     hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]

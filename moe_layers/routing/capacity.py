@@ -112,7 +112,7 @@ def _rank_among_equals(
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)
     order = order if first is None else first[order]
     start = torch.searchsorted(ordered, ordered)
-    position = torch.arange(len(keys), device=keys.device)
+    position = torch.arange(keys.shape[0], device=keys.device)
     return torch.empty_like(order).scatter(0, order, position - start)
 
 
@@ -153,5 +153,5 @@ def identity_output(
     """Return each token times the weights of its zero experts, whose ids start at `num_experts`."""
     is_zero = slots.topk_experts >= num_experts
     weights = torch.where(is_zero, slots.topk_weights, 0.0).sum(1, keepdim=True)  # [T, 1]
-    slot_to_row = torch.arange(len(tokens), device=tokens.device, dtype=torch.int32)[:, None]
+    slot_to_row = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int32)[:, None]
     return combine(tokens, weights, slot_to_row, implementation=implementation)

@@ -43,7 +43,8 @@ class LayerRouting(NamedTuple):
     @property
     def num_tokens(self) -> int | Tensor:
         """Return the number of tokens that are not padding; with a mask, counted on the device."""
-        return len(self.logits) if self.token_mask is None else self.token_mask.sum()
+        # The length would be a constant of an exported program.
+        return self.logits.shape[0] if self.token_mask is None else self.token_mask.sum()
 
 
 def spread_slots(
@@ -55,7 +56,7 @@ def spread_slots(
     # Slots without an expert go to an extra column, which is cut off.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
-    empty = torch.zeros(len(choices), num_experts + 1, dtype=dtype, device=choices.device)
+    empty = torch.zeros(choices.shape[0], num_experts + 1, dtype=dtype, device=choices.device)
     # An assignment may name an expert twice. Sums of two values are the same in any order; sums of more need PyTorch's
     # deterministic mode on a GPU.
     values = values if isinstance(values, Tensor) else empty.new_full(choices.shape, values)

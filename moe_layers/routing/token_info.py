@@ -68,6 +68,16 @@ def flatten_tokens(
     return tokens, TokenInfo(all_tokens, x.shape, token_mask, sequence_lengths, num_tokens)
 
 
+def restore_shape(
+    out: Tensor,  # [T, D]
+    info: TokenInfo,
+) -> Tensor:  # [..., D]
+    """Return the output in the shape of the layer's input. It is no view, as nn.Linear's is none: a view that is
+    changed in place drops the hook by which FSDP2 gathers the parameters before backward. PyTorch does not notice such
+    a change where a forward hook of the experts keeps `out`; the layer itself never keeps it."""
+    return torch.ops.aten._unsafe_view(out, info.shape)
+
+
 def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
     """Raise ValueError unless this is a number of tokens, on the host or on the device."""
     if isinstance(num_tokens, Tensor):

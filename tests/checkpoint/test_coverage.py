@@ -1,4 +1,4 @@
-"""The report proves that a layer is loaded completely; errors name everything that does not fit."""
+"""The report proves that a layer is loaded completely; errors name what does not fit."""
 
 import dataclasses
 import json
@@ -161,7 +161,14 @@ def test_configuration_must_fit_the_tensors(field, tmp_path):
     golden = Golden("qwen3_moe")
     name = field if field in golden.config else "num_local_experts"
     copy_case("qwen3_moe", tmp_path, config={name: golden.config[name] + 8})
-    refuses(tmp_path, "wrong shape|missing")
+    refuses(tmp_path, "wrong shape|missing|gives block .* 16 experts, but its tensors are of 8")
+
+
+def test_an_error_lists_three_problems_and_counts_the_others(tmp_path):
+    golden = copy_case("deepseek_v3", tmp_path, config={"moe_intermediate_size": 8})
+    message = refuses(tmp_path, "wrong shape", layer=golden.layer)
+    _, *problems, last = message.split("\n  ")
+    assert len(problems) == 3 and re.fullmatch(r"and \d+ more", last)
 
 
 @pytest.mark.parametrize(

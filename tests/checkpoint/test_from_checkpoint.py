@@ -1,6 +1,11 @@
 import copy
+import importlib.machinery
+import importlib.util
 import json
+import re
 import shutil
+import sys
+import types
 
 import pytest
 import torch
@@ -46,6 +51,94 @@ def test_shards_give_the_same_layer(tmp_path):
     whole = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
     shard(tmp_path)
     assert same_state(MoEFeedForward.from_checkpoint(str(tmp_path), golden.layer), whole)
+
+
+def add_head(tensors):
+    """Add a tensor that is not of the block."""
+    tensors["lm_head.weight"] = torch.ones(3)
+
+
+def test_only_the_shards_of_the_block_are_needed(tmp_path):
+    golden = copy_case("mixtral", tmp_path, add_head)
+    weight_map = shard(tmp_path, 99)
+    whole = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    needed = {file for name, file in weight_map.items() if name.startswith(golden.prefix)}
+    experts = re.compile(r"experts\.[^01]\.")
+    first_two = {weight_map[name] for name in weight_map if name.startswith(golden.prefix) and not experts.search(name)}
+    assert first_two < needed < set(weight_map.values())
+    for file in set(weight_map.values()) - needed:
+        (tmp_path / file).unlink()
+    assert same_state(MoEFeedForward.from_checkpoint(tmp_path, golden.layer), whole)
+    for file in needed - first_two:
+        (tmp_path / file).unlink()
+    part = MoEFeedForward.from_checkpoint(tmp_path, golden.layer, experts=range(2))
+    assert torch.equal(part.experts.w_up, whole.experts.w_up[:2])
+    with pytest.raises(ValueError, match=r"do not exist: .*, and 3 more \(for instance for .*experts\.[23]"):
+        MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+
+
+class FakeHub(types.ModuleType):
+    """huggingface_hub with one model, whose cache is a folder by commit."""
+
+    def __init__(self, source, cache):
+        super().__init__("huggingface_hub")
+        self.__spec__ = importlib.machinery.ModuleSpec("huggingface_hub", None)
+        self.source, self.cache, self.commits, self.revisions = source, cache, iter("abc"), []
+
+    def snapshot_download(self, repo_id, *, revision=None, allow_patterns):
+        if repo_id != "org/model":
+            raise OSError(f"404: {repo_id}")
+        self.revisions.append(revision)
+        folder = self.cache / (revision or next(self.commits))
+        folder.mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            if (self.source / pattern).is_file():
+                shutil.copy(self.source / pattern, folder)
+        return str(folder)
+
+
+@pytest.mark.parametrize("num_files", [1, 99])
+def test_a_model_of_the_hub(num_files, tmp_path, monkeypatch):
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    cache.mkdir()
+    golden = copy_case("mixtral", source, add_head)
+    weight_map = shard(source, num_files) if num_files > 1 else {}
+    hub = FakeHub(source, cache)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    layer = MoEFeedForward.from_checkpoint("org/model", golden.layer)
+    assert same_state(layer, MoEFeedForward.from_checkpoint(source, golden.layer))
+    needed = {file for name, file in weight_map.items() if name.startswith(golden.prefix)}
+    names = {"model.safetensors.index.json"} if num_files > 1 else {"model.safetensors"}
+    assert {path.name for path in (cache / "a").iterdir()} == {"config.json", *names, *needed}
+    assert hub.revisions[0] is None and set(hub.revisions[1:]) == {"a"}
+    with pytest.raises(ValueError, match=r"no directory org/other, and the Hugging Face Hub gives no .*404: org/other"):
+        MoEFeedForward.from_checkpoint("org/other")
+
+
+def test_a_name_of_the_hub_without_its_client(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "huggingface_hub" else find_spec(name)
+    )
+    with pytest.raises(ValueError, match="install huggingface_hub, or download it: hf download org/model --local-dir"):
+        MoEFeedForward.from_checkpoint("org/model")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    copy_case("mixtral", tmp_path / "org" / "model")
+    MoEFeedForward.from_checkpoint("org/model", Golden("mixtral").layer)  # a directory comes first
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "llama4"])
+def test_another_number_of_experts_in_the_configuration(case, tmp_path):
+    golden = Golden(case)
+    name = "num_local_experts" if "num_local_experts" in golden.config else "num_experts"
+    held = golden.config[name]
+    for wrong in (held - 1, 2 * held):
+        copy_case(case, tmp_path, config={name: wrong})
+        with pytest.raises(
+            ValueError, match=rf"gives block {golden.prefix} {wrong} experts, but its .* of {held}: model"
+        ):
+            MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)

@@ -1,6 +1,7 @@
 """Loss coefficients of the layer, masks, counts over a step, and the update of the selection bias."""
 
 import copy
+import functools
 from functools import partial
 
 import pytest
@@ -10,17 +11,20 @@ from torch.utils.checkpoint import checkpoint
 from moe_kernels import RouterSpec
 from moe_layers import (
     BalanceLosses,
+    aux_losses,
     carry_expert_counts,
     global_expert_counts,
     global_load_balancing_loss,
     importance_loss,
     load_balancing_loss,
+    observe,
     reset_expert_counts,
     router_z_loss,
     sequence_load_balancing_loss,
     set_aux_loss_scale,
     update_selection_bias,
 )
+from moe_layers.balance import attachment
 
 from ..gpu import waiting_is_an_error
 from ..layers import moe_layer
@@ -132,6 +136,65 @@ def test_functional_gradients_are_those_of_a_backward(device):
     functional_gradients = torch.func.grad(loss)(parameters)
     loss(parameters).backward()
     assert_all_close(functional_gradients.values(), [parameter.grad for parameter in parameters.values()])
+
+
+def float16_step(layer, x):
+    with torch.autocast(x.device.type, torch.float16):
+        layer(x).sum().backward()
+
+
+def test_float16_autocast_without_a_scale_warns_once(device, monkeypatch):
+    monkeypatch.setattr(attachment, "_warn_once", functools.cache(attachment._warn_once.__wrapped__))
+    x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
+    with pytest.warns(RuntimeWarning, match=r"A GradScaler scales the main loss alone: call set_aux_loss_scale\("):
+        float16_step(layer, x)
+    float16_step(layer, x)  # a second warning would be an error
+
+
+def test_no_warning_where_nothing_is_scaled(device, monkeypatch):
+    """A warning would be an error."""
+    monkeypatch.setattr(attachment, "_warn_once", functools.cache(attachment._warn_once.__wrapped__))
+    x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
+    float16_step(copy.deepcopy(layer).eval(), x)
+    float16_step(make_layer(device), x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        layer(x)
+    layer(x)
+    set_aux_loss_scale(layer, torch.ones((), device=device))
+    float16_step(layer, x)
+
+
+def test_aux_losses_are_those_of_the_last_forward(device):
+    model = torch.nn.Sequential(
+        make_layer(device, balance_losses=ALL), torch.nn.Identity(), make_layer(device), make_layer(device)
+    )
+    model[3].balance_losses = BalanceLosses(z=0.5)
+    set_aux_loss_scale(model, torch.tensor(8.0, device=device))
+    with pytest.raises(ValueError, match="a layer must have balance_losses and a forward with gradients, got 3 layers"):
+        aux_losses(model)
+    observers = observe(model)
+    expected = []
+    for seed in range(2):
+        x = make_x(device, seed=seed)
+        model(x)
+        _, routing = copy.deepcopy(model[0])(x, return_routing=True)
+        expected.append(ALL.total(routing))
+        losses = aux_losses(model)
+        assert list(losses) == ["0", "3"] and not any(loss.requires_grad for loss in losses.values())
+        torch.testing.assert_close(losses["0"], expected[-1].detach())
+    with torch.no_grad():
+        model(make_x(device, seed=2))
+    assert aux_losses(model)["0"] == losses["0"]
+    assert observers["0"].read().aux_loss == pytest.approx(sum(expected).item() / 2)
+    assert observers["2"].read().aux_loss == 0 and observers["2"].read().num_calls == 3
+
+
+def test_the_loss_of_a_transform_is_not_kept(device):
+    x, layer = make_x(device), make_layer(device, balance_losses=ALL, implementation="reference")
+    layer(x)
+    before = layer.aux_loss
+    torch.func.grad(lambda x: layer(x).sum())(2 * x)
+    assert layer.aux_loss is before
 
 
 def test_float16_with_loss_scaling_over_micro_batches(device):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_kernels import Activation, RouterSpec
 from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEConfig, MoEFeedForward, RouterNoise
@@ -71,6 +72,38 @@ def test_round_trips(config):
     states = layer.state_dict(), again.state_dict()
     assert repr(layer) == repr(again) and states[0].keys() == states[1].keys()
     assert all(map(torch.equal, states[0].values(), states[1].values()))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_numbers_of_parameters_are_those_of_the_layer(config):
+    layer = MoEFeedForward.from_config(config)
+    assert layer.num_parameters() == sum(parameter.numel() for parameter in layer.parameters())
+    unused = sum(parameter[config.top_k :].numel() for parameter in layer.experts.parameters())
+    assert layer.num_parameters(active=True) == layer.num_parameters() - unused
+    assert config.num_parameters() == layer.num_parameters() and config.flops_per_token() == layer.flops_per_token()
+    layer.keep_local_experts(range(1, 2))
+    assert layer.num_parameters() == config.num_parameters()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation": "relu"}, {"shared_d_ff": 5, "shared_gate": True}, {"latent_dim": 3}, {"top_k": 1}],
+    ids=str,
+)
+def test_flops_are_those_that_pytorch_counts(options):
+    config = make_config(**options)
+    layer, x = MoEFeedForward.from_config(config, implementation="reference"), torch.randn(13, config.d_model)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 13 * config.flops_per_token() > 0
+
+
+def test_sizes_of_a_published_layer():
+    config = MoEConfig.qwen3_30b_a3b()
+    router, expert = 128 * 2048, 3 * 768 * 2048
+    assert config.num_parameters() == 604_241_920 == router + 128 * expert
+    assert config.num_parameters(active=True) == 38_010_880 == router + 8 * expert
+    assert config.flops_per_token() == 76_021_760 == 2 * (router + 8 * expert)
 
 
 def test_the_constructor_and_a_config_build_the_same_layer():

@@ -325,19 +325,37 @@ def test_bad_construction(options, message):
         make_layer("cpu", **options)
 
 
+@pytest.mark.parametrize("options", [{"top_k": 9}, {"router": "sigmoid"}, {"capacity": 1.25}], ids=str)
+def test_errors_of_the_constructor_name_the_layer(options):
+    with pytest.raises(ValueError, match=f"^MoEFeedForward: {next(iter(options))} must be"):
+        MoEFeedForward(**{"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, **options})
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [
         (torch.zeros(3, 31), r"x must be \[\.\.\., d_model=32\], got \[3, 31\]"),
         (torch.zeros(()), r"x must be \[\.\.\., d_model=32\], got \[\]"),
-        (torch.zeros(3, 32, dtype=torch.float16), "one floating-point dtype"),
-        (torch.zeros(3, 32, device="meta"), "one device"),
+        (
+            torch.zeros(3, 32, dtype=torch.float16),
+            r"^MoEFeedForward: x must have the parameters' dtype torch\.float32, got torch\.float16; "
+            r"pass x\.to\(torch\.float32\), or call the layer under torch\.autocast\('cpu'\)$",
+        ),
+        (torch.zeros(3, 32, dtype=torch.int64), "^MoEFeedForward: x must have the parameters' dtype"),
+        (torch.zeros(3, 32, device="meta"), r"^MoEFeedForward: x must be on cpu as .*, got meta; pass x\.to\('cpu'\)"),
         (None, "x must be a Tensor, got NoneType None"),
     ],
 )
 def test_bad_x(x, message):
     with pytest.raises(ValueError, match=message):
         make_layer("cpu")(x)
+
+
+def test_a_hook_may_convert_the_tokens():
+    """As FSDP does in front of experts with another dtype."""
+    layer = make_layer("cpu", implementation="reference")
+    layer.experts.register_forward_pre_hook(lambda module, args: (args[0]._replace(tokens=args[0].tokens.float()),))
+    assert layer(torch.ones(3, 32, dtype=torch.float16)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,17 @@ def test_saved_bytes_are_those_that_autograd_keeps(options, device):
     assert saved_bytes(layer, 40) == layer.saved_bytes(40) == seen_bytes(layer, x) > 0
 
 
+def test_saved_bytes_of_something_else():
+    layer = MoEFeedForward(8, 8, 2, 1)
+    for other in (torch.nn.Sequential(layer), layer.experts):
+        with pytest.raises(
+            ValueError, match=f"saved_bytes: layer must be a MoEFeedForward, got {type(other).__name__}; "
+        ):
+            saved_bytes(other, 4)
+        with pytest.raises(ValueError, match="saved_bytes: layer must be a MoEFeedForward"):
+            MoEFeedForward.saved_bytes(other, 4)
+
+
 def test_recomputing_saves_the_preactivations(device):
     sizes = {"d_model": 64, "d_ff": 128, "num_experts": 8, "top_k": 2, "dtype": DTYPES[0], "device": device}
     sizes["implementation"] = "triton"

@@ -15,9 +15,9 @@ from unittest import mock
 from triton.runtime import driver
 
 import moe_kernels as mk
-from moe_kernels import CompiledArtifact, load_artifact, save_artifact
+from moe_kernels import load_artifact, save_artifact
 from moe_kernels.gemm.artifact_file import read_container, write_container
-from moe_kernels.runtime.launch import Launch
+from moe_kernels.runtime.launch import CompiledArtifact, Launch
 
 from ..machine_code.aot import TargetDriver, are_same, gemm_arguments, handed_to_driver, kernels_take_cpu_tensors
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels import CompiledArtifact, get_kernels, load_artifact, save_artifact
+from moe_kernels import get_kernels, load_artifact, save_artifact
 from moe_kernels.gemm.artifact_file import read_container, write_container
 from moe_kernels.runtime.gluon import KNOWS_GLUON
+from moe_kernels.runtime.launch import CompiledArtifact
 from moe_kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 from .test_catalog_run import ARGUMENTS, expected_result

@@ -326,6 +326,17 @@ def test_listing_needs_no_gpu_and_filters():
     assert {kernel.metadata.min_cc for kernel in every} >= {80}
 
 
+def test_with_a_compute_capability_the_device_is_ignored():
+    a, b = torch.empty(512, 256, dtype=torch.bfloat16), torch.empty(8, 256, 128, dtype=torch.bfloat16)
+    offsets = torch.arange(64, 513, 64, dtype=torch.int32)
+    args = GroupedGemmArguments(a, b, torch.empty(512, 128, dtype=torch.bfloat16), offsets=offsets)
+    hopper = get_kernels(args, cc=90)
+    assert {type(kernel.metadata.design).__name__ for kernel in hopper} >= {"PointerDesign", "TmaDesign"}
+    assert {type(kernel.metadata.design).__name__ for kernel in get_kernels(args, cc=80)} == {"PointerDesign"}
+    assert all(kernel.takes(args) and kernel.runs_on(90) and kernel.obstacle is None for kernel in hopper)
+    assert get_kernels(args, cc=75) == []
+
+
 def test_metadata_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         KERNELS[0].metadata.design.num_warps = 1

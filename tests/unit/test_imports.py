@@ -25,7 +25,8 @@ FLOORS = {
         ["__main__", "__init__"],
     ],
     "moe_layers": [
-        ["checks", "precision", "memory", "architectures"],
+        ["checks"],
+        ["precision", "memory", "architectures"],
         ["routing"],
         ["experts", "balance"],
         ["config"],

@@ -7,7 +7,7 @@ from moe_kernels import GroupedGemmArguments, get_kernels
 from moe_kernels.__main__ import main
 from moe_kernels.gemm import selection, tables
 from moe_kernels.gemm.kernels.base import GroupedGemmKernel
-from moe_kernels.gemm.tables import Table, read, write
+from moe_kernels.gemm.tables import Table, read, table_name, write
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
 from moe_kernels.tools import tune as tuner
@@ -187,9 +187,20 @@ def test_show(tmp_path, capsys):
 
 def test_commands_say_that_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command in (["tune", "64,64,64,4,2"], ["verify"], ["show"]):
+    for command in (["tune", "64,64,64,4,2"], ["verify"]):
         with pytest.raises(SystemExit, match=f"{command[0]}: kernels run on a CUDA GPU, got none"):
             main(command)
+
+
+def test_show_without_a_gpu_lists_all_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tables, "USER", tmp_path)
+    write(tmp_path / table_name("GPU X"), Table({"key 1": "gone"}, {}))
+    assert main(["show"]) == 0
+    printed = capsys.readouterr().out
+    shipped = sorted(tables.SHIPPED.glob("*.json"))
+    assert shipped and all(f"{path}\n" in printed for path in shipped)
+    assert f"{tmp_path / 'gpu_x.json'}\n  key 1: gone" in printed
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from packaging.version import Version
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ...checks import first_three
 from .blocks import SWAPS
 from .experts_forward import ATTRIBUTE, ExpertsSpec
 from .recognition import recognise_gated, recognise_plain
@@ -56,7 +57,7 @@ def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
         if (part := _found(model, name, module, implementation)) is not None
     ]
     if unknown := sorted(set(_unknown(model, {part.experts for part in found}))):
-        raise ValueError(f"enable: moe_layers must support all experts, got unsupported {', '.join(unknown)}")
+        raise ValueError(f"enable: moe_layers must support all experts, got unsupported {first_three(unknown)}")
     if not found:
         raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
     for part in found:

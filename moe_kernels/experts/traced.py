@@ -1,0 +1,130 @@
+"""The reference of `fused_experts` as one registered op, for tracers.
+
+The reference cuts rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
+data: they see this op, whose shapes are known. It runs the reference, and its backward runs the reference again to
+differentiate it. Without a tracer the reference runs by itself, differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..gemm.batch_invariance import token_by_token
+from ..runtime.dispatch import without_autocast
+from ..runtime.ops import registered_op
+from ..runtime.packing import save_for_backward, saved_for_backward
+from ..types import ExpertAdapters, ExpertWeights, Permutation
+from .steps import Adapters, Experts
+
+
+class ReferenceOperands(NamedTuple):
+    """Operands of forward and backward."""
+
+    tokens: Tensor  # [T, D]
+    topk_weights: Tensor  # [T, K]
+    experts: Experts
+    w_router: Tensor | None  # [E, D]
+    permutation: Permutation
+    batch_invariant: bool  # compute token by token
+
+
+class ReferenceGradients(NamedTuple):
+    """The gradients of the operands. One that is not needed is empty."""
+
+    tokens: Tensor
+    topk_weights: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    b_up: Tensor
+    b_down: Tensor
+    up_a: Tensor
+    up_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+
+
+_DIFFERENTIABLE = ReferenceGradients._fields
+
+
+def run_reference(operands: ReferenceOperands) -> Tensor:  # [T, D]
+    """Compute `fused_experts` by the reference."""
+    tokens, topk_weights, experts, w_router, permutation, batch_invariant = operands
+    w_up, w_down, b_up, b_down = experts.weights
+    options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input, "b_up": b_up, "b_down": b_down}
+    options |= {} if w_router is None else {"w_router": w_router}
+    if any(factor is not None for factor in experts.adapters):
+        options["adapters"] = ExpertAdapters(*experts.adapters)
+    run = _run_by_token if batch_invariant else reference.fused_experts
+    with without_autocast(tokens):
+        return run(tokens, topk_weights, permutation, w_up, w_down, **options)
+
+
+def _run_by_token(
+    tokens: Tensor, topk_weights: Tensor, permutation: Permutation, w_up: Tensor, w_down: Tensor, **options: Any
+) -> Tensor:
+    experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True, out_int32=True)
+    experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
+
+    def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
+        own = reference.sort_by_expert(chosen, len(w_up))
+        return (reference.fused_experts(token, weights, own, w_up, w_down, **options),)
+
+    (out,) = token_by_token(run, tokens, topk_weights, experts)
+    return out
+
+
+@registered_op("reference_experts")
+def reference_experts_op(operands: ReferenceOperands) -> Tensor:  # [T, D]
+    return run_reference(operands)
+
+
+@reference_experts_op.register_fake
+def _(operands):
+    return operands.tokens.new_empty(operands.tokens.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[ReferenceOperands], output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    save_for_backward(ctx, inputs[0])
+
+
+def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return reference_experts_op.gradients()
+    needed = reference_experts_op.needed(ctx)
+    gradients = _gradients_op(dout, saved_for_backward(ctx), [needed[name] for name in _DIFFERENTIABLE])
+    return reference_experts_op.gradients(**{n: g for n, g in gradients._asdict().items() if needed[n]})
+
+
+reference_experts_op.register_autograd(_backward, setup_context=_setup)
+
+
+@registered_op("reference_experts_gradients")
+def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: list[bool]) -> ReferenceGradients:
+    given = _differentiable(operands)
+    names = [name for name, is_needed in zip(_DIFFERENTIABLE, needed, strict=True) if is_needed]
+
+    def run(*tensors: Tensor) -> Tensor:
+        tokens, topk_weights, *rest = (given | dict(zip(names, tensors, strict=True))).values()
+        experts = operands.experts._replace(weights=ExpertWeights(*rest[:4]), adapters=Adapters(*rest[4:]))
+        return run_reference(operands._replace(tokens=tokens, topk_weights=topk_weights, experts=experts))
+
+    # Autograd is off inside an op, torch.func is not.
+    _, differentiate = torch.func.vjp(run, *(given[name] for name in names))
+    gradients = dict(zip(names, differentiate(dout), strict=True))
+    return ReferenceGradients(*(gradients.get(name, dout.new_empty(0)) for name in _DIFFERENTIABLE))
+
+
+@_gradients_op.register_fake
+def _(dout, operands, needed):
+    pairs = zip(_differentiable(operands).values(), needed, strict=True)
+    return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else dout.new_empty(0) for t, is_needed in pairs))
+
+
+def _differentiable(operands: ReferenceOperands) -> dict[str, Tensor | None]:
+    tensors = operands.tokens, operands.topk_weights, *operands.experts.weights, *operands.experts.adapters
+    return dict(zip(_DIFFERENTIABLE, tensors, strict=True))

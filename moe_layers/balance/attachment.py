@@ -1,0 +1,49 @@
+"""The auxiliary loss of a forward: its value, and its gradient, which every backward through the output adds."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.runtime.pytorch import functorch_is_active
+
+from ..precision import autocast_is_enabled
+from ..routing.result import LayerRouting
+from .losses import attach_loss
+
+
+def attach_aux_loss(
+    layer: nn.Module,
+    tokens: Tensor,  # [T, D]
+    routing: LayerRouting,
+    num_tokens: int | Tensor | None,
+) -> tuple[Tensor, Tensor]:  # [T, D]; scalar
+    """Return the tokens with the layer's auxiliary loss attached, and the loss. `aux_losses` reads its value later."""
+    if layer.training and layer.aux_loss_scale is None and not torch.compiler.is_compiling():
+        _warn_without_scale(tokens.device.type)
+    counts = layer.router.accumulated_counts
+    loss = layer.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=counts)
+    # A transform's tensor must not outlive it, and an exported program changes no attributes.
+    if not torch.compiler.is_exporting() and (torch.compiler.is_compiling() or not functorch_is_active()):
+        layer.aux_loss = loss.detach()
+    return attach_loss(tokens, loss, layer.aux_loss_scale), loss
+
+
+def _warn_without_scale(device_type: str) -> None:
+    if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    """A layer cannot see the scale of the main loss. Training under float16 autocast is where it is not 1."""
+    warnings.warn(
+        "MoEFeedForward: auxiliary losses under float16 autocast without set_aux_loss_scale. A GradScaler scales the "
+        "main loss alone: call set_aux_loss_scale(model, scaler.scale(torch.ones((), device=device))) before each "
+        "forward, or once with torch.ones((), device=device) if the loss is not scaled",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,35 @@
+"""The check that tokens fit the parameters of a layer, in terms of the layer's own argument."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..precision import autocast_is_enabled
+from .grouped import GroupedExperts
+from .router_gradient import is_called_as_written
+
+
+def check_tokens(
+    layer: nn.Module,
+    x: Tensor,  # [..., D]
+) -> None:
+    """Raise ValueError, with the cure, if x has another dtype or device than the parameters of the experts.
+
+    Hooks may convert parameters or tokens, as those of FSDP do. With hooks, the ops check what they get.
+    """
+    weight = layer.experts.w_up
+    if x.dtype == weight.dtype and x.device == weight.device:
+        return
+    if type(layer.experts) is not GroupedExperts or not is_called_as_written(layer.experts):
+        return
+    device_type = weight.device.type
+    if x.device != weight.device:
+        raise ValueError(
+            f"MoEFeedForward: x must be on {weight.device} as the parameters, got {x.device}; "
+            f"pass x.to({str(weight.device)!r})"
+        )
+    if not autocast_is_enabled(device_type):
+        raise ValueError(
+            f"MoEFeedForward: x must have the parameters' dtype {weight.dtype}, got {x.dtype}; "
+            f"pass x.to({weight.dtype}), or call the layer under torch.autocast({device_type!r})"
+        )
