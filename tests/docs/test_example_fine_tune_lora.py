@@ -1,0 +1,71 @@
+"""examples/fine_tune_lora.py, on a model and texts small enough for seconds."""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
+pytest.importorskip("peft", minversion="0.19", reason="peft 0.19 or later is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+# As in a script run: the example imports modules from its own folder.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+language_model = import_module("_language_model")
+example = import_module("fine_tune_lora")
+
+TINY = dataclasses.replace(
+    example.PRESETS["cpu"],
+    width=32,
+    num_heads=2,
+    d_ff=16,
+    num_experts=4,
+    context=32,
+    batch=4,
+    steps=24,
+    warmup_steps=2,
+    log_every=8,
+    held_out_windows=8,
+    peak_learning_rate=2e-2,
+)
+
+
+def text_of(*modules):
+    parts = (Path(module.__file__).read_bytes() for module in modules)
+    return language_model.Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts))
+
+
+def test_documentation_is_split_by_page():
+    text = example.load_documentation()
+    assert len(text.training) > 4 * len(text.held_out) > 4 * 10_000
+    assert bytes(text.held_out[:2000].tolist()) not in bytes(text.training.tolist())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers and peft, of their own use of each other
+def test_trains_saves_and_merges(monkeypatch, capfd, tmp_path):
+    """The adapters lower the loss; loaded again and merged they give the same."""
+    monkeypatch.setattr(example, "load_text", lambda root: text_of(argparse, textwrap))
+    monkeypatch.setattr(example, "load_documentation", lambda: text_of(textwrap, argparse))
+    # The interpreter would take minutes.
+    monkeypatch.setattr(example, "enable", partial(example.enable, implementation="reference"))
+    monkeypatch.setitem(example.PRESETS, "cpu", TINY)
+    example.main(["--preset", "cpu", "--rank", "4", "--output", str(tmp_path)])
+
+    out = capfd.readouterr().out
+    losses = {name: float(loss) for name, loss in re.findall(r"^(\w+).*: ([\d.]+) nats per byte$", out, re.MULTILINE)}
+    assert list(losses) == ["before", "after", "loaded", "merged"]
+    assert losses["after"] < losses["before"] - 0.01
+    assert losses["loaded"] == losses["after"] == pytest.approx(losses["merged"], abs=2e-4)
+    assert "moe_layers computes the experts of 2 blocks" in out
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 4 and set(settings["target_parameters"]) == set(example.EXPERTS)
+    assert "auto_map" not in (tmp_path / "merged" / "config.json").read_text()
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
