@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     # Triton reads this when kernels are defined, so it is set before they are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from moe_kernels import GroupedGemmArguments, TmaDesign, get_kernels
+from moe_kernels import GroupedGemmArguments, PointerDesign, get_kernels
 from moe_kernels.gemm.kernel import is_device_cc_supported
 
 ON_GPU = torch.cuda.is_available()
@@ -23,7 +23,7 @@ def discover() -> None:
     print(f"{len(get_kernels())} kernels, {len(get_kernels(cc=80))} of them for compute capability 8.0")
     persistent = get_kernels(metadata_filter=lambda m: m.design.persistent and m.operands.A.dtype == torch.bfloat16)
     print(f"{len(persistent)} are persistent and take bfloat16")
-    tall = get_kernels(metadata_filter=lambda m: m.design.tile_shape[0] == 128 and isinstance(m.design, TmaDesign))
+    tall = get_kernels(metadata_filter=lambda m: m.design.tile_shape[0] == 128 and isinstance(m.design, PointerDesign))
     print(f"{len(tall)} load through TMA in tiles of 128 rows, such as {tall[0].metadata.kernel_name}")
 
 

@@ -5,7 +5,7 @@ from .activation_spec import Activation
 from .experts.fused import fused_experts
 from .gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
 from .gemm.artifact_file import load_artifact, save_artifact
-from .gemm.kernel import PointerDesign, TmaDesign, WarpSpecializedDesign
+from .gemm.kernel import PointerDesign, WarpSpecializedDesign
 from .gemm.kernels.jagged import JaggedGemmArguments
 from .gemm.kernels.list import GroupedGemmListArguments
 from .gemm.ops.batched import batched_gemm
@@ -33,7 +33,6 @@ __all__ = [
     "PointerDesign",
     "RouterSpec",
     "Routing",
-    "TmaDesign",
     "WarpSpecializedDesign",
     "WgradArguments",
     "apply_activation",

@@ -17,6 +17,7 @@ from .balance.losses import (
     sequence_load_balancing_loss,
 )
 from .config import MoEConfig
+from .experts.lora import LoRA
 from .feed_forward import MoEFeedForward
 from .parallel.collectives import save_communication
 from .parallel.expert_parallel import ExpertParallel
@@ -39,6 +40,7 @@ __all__ = [
     "ExpertChoice",
     "ExpertParallel",
     "LayerRouting",
+    "LoRA",
     "MoEConfig",
     "MoEFeedForward",
     "RoundRobinAssignment",

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moe_layers import clip_grad_norm_
-from moe_layers.experts import LoRA
+from moe_layers import LoRA, clip_grad_norm_
 
 from ..processes import failures_fixture
 from .expert_parallel_cases import (

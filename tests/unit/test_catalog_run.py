@@ -12,14 +12,13 @@ from moe_kernels import (
     GroupedGemmArguments,
     JaggedGemmArguments,
     PointerDesign,
-    TmaDesign,
     WarpSpecializedDesign,
     WgradArguments,
     get_kernels,
     reference,
 )
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.kernel import Kernel, is_device_cc_supported
+from moe_kernels.gemm.kernel import Kernel, TmaDesign, is_device_cc_supported
 from moe_kernels.runtime.launch import run_launch
 from moe_kernels.runtime.triton import triton
 
