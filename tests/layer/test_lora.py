@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import Activation, RouterSpec, apply_activation, sort_by_expert
 from moe_kernels.testing import assert_accurate
-from moe_layers import LoRA, MoEFeedForward, lora_dropout, save_routing
+from moe_layers import LoRA, MoEFeedForward, save_routing
+from moe_layers.experts import lora_dropout
 from moe_layers.experts.grouped import ExpertRows
 from moe_layers.experts.lora import ExpertLoRA
 

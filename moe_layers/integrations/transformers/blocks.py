@@ -6,14 +6,16 @@ sharding) still applies. Modules of transformers are `Any`: their attributes bel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .experts_forward import ExpertsSpec, experts_forward
+from moe_kernels import ExpertAdapters
+
+from .experts_forward import ExpertsSpec, LowRank, experts_forward
 from .recognition import recognise_gated
 
 
@@ -26,6 +28,10 @@ class _FlatSpec(ExpertsSpec):
     @property
     def copies(self) -> bool:
         return True
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return ()
 
     def up_parameters(self, experts: Any) -> tuple[Tensor, ...]:
         return experts.mlp.w1, experts.mlp.v1
@@ -45,6 +51,11 @@ class _FirstSpec(ExpertsSpec):
 
     def w_up(self, *parameters: Tensor) -> Tensor:
         return super().w_up(*parameters)[: self.num_experts]
+
+    def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
+        of_all = super().adapters(changes)
+        up = (None if factor is None else factor[: self.num_experts] for factor in (of_all.up_a, of_all.up_b))
+        return ExpertAdapters(*up, of_all.down_a, of_all.down_b)
 
 
 def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

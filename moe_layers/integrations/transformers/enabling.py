@@ -6,14 +6,15 @@
     ...
     disable(model)
 
-The model keeps its modules, parameters, names and routers; only the computation of the experts changes. Needs
-transformers 5.7 or later.
+The model keeps its modules, parameters, names and routers; only the computation of the experts changes. PEFT's
+adapters of the experts' weights (`target_parameters` of its LoraConfig) are part of that computation, whether they are
+added before or after `enable`. Needs transformers 5.7 or later; reads adapters of peft 0.18 or later.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -21,17 +22,27 @@ from weakref import WeakSet
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ...checks import check_choice, check_kind
 from .discovery import Found, find_experts
-from .experts_forward import ATTRIBUTE, NAME
+from .experts_forward import ATTRIBUTE, CHANGES, NAME
+from .peft_adapters import (
+    Place,
+    find_places,
+    replace_forwards,
+    replace_new_forwards,
+    report_wrappers,
+    restore_forwards,
+)
 
 __all__ = ["EnableReport", "disable", "enable"]
 
 OLDEST = "5.7"
 _STATE = "_moe_layers_state"  # attribute of an enabled model
+_MOST_NAMES = 3  # in the text of a report
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
@@ -44,14 +55,25 @@ class EnableReport:
     Attributes:
         blocks: number of MoE blocks.
         kinds: count of each (class, activation, path). A path is "experts interface" or "replaced forward".
+        adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
+        adapted_by_wrapper: names of parameters or experts whose wrapper changes the parameters itself, with the reason.
     """
 
     blocks: int
     kinds: dict[tuple[str, str, str], int]
+    adapted: tuple[str, ...] = ()
+    adapted_by_wrapper: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kinds = (f"{count} {name} ({activation}, {path})" for (name, activation, path), count in self.kinds.items())
-        return f"moe_layers computes the experts of {self.blocks} blocks: {', '.join(kinds)}"
+        text = f"moe_layers computes the experts of {self.blocks} blocks: {', '.join(kinds)}"
+        if self.adapted:
+            text += f"; with them PEFT's adapters of {len(self.adapted)} parameters"
+        left = [f"{name} ({reason})" for name, reason in self.adapted_by_wrapper.items()]
+        if left:
+            more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
+            text += f"; their wrappers compute the adapters of {', '.join(left[:_MOST_NAMES])}{more}"
+        return text
 
 
 @dataclass(eq=False)
@@ -61,6 +83,8 @@ class _State:
     configs: list[tuple[object, str | None]]  # with their experts implementations
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
+    places: list[Place]
+    hooks: list[RemovableHandle]  # on the holders of the places
 
     def __post_init__(self) -> None:
         _STATES.add(self)
@@ -100,20 +124,25 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
         disable(model)
     _check_free(found, configs)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
+    places = find_places(model, [part.experts for part in found])
     state = _State(
         [(config, _implementation_of(config)) for config in configs],
         [part.experts for part in found],
         list(forwards),
+        places,
+        [place.holder.register_forward_pre_hook(partial(replace_new_forwards, place)) for place in places],
     )
     for part in found:
         setattr(part.experts, ATTRIBUTE, part.spec)
     for module, forward in forwards.items():
         module.forward = partial(forward, module)
+    for place in places:
+        replace_forwards(place)
     for config in configs:
         # The public setters also change the configurations of parts without experts.
         config._experts_implementation_internal = NAME
-    setattr(model, _STATE, state)
-    return _report(found)
+    setattr(_innermost(model), _STATE, state)
+    return _report(found, places)
 
 
 def _configs_of(found: list[Found]) -> list[Any]:
@@ -143,12 +172,22 @@ def disable(model: nn.Module) -> None:
         config._experts_implementation_internal = implementation
     for module in state.replaced:
         del module.forward
+    for hook in state.hooks:
+        hook.remove()
+    for place in state.places:
+        restore_forwards(place)
     for experts in state.experts:
         delattr(experts, ATTRIBUTE)
+        vars(experts).pop(CHANGES, None)
     _STATES.discard(state)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
     delattr(holder, _STATE)
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """Return the model inside PEFT's, which remains when adapters are unloaded."""
+    return model.get_base_model() if type(model).__module__.startswith("peft.") else model
 
 
 def _implementation_of(config: Any) -> str | None:
@@ -157,6 +196,7 @@ def _implementation_of(config: Any) -> str | None:
     return "eager" if implementation == NAME else implementation
 
 
-def _report(found: list[Found]) -> EnableReport:
+def _report(found: list[Found], places: list[Place]) -> EnableReport:
     kinds = Counter((type(part.experts).__name__, str(part.spec.activation), part.path) for part in found)
-    return EnableReport(len(found), dict(kinds))
+    computed, left = report_wrappers(places)
+    return EnableReport(len(found), dict(kinds), tuple(computed), left)

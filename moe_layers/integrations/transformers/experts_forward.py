@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_kernels import Activation, fused_experts, sort_by_expert
+from moe_kernels import Activation, ExpertAdapters, fused_experts, sort_by_expert
 
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
 
 NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec while it is enabled
+CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
+
+
+class LowRank(NamedTuple):
+    """A change left[e] @ right[e] of the matrices of a parameter."""
+
+    left: Tensor  # [E, rows, r]
+    right: Tensor  # [E, r, columns]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,11 @@ class ExpertsSpec:
     def _up_name(self) -> str:
         return "gate_up_proj" if self.activation.gated else "up_proj"
 
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Names of the parameters whose low-rank changes `adapters` converts."""
+        return self._up_name, "down_proj"
+
     def up_parameters(self, experts: Any) -> tuple[Tensor, ...]:
         return (getattr(experts, self._up_name),)
 
@@ -61,6 +75,20 @@ class ExpertsSpec:
             return ()
         b_up = getattr(experts, f"{self._up_name}_bias")
         return _gates_first(b_up) if self.interleaved else b_up, experts.down_proj_bias
+
+    def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
+        """Convert changes of the stored parameters, by name, to changes of `w_up` and `w_down`."""
+        up_a, up_b = self._factors(changes.get(self._up_name))
+        if self.interleaved and up_b is not None:
+            up_b = _gates_first(up_b)
+        return ExpertAdapters(up_a, up_b, *self._factors(changes.get("down_proj")))
+
+    def _factors(self, change: LowRank | None) -> tuple[Tensor | None, Tensor | None]:  # a [E, r, in], b [E, out, r]
+        if change is None:
+            return None, None
+        if self.transposed:
+            return change.left.transpose(1, 2), change.right.transpose(1, 2)
+        return change.right, change.left
 
 
 def _gates_first(
@@ -89,6 +117,8 @@ def experts_forward(
             f"A model with a copy can be enabled, or given another experts implementation"
         )
     parameters, w_down = spec.up_parameters(self), spec.w_down(self)
+    changes = getattr(self, CHANGES, None)
+    adapters = spec.adapters(changes) if changes else None
     permutation = sort_by_expert(top_k_index.int(), len(w_down), implementation=spec.implementation)
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
 
@@ -101,6 +131,7 @@ def experts_forward(
                 w_up,
                 w_down,
                 **dict(zip(("b_up", "b_down"), biases, strict=False)),
+                adapters=adapters,
                 activation=spec.activation,
                 weight_on_input=spec.weight_on_input,
                 implementation=spec.implementation,

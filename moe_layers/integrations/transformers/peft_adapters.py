@@ -1,0 +1,199 @@
+"""PEFT's LoRA of expert parameters, computed inside the experts' op.
+
+PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. Its forward adds the
+product of both factors to the parameter while the experts run. The forward here passes the factors to the experts
+instead, so that no tensor of the parameter's size is made. It replaces the forward of each wrapper instance; classes
+stay as they are.
+
+PEFT 0.18 and later store lora_A as [E r, in], with the expert slowest, and lora_B as [out, r E], with the expert
+fastest. In and out are the parameter's second and third axis, or the reverse if PEFT swapped them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+
+from .experts_forward import ATTRIBUTE, CHANGES, NAME, ExpertsSpec, LowRank
+
+_CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
+_SWAPS_SINCE = "0.19"  # earlier versions neither swap the axes nor have the flag
+_SWAPPED = "_did_swap_in_out_features"
+
+
+class Place(NamedTuple):
+    """An attribute that holds experts, or their outermost wrapper."""
+
+    name: str  # of the experts in the model without wrappers
+    holder: nn.Module
+    child: str
+
+    def wrappers(self) -> Iterator[nn.Module]:
+        """Yield the wrappers around the experts, outermost first."""
+        module = getattr(self.holder, self.child, None)
+        while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+            yield module
+            module = inner
+
+
+def find_places(model: nn.Module, experts: list[nn.Module]) -> list[Place]:
+    """Return the places of the experts in a model, in the order of its modules."""
+    known, found = set(experts), []
+    for path, holder in model.named_modules():
+        if hasattr(holder, "base_layer"):
+            continue
+        for child, module in holder.named_children():
+            place = Place(f"{path}.{child}".lstrip("."), holder, child)
+            for wrapper in place.wrappers():
+                module = wrapper.base_layer
+            if module in known:
+                found.append(place)
+    return found
+
+
+def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the adapted parameters that the experts' op computes, and others with the reason."""
+    computed, left = [], {}
+    for place in places:
+        for wrapper in place.wrappers():
+            if not _is_param_wrapper(wrapper):
+                left[place.name] = f"{type(wrapper).__name__} is not a ParamWrapper of PEFT's LoRA"
+                continue
+            name = f"{place.name}.{wrapper.parameter_name}"
+            if reason := _reason_against(wrapper):
+                left[name] = reason
+            else:
+                computed.append(name)
+    return computed, left
+
+
+def replace_forwards(place: Place) -> None:
+    """Replace the forward of PEFT's wrappers around experts."""
+    for wrapper in place.wrappers():
+        if _is_param_wrapper(wrapper) and "forward" not in vars(wrapper):
+            wrapper.forward = partial(_forward, wrapper)
+
+
+def restore_forwards(place: Place) -> None:
+    for wrapper in place.wrappers():
+        if _is_replaced(wrapper):
+            del wrapper.forward
+
+
+def replace_new_forwards(place: Place, *_: object) -> None:
+    """Replace the forward of wrappers that were added after `enable`. Called before the forward of the holder."""
+    if any(_is_param_wrapper(wrapper) and "forward" not in vars(wrapper) for wrapper in place.wrappers()):
+        _replace_and_warn(place)
+
+
+@torch.compiler.disable
+def _replace_and_warn(place: Place) -> None:
+    replace_forwards(place)
+    for name, reason in report_wrappers([place])[1].items():
+        warnings.warn(f"moe_layers: PEFT computes the adapter of {name}, because {reason}", stacklevel=2)
+
+
+def _is_param_wrapper(module: nn.Module) -> bool:
+    """Return whether the class's forward is that of PEFT's ParamWrapper. Subclasses made by FSDP inherit it."""
+    forward = type(module).forward
+    return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
+
+
+def _is_replaced(wrapper: nn.Module) -> bool:
+    forward = vars(wrapper).get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _reason_against(wrapper: nn.Module) -> str | None:
+    """Return the reason why PEFT itself must compute the adapters of a wrapper in its present state, if any."""
+    experts = wrapper.get_base_layer()
+    spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
+    if spec is None or not _is_computed_here(experts):
+        return "moe_layers does not compute its experts"
+    if not _is_replaced(wrapper) and "forward" in vars(wrapper):
+        return "another forward was put in its place"
+    if wrapper.parameter_name not in spec.adaptable:
+        return "it is not a weight of the experts"
+    if wrapper.merged:
+        return "it is merged"
+    return next(filter(None, (_reason_against_adapter(wrapper, adapter) for adapter in _active(wrapper))), None)
+
+
+def _is_computed_here(experts: nn.Module) -> bool:
+    """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
+    return "forward" in vars(experts) or experts.config._experts_implementation == NAME
+
+
+def _reason_against_adapter(wrapper: nn.Module, adapter: str) -> str | None:
+    dropout = wrapper.lora_dropout[adapter] if adapter in wrapper.lora_dropout else nn.Identity()
+    if type(dropout) is not nn.Identity:
+        return f"adapter {adapter!r} has dropout"
+    if adapter in getattr(wrapper, "lora_variant", ()) or wrapper.use_dora.get(adapter, False):
+        return f"adapter {adapter!r} is a variant of LoRA"
+    for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
+        if type(factor) is not nn.Linear or factor.bias is not None:
+            return f"a factor of adapter {adapter!r} is not a Linear without bias"
+    return _reason_against_layout(wrapper, adapter)
+
+
+def _reason_against_layout(wrapper: nn.Module, adapter: str) -> str | None:
+    if not hasattr(wrapper, _SWAPPED) and Version(_peft_version()) >= Version(_SWAPS_SINCE):
+        return "this version of PEFT does not state the order of its axes"
+    shape = tuple(wrapper.get_param().shape)
+    num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
+    if len(shape) != 3 or num_experts < 2:
+        return f"its parameter must have 3 axes and several experts, got shape {list(shape)}"
+    size_in, size_out = reversed(shape[1:]) if getattr(wrapper, _SWAPPED, False) else shape[1:]
+    wanted = (num_experts * rank, size_in), (size_out, rank * num_experts)
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    if num_experts != shape[0] or (tuple(a.shape), tuple(b.shape)) != wanted:
+        return f"the factors of adapter {adapter!r} must be {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}"
+    return None
+
+
+def _peft_version() -> str:
+    import peft
+
+    return peft.__version__
+
+
+def _active(wrapper: nn.Module) -> list[str]:
+    return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+
+
+def _forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
+    """Replace the forward of a ParamWrapper. PEFT's own computes everything that this one cannot."""
+    if self.disable_adapters or kwargs.get("adapter_names") is not None or _reason_against(self) is not None:
+        return type(self).forward(self, *args, **kwargs)
+    changes = [_change(self, adapter) for adapter in _active(self)]
+    if not changes:
+        return self.base_layer(*args, **kwargs)
+    experts = self.get_base_layer()
+    outer = getattr(experts, CHANGES, {})
+    of_others = [outer[self.parameter_name]] if self.parameter_name in outer else []
+    setattr(experts, CHANGES, {**outer, self.parameter_name: _sum([*of_others, *changes])})
+    try:
+        return self.base_layer(*args, **kwargs)
+    finally:
+        setattr(experts, CHANGES, outer)
+
+
+def _change(wrapper: nn.Module, adapter: str) -> LowRank:
+    """Read an adapter, with its scale in lora_B, as views where the scale is 1."""
+    a = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
+    b = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]
+    b = b if wrapper.scaling[adapter] == 1 else b * wrapper.scaling[adapter]
+    return LowRank(b, a) if getattr(wrapper, _SWAPPED, False) else LowRank(a.transpose(1, 2), b.transpose(1, 2))
+
+
+def _sum(changes: list[LowRank]) -> LowRank:
+    """Concatenate ranks: the sum of the products is the product of the concatenated factors."""
+    if len(changes) == 1:
+        return changes[0]
+    return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))

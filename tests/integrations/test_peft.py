@@ -1,0 +1,513 @@
+"""PEFT's LoRA of expert parameters, computed by the experts' op: PEFT itself, in float64, is the golden result."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_kernels.testing import assert_accurate
+from moe_layers.integrations.transformers import disable, enable
+
+from .models import assert_same_step, build, draw_tokens, step
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
+]
+several_adapters = pytest.mark.skipif(
+    Version(peft.__version__) < Version("0.21"), reason="before 0.21 peft has one adapter of parameters per model"
+)
+
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe"]
+# Sizes of an expert by the name of the configuration's field; D is 56, 64, 64, 60 and 40.
+D_FF = {
+    "qwen3_moe": ("moe_intermediate_size", 56),
+    "mixtral": ("intermediate_size", 64),
+    "gpt_oss": ("intermediate_size", 64),
+    "deepseek_v3": ("moe_intermediate_size", 60),
+    "olmoe": ("intermediate_size", 40),
+}
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def lora(r=3, alpha=5, targets=TARGETS, **options):
+    return peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=[], target_parameters=targets, **options)
+
+
+def randomise(model):
+    """Draw all adapters, by name: PEFT begins with zeros in lora_B."""
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "lora_" in name:
+                generator = torch.Generator().manual_seed(sum(map(ord, name)))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def adapt(model, config):
+    return randomise(peft.get_peft_model(model, config))
+
+
+def square(model_type, sizes):
+    """Return the changes of a configuration so that 2F = D, or F = D."""
+    name, d_model = D_FF[model_type]
+    return {"own": {}, "2F = D": {name: d_model // 2}, "F = D": {name: d_model}}[sizes]
+
+
+def assert_equal_steps(actual, expected, tolerance=1e-10):
+    assert actual[2].keys() == expected[2].keys()
+    pairs = [(actual[0], expected[0]), (actual[1], expected[1])]
+    pairs += [(gradient, expected[2][name]) for name, gradient in actual[2].items()]
+    for a, e in pairs:
+        torch.testing.assert_close(a, e, rtol=0, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 0.0))
+
+
+def float64_pair(model_type="qwen3_moe", config=None, **changes):
+    """Return the same adapted model twice: for PEFT, and for us."""
+    model = adapt(build(model_type, dtype=torch.float64, **changes), config or lora())
+    return model, copy.deepcopy(model)
+
+
+def experts_of(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+@pytest.mark.parametrize("sizes", ["own", "2F = D", "F = D"])
+@pytest.mark.parametrize(
+    ("model_type", "r"), [("qwen3_moe", 1), ("mixtral", 3), ("gpt_oss", 8), ("deepseek_v3", 3), ("olmoe", 8)]
+)
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_peft_is_golden(model_type, r, sizes, order):
+    """Test both orders: `order` says whether the model was enabled or adapted first."""
+    changes = square(model_type, sizes)
+    golden = adapt(build(model_type, dtype=torch.float64, **changes), lora(r))
+    tokens = draw_tokens(golden)
+    expected = step(golden, tokens)
+    ours = build(model_type, dtype=torch.float64, **changes)
+    if order == "enabled":
+        enable(ours, implementation="reference")
+        ours = adapt(ours, lora(r))
+    else:
+        ours = adapt(ours, lora(r))
+        enable(ours, implementation="reference")
+    assert {name.rsplit(".", 3)[1] for name in expected[2]} == {"lora_A", "lora_B"}
+    assert_equal_steps(step(ours, tokens), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
+def test_blocks_whose_forward_is_replaced(model_type):
+    """LongCat's up parameter also holds unused matrices of zero experts. Its router computes in float32."""
+    names = {"llama4_text": "feed_forward.experts", "longcat_flash": "mlp.experts"}
+    targets = [f"{names[model_type]}.{parameter}" for parameter in ("gate_up_proj", "down_proj")]
+    model = adapt(build(model_type), lora(targets=targets))
+    tokens = draw_tokens(model)
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    assert len(enable(model, implementation="reference").adapted) == 4
+    assert_same_step(step(model, tokens), baseline, exact)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_kernels_are_as_accurate_as_peft(model_type, device):
+    golden = adapt(build(model_type, device, num_hidden_layers=1), lora())
+    tokens = draw_tokens(golden)
+    baseline, exact = step(golden, tokens), step(copy.deepcopy(golden).double(), tokens)
+    enable(golden, implementation="triton")
+    assert_same_step(step(golden, tokens), baseline, exact)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_float32_adapters_of_bfloat16_weights(model_type):
+    golden = adapt(build(model_type, dtype=torch.bfloat16), lora())
+    dtypes = {"lora_" in name: parameter.dtype for name, parameter in golden.named_parameters()}
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}
+    tokens = draw_tokens(golden)
+    baseline, exact = step(golden, tokens), step(copy.deepcopy(golden).double(), tokens)
+    enable(golden, implementation="reference")
+    actual = step(golden, tokens)
+    assert all(gradient.dtype == torch.float32 for gradient in actual[2].values())
+    assert_same_step(actual, baseline, exact)
+
+
+@pytest.mark.parametrize("targets", [TARGETS[:1], TARGETS[1:]], ids=["up", "down"])
+def test_one_adapted_parameter(targets):
+    golden, ours = float64_pair(config=lora(targets=targets))
+    assert [name.rsplit(".", 1)[1] for name in enable(ours, implementation="reference").adapted] == [
+        targets[0].rsplit(".", 1)[1]
+    ] * 2
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # though they do
+def test_ranks_and_scales_of_their_own():
+    patterns = {"rank_pattern": {"experts.gate_up_proj": 5}, "alpha_pattern": {"experts.down_proj": 2}}
+    golden, ours = float64_pair(config=lora(use_rslora=True, **patterns))
+    assert len({parameter.shape for name, parameter in ours.named_parameters() if "lora_A" in name}) == 2
+    enable(ours, implementation="reference")
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+class Sizes(TorchDispatchMode):
+    """Records the number of elements of each new tensor. Views of parameters are not new."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for out in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in self.known:
+                self.sizes.append(out.numel())
+        return result
+
+
+def num_large(model, tokens, smallest):
+    """Return how many tensors as large as the smallest weight one forward and backward make."""
+    with Sizes(model) as made:
+        step(model, tokens)
+    return sum(size >= smallest for size in made.sizes)
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_no_tensor_of_the_size_of_the_weights(model_type, order):
+    model = build(model_type, **{D_FF[model_type][0]: 128})
+    tokens = draw_tokens(model, batch=1, length=5)
+    smallest = experts_of(model)[0].down_proj.numel()
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    enable(model, implementation="reference")
+    without = num_large(model, tokens, smallest)
+    assert without == 0 or model_type == "gpt_oss"  # whose gate and up columns are reordered in a copy
+    if order == "adapted":
+        disable(model)
+    model = adapt(model, lora())
+    if order == "adapted":
+        assert num_large(model, tokens, smallest) > without  # PEFT
+        enable(model, implementation="reference")
+    assert num_large(model, tokens, smallest) == without
+
+
+@several_adapters
+def test_two_active_adapters_of_different_ranks():
+    model = adapt(build("gpt_oss", dtype=torch.float64), lora(3, 5))
+    model.add_adapter("other", lora(2, 7))
+    randomise(model)
+    model.base_model.set_adapter(["default", "other"])
+    ours = copy.deepcopy(model)
+    enable(ours, implementation="reference")
+    tokens = draw_tokens(model)
+    expected = step(model, tokens)
+    assert len(expected[2]) == 2 * 2 * 4
+    assert_equal_steps(step(ours, tokens), expected)
+
+
+class Pair:
+    """An adapted model for PEFT and the same for us; both take each change."""
+
+    def __init__(self, model_type):
+        self.golden, self.ours = float64_pair(model_type)
+        enable(self.ours, implementation="reference")
+        self.tokens = draw_tokens(self.golden)
+
+    def apply(self, change):
+        """Return PEFT's output after a change of both models. Ours must be the same."""
+        self.golden, self.ours = (change(model) or model for model in (self.golden, self.ours))
+        expected = self.golden(input_ids=self.tokens).logits
+        if not expected.requires_grad:
+            actual = self.ours(input_ids=self.tokens).logits
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * expected.abs().max().item())
+            return expected
+        assert_equal_steps(step(self.ours, self.tokens), step(self.golden, self.tokens))
+        return expected.detach()
+
+
+def deactivate(model):
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper":
+            module.set_adapter([])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_adapters_disabled_merged_and_deleted_after_enable(model_type):
+    pair = Pair(model_type)
+    adapted = pair.apply(lambda model: None)
+    disabled = pair.apply(lambda model: model.base_model.disable_adapter_layers())
+    assert not torch.allclose(disabled, adapted)
+    assert torch.equal(pair.apply(lambda model: model.base_model.enable_adapter_layers()), adapted)
+    torch.testing.assert_close(pair.apply(lambda model: model.merge_adapter()), adapted)
+    reasons = enable(pair.ours, implementation="reference").adapted_by_wrapper
+    assert len(reasons) == 4 and set(reasons.values()) == {"it is merged"}
+    torch.testing.assert_close(pair.apply(lambda model: model.unmerge_adapter()), adapted)
+    torch.testing.assert_close(pair.apply(deactivate), disabled)
+    torch.testing.assert_close(pair.apply(lambda model: model.base_model.unload()), disabled)
+
+
+@several_adapters
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_adapters_added_and_switched_after_enable(model_type):
+    pair = Pair(model_type)
+    first = pair.apply(lambda model: model.add_adapter("other", lora(2)))
+    assert torch.equal(pair.apply(lambda model: randomise(model)), first)
+    assert not torch.allclose(pair.apply(lambda model: model.set_adapter("other")), first)
+    assert torch.equal(pair.apply(lambda model: model.set_adapter("default")), first)
+    assert torch.equal(pair.apply(lambda model: model.delete_adapter("other")), first)
+
+
+def test_merge_and_unload():
+    golden, ours = float64_pair("gpt_oss")
+    tokens = draw_tokens(golden)
+    enable(ours, implementation="reference")
+    merged = ours.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=tokens).logits, golden(input_ids=tokens).logits)
+    assert not any(hasattr(module, "base_layer") for module in merged.modules())
+    disable(merged)
+    expected = golden.merge_and_unload()(input_ids=tokens).logits
+    assert torch.equal(merged(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_disable_gives_the_adapters_back_to_peft(order):
+    golden = adapt(build("qwen3_moe"), lora())
+    tokens = draw_tokens(golden)
+    expected = step(golden, tokens)
+    ours = build("qwen3_moe")
+    if order == "enabled":
+        enable(ours, implementation="reference")
+    ours = adapt(ours, lora())
+    before = {name: set(vars(module)) for name, module in ours.named_modules()}
+    if order == "adapted":
+        enable(ours, implementation="reference")
+    assert not torch.equal(step(ours, tokens)[0], expected[0])
+    disable(ours)
+    again = step(ours, tokens)
+    assert torch.equal(again[0], expected[0])
+    assert all(torch.equal(gradient, expected[2][name]) for name, gradient in again[2].items())
+    for name, module in ours.named_modules():
+        assert "forward" not in vars(module) and not module._forward_pre_hooks, name
+        added = {attribute for attribute in vars(module).keys() - before[name] if "moe_layers" in attribute}
+        assert order == "enabled" or not added, name
+
+
+def test_another_experts_implementation_is_left_to_peft():
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    enable(ours, implementation="reference")
+    ours.base_model.model.set_experts_implementation("eager")
+    assert torch.equal(step(ours, tokens)[0], step(golden, tokens)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant):
+    golden, ours = float64_pair("gpt_oss")
+    tokens = draw_tokens(golden)
+    enable(ours, implementation="reference")
+    calls = []
+    experts_of(ours)[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    for model in (golden, ours):
+        model.train()
+        model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+    options = {"output_router_logits": False}
+    assert_equal_steps(step(ours, tokens, **options), step(golden, tokens, **options))
+    assert len(calls) == 2  # it was recomputed
+
+
+def test_autocast(device):
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    golden, ours = golden.float(), ours.float()
+    exact = step(copy.deepcopy(golden).double(), tokens)
+    enable(ours, implementation="reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_step(step(ours, tokens), step(golden, tokens), exact)
+
+
+def saved_files(model, directory):
+    model.save_pretrained(directory)
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_saved_files_are_those_of_peft(tmp_path, order):
+    golden = adapt(build("qwen3_moe"), lora())
+    ours = build("qwen3_moe")
+    if order == "enabled":
+        enable(ours, implementation="reference")
+    ours = adapt(ours, lora())
+    if order == "adapted":
+        enable(ours, implementation="reference")
+    tokens = draw_tokens(golden)
+    ours(input_ids=tokens)
+    assert list(ours.state_dict()) == list(golden.state_dict())
+    expected = saved_files(golden, tmp_path / "peft")
+    assert saved_files(ours, tmp_path / "ours") == expected
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= expected.keys()
+
+
+@pytest.mark.skipif(Version(peft.__version__).release[:2] == (0, 19), reason="peft 0.19 loads with transformers 5.5")
+def test_adapters_loaded_into_an_enabled_model(tmp_path):
+    model = adapt(build("qwen3_moe", dtype=torch.float64), lora())
+    model.save_pretrained(tmp_path)
+    loaded = build("qwen3_moe", dtype=torch.float64)
+    enable(loaded, implementation="reference")
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path, is_trainable=True)
+    tokens = draw_tokens(model)
+    assert_equal_steps(step(loaded, tokens), step(model, tokens))
+
+
+def test_copies_and_their_adapters():
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    enable(ours, implementation="reference")
+    twin = copy.deepcopy(ours)
+    disable(ours)
+    expected = step(golden, tokens)
+    assert torch.equal(step(ours, tokens)[0], expected[0])
+    assert_equal_steps(step(twin, tokens), expected)
+    disable(twin)
+    assert torch.equal(step(twin, tokens)[0], expected[0])
+
+
+def step_of_block(block):
+    tokens = torch.randn(2, 5, 56, generator=torch.Generator().manual_seed(0)).to(block.gate.weight)
+    out = block(tokens)
+    out.square().sum().backward()
+    return torch.cat([out.flatten(), *(p.grad.flatten() for name, p in block.named_parameters() if "lora_" in name)])
+
+
+# The compiler itself reads gradients of tensors that pass between graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_compiled_block(order, device):
+    """Compiling takes seconds. Wrappers that are found while compiling break the graph once."""
+    golden = adapt(build("qwen3_moe", device), lora()).base_model.model.model.layers[0].mlp
+    baseline, exact = step_of_block(golden), step_of_block(copy.deepcopy(golden).double())
+    ours = build("qwen3_moe", device)
+    if order == "enabled":
+        enable(ours)
+    ours = adapt(ours, lora())
+    if order == "adapted":
+        enable(ours)
+    block = ours.base_model.model.model.layers[0].mlp
+    block.compile(backend="aot_eager", fullgraph=order == "adapted")
+    assert_accurate(step_of_block(block), baseline, exact)
+    assert "forward" in vars(block.experts) and "forward" in vars(block.experts.base_layer)
+
+
+def test_report_names_parameters():
+    model = adapt(build("qwen3_moe"), lora())
+    report = enable(model)
+    names = [
+        f"base_model.model.model.layers.{n}.mlp.experts.{p}" for n in (0, 1) for p in ("down_proj", "gate_up_proj")
+    ]
+    assert list(report.adapted) == names and report.adapted_by_wrapper == {}
+    assert str(report).endswith("(swiglu, experts interface); with them PEFT's adapters of 4 parameters")
+
+
+def test_adapters_of_other_parameters_are_left_to_peft():
+    bias = [*TARGETS, "mlp.experts.down_proj_bias"]
+    golden, ours = float64_pair("gpt_oss", lora(targets=bias))
+    report = enable(ours, implementation="reference")
+    name = "base_model.model.model.layers.{}.mlp.experts.down_proj_bias"
+    assert report.adapted_by_wrapper == dict.fromkeys(map(name.format, (0, 1)), "it is not a weight of the experts")
+    assert f"their wrappers compute the adapters of {name.format(0)} (it is not a weight" in str(report)
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+def test_a_later_adapter_that_is_left_to_peft_is_told():
+    model = build("gpt_oss", dtype=torch.float64)
+    enable(model, implementation="reference")
+    model = adapt(model, lora(targets=["mlp.experts.down_proj_bias"]))
+    with pytest.warns(
+        UserWarning, match=r"PEFT computes the adapter of model\.layers\.\d\.mlp\.experts\.down_proj_bias"
+    ):
+        model(input_ids=draw_tokens(model))
+
+
+def change_variant(wrapper):
+    wrapper.use_dora["default"] = True
+
+
+def change_dropout(wrapper):
+    wrapper.lora_dropout["default"] = nn.Dropout(0.5)
+
+
+def change_factor(wrapper):
+    wrapper.lora_A["default"] = nn.Sequential(wrapper.lora_A["default"])
+
+
+def change_shape(wrapper):
+    wrapper.r["default"] += 1
+
+
+def change_forward(wrapper):
+    wrapper.forward = wrapper.base_layer.forward
+
+
+def change_version(wrapper):
+    vars(wrapper).pop("_did_swap_in_out_features", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_variant, "adapter 'default' is a variant of LoRA"),
+        (change_dropout, "adapter 'default' has dropout"),
+        (change_factor, "a factor of adapter 'default' is not a Linear without bias"),
+        (change_shape, "the factors of adapter 'default' must be"),
+        (change_forward, "another forward was put in its place"),
+        (change_version, "this version of PEFT does not state the order of its axes"),
+    ],
+)
+def test_unknown_states_are_left_to_peft(change, reason):
+    if change is change_version and Version(peft.__version__) < Version("0.19"):
+        pytest.skip("this peft never swaps the axes")
+    model = adapt(build("qwen3_moe"), lora())
+    wrapper = model.base_model.model.model.layers[1].mlp.experts
+    change(wrapper)
+    report = enable(model)
+    assert len(report.adapted) == 3
+    ((name, given),) = report.adapted_by_wrapper.items()
+    assert name.endswith("layers.1.mlp.experts.down_proj") and given.startswith(reason)
+
+
+def test_other_wrappers_are_named():
+    class Around(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, *args):
+            return self.base_layer(*args)
+
+    golden, ours = float64_pair()
+    block = ours.base_model.model.model.layers[0].mlp
+    block.experts = Around(block.experts)
+    report = enable(ours, implementation="reference")
+    assert report.adapted_by_wrapper == {
+        "base_model.model.model.layers.0.mlp.experts": "Around is not a ParamWrapper of PEFT's LoRA"
+    }
+    assert len(report.adapted) == 4
+    tokens = draw_tokens(golden)
+    torch.testing.assert_close(step(ours, tokens)[0], step(golden, tokens)[0], rtol=0, atol=1e-10)
+
+
+def test_dropout_is_refused_by_peft():
+    """If PEFT allows dropout one day, the experts' op must not ignore it."""
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        adapt(build("qwen3_moe"), lora(lora_dropout=0.1))
