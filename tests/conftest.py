@@ -26,7 +26,8 @@ import pytest
 
 
 def pytest_addoption(parser):
-    number = "random cases in tests/fuzz; default: 10,000 with a GPU, 2,000 without"
+    parser.addoption("--all", action="store_true", help="run the slow tests, too")
+    number = "random cases in tests/fuzz; default: 200; with --all 2,000, or 10,000 with a GPU"
     parser.addoption("--fuzz-cases", type=int, default=None, metavar="N", help=number)
 
 
@@ -51,7 +52,11 @@ def fresh_compiler():
         torch._dynamo.reset()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
         for item in items:

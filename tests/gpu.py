@@ -18,6 +18,15 @@ def waiting_is_an_error():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def assert_never_waits(step):
+    """Check that the second call of `step` never synchronises the host with the GPU. The first one compiles."""
+    step()
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    with waiting_is_an_error():
+        step()
+
+
 def captured(function):
     """Capture `function` in a CUDA graph. Return (a call that replays it, its result, which every replay overwrites).
 

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+ROOT = Path(__file__).parents[1]
 # Imported once, in a process from which the others are forked, because these imports take longer than the tests.
 PRELOADED = [
     "pytest",
@@ -53,14 +54,31 @@ def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[s
     return {case.__name__: _failure(folder, case.__name__) for case in cases}
 
 
-def failures_fixture(cases: list[Callable], num_processes: int) -> Callable:
-    """Return a module fixture, under the name it is assigned to, with the result of `run_cases`."""
+def make_test(cases: list[Callable], num_processes: int) -> Callable:
+    """Return a test with one parameter per case. The first one runs all cases, in one group of processes."""
+    failures: dict[str, str] = {}
 
-    @pytest.fixture(scope="module")
-    def failures(tmp_path_factory):
-        return run_cases(cases, num_processes, tmp_path_factory.mktemp("processes"))
+    @pytest.mark.parametrize("case", cases, ids=lambda case: case.__name__)
+    def test(case, tmp_path_factory):
+        if not failures:
+            failures.update(run_cases(cases, num_processes, tmp_path_factory.mktemp("processes")))
+        assert not failures[case.__name__], failures[case.__name__]
 
-    return failures
+    return test
+
+
+def run_python(
+    arguments: list, cwd: Path = ROOT, interpret: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python process, by default without Triton's interpreter. Fail with its output if it fails."""
+    paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # of another Triton, too
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths)), **environment}
+    if not interpret:
+        variables.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result
 
 
 def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -68,8 +86,7 @@ def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subproc
     if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     return subprocess.run(
         [*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )

@@ -32,6 +32,9 @@ def test_output_and_choice(case, dtype, device):
     moe = MoEFeedForward.from_checkpoint(golden.directory, golden.layer, dtype=dtype, device=device)
     y, routing = moe(expected["x"].to(device, dtype), return_routing=True)
     assert_close(y, expected["y"], 2e-5, dtype, "y")
+    if "router_logits" in expected:
+        logits = expected["router_logits"].view(routing.logits.shape)
+        assert_close(routing.logits, logits, 2e-5, dtype, "logits")
     ids, weights = sort_by_id(routing.topk_experts.cpu().long(), routing.topk_weights.cpu())
     expected_ids, expected_weights = sort_by_id(expected["topk_idx"], expected["topk_weight"].float())
     kept = expected_ids >= 0  # dropped tokens have id -1

@@ -1,16 +1,16 @@
 """Peak memory of loading and converting, measured in a separate process."""
 
 import json
-import os
-import subprocess
-import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).parent.parent.parent
+from ..processes import run_python
+from ..tiers import default_tier
+
 MIB = 2**20
 EXPERTS, D_MODEL, D_FF = 16, 1024, 1024
 LAYER_BYTES = EXPERTS * 3 * D_MODEL * D_FF * 4  # 192 MiB
@@ -36,11 +36,7 @@ print((kib("VmHWM") - before) * 1024)
 def peak_bytes(action):
     code = MEASURE.replace("{action}", action)
     # Return freed memory to the system at once, so that the allocator's reserve is not measured.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return int(result.stdout.split()[-1])
+    return int(run_python(["-c", code], MALLOC_MMAP_THRESHOLD_=str(MIB // 4)).stdout.split()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +63,11 @@ def big(tmp_path_factory):
     return directory
 
 
+LAYOUTS, DTYPES = ("per_expert", "fused"), ("float32", "bfloat16")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "dtype"), default_tier(product(LAYOUTS, DTYPES), [("fused", "float32")]))
 def test_loading_takes_one_layer_and_one_tensor(layout, dtype, big):
     size = LAYER_BYTES // (1 if dtype == "float32" else 2)
     load = f"layer = MoEFeedForward.from_checkpoint({str(big / layout)!r}, 1, dtype=torch.{dtype})"
@@ -79,7 +75,7 @@ def test_loading_takes_one_layer_and_one_tensor(layout, dtype, big):
     assert size <= peak < size + D_MODEL * D_FF * 4 + SLACK
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("layout", default_tier(LAYOUTS, ["per_expert"]))
 def test_a_range_of_experts_takes_no_more_than_these(layout, big):
     load = f"layer = MoEFeedForward.from_checkpoint({str(big / layout)!r}, 1, experts=range(5, 7))"
     assert peak_bytes(load) < 2 / EXPERTS * LAYER_BYTES + SLACK

@@ -86,15 +86,6 @@ def test_layer_that_was_not_read_from_a_checkpoint(options, layout, tmp_path):
     assert torch.equal(loaded(x), layer(x))
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused", "flat"])
-def test_zero_experts_convert(layout, tmp_path):
-    """The layout "flat" leaves the number of experts to the router, which also has rows for zero experts."""
-    layer = make_layer(num_zero_experts=2)
-    layer.save_checkpoint(tmp_path / "flat", layout="flat")
-    convert(tmp_path / "flat", tmp_path / "out", layout)
-    assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "out"), layer)
-
-
 def test_converts_keep_sharing_nothing(tmp_path):
     """Saving a loaded layer in another layout records the layout; the rest of the configuration stays the source's."""
     golden = Golden("deepseek_v3")

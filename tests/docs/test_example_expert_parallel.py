@@ -1,9 +1,7 @@
 """examples/train_expert_parallel.py, on a model and a text small enough for seconds."""
 
-import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -12,15 +10,12 @@ import pytest
 import torch
 from torch import distributed
 
-from ..parallel.expert_parallel_cases import implementation_of
-from ..processes import run_cases, run_torchrun
+from ..processes import ROOT, make_test, run_torchrun
+from ..tiers import slow
+from . import examples
 
-ROOT = Path(__file__).parents[2]
-# As in a script run: the example imports modules from its own folder.
-sys.path.insert(0, str(ROOT / "examples"))
-language_model = import_module("_language_model")
-single = import_module("train_language_model")
-example = import_module("train_expert_parallel")
+language_model = examples.language_model
+single, example = import_module("train_language_model"), import_module("train_expert_parallel")
 
 TINY = dataclasses.replace(
     single.PRESETS["cpu"],
@@ -35,15 +30,9 @@ TINY = dataclasses.replace(
 )
 
 
-def tiny_text(device):
-    source = bytearray(Path(argparse.__file__).read_bytes())
-    part = torch.frombuffer(source, dtype=torch.uint8).to(device)
-    return language_model.Text(part, part)
-
-
 def losses_equal_one_process(device):
     """With either dispatcher, experts sharded over all ranks or replicated, and a resume in between."""
-    text, implementation = tiny_text(device), implementation_of(device)
+    text, implementation = examples.small_text(device), examples.implementation_of(device)
     one = single.start_run(TINY, text, implementation)
     for _ in range(TINY.steps):
         single.train_step(one)
@@ -68,9 +57,7 @@ def losses_equal_one_process(device):
         example.start_run(dataclasses.replace(TINY, batch=3), text, 1)
 
 
-def test_losses_equal_one_process(tmp_path):
-    failures = run_cases([losses_equal_one_process], 2, tmp_path)
-    assert not failures["losses_equal_one_process"], failures["losses_equal_one_process"]
+test_two_processes = make_test([losses_equal_one_process], 2)
 
 
 @pytest.mark.parametrize("count", ["2", "-1"])
@@ -82,6 +69,7 @@ def test_expert_processes_must_divide_the_processes(count, capsys, monkeypatch):
     assert f"--expert-processes must divide the number of processes, 1, got {count}" in capsys.readouterr().err
 
 
+@slow  # its functions are called above; the imports of three processes take most of the time
 def test_under_torchrun(tmp_path):
     """Run the command of its docstring in two processes."""
     script = ["examples/train_expert_parallel.py", "--preset", "cpu", "--steps", "1", "--output", str(tmp_path)]

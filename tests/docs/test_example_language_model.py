@@ -1,26 +1,20 @@
 """examples/train_language_model.py, on a model and a text small enough for seconds."""
 
-import argparse
 import dataclasses
 import json
 import math
 import signal
-import sys
-import textwrap
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from ..gpu import waiting_is_an_error
+from . import examples
 
-# As in a script run: the example imports modules from its own folder.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-language_model = import_module("_language_model")
-example = import_module("train_language_model")
+language_model, example = examples.language_model, import_module("train_language_model")
 
 TINY = language_model.Settings(
     width=32,
@@ -42,13 +36,12 @@ TINY = language_model.Settings(
 
 @pytest.fixture
 def text(device):
-    parts = (Path(module.__file__).read_bytes() for module in (argparse, textwrap))
-    return language_model.Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts))
+    return examples.small_text(device)
 
 
 @pytest.fixture
 def implementation(device):
-    return "triton" if device == "cuda" else "reference"
+    return examples.implementation_of(device)
 
 
 @pytest.fixture
@@ -116,23 +109,6 @@ def test_text_is_split_by_file(tmp_path):
         assert torch.equal(part, again)
 
 
-def test_batches_follow_from_seed_and_step(text):
-    batch = language_model.draw_batch(text, TINY, step=3)
-    assert batch.shape == (TINY.batch, TINY.context + 1)
-    assert torch.equal(batch, language_model.draw_batch(text, TINY, step=3))
-    assert not torch.equal(batch, language_model.draw_batch(text, TINY, step=4))
-    assert not torch.equal(batch, language_model.draw_batch(text, dataclasses.replace(TINY, seed=1), step=3))
-    training = bytes(text.training.tolist())
-    assert all(bytes(window) in training for window in batch.tolist())
-
-
-def test_held_out_windows_cover_the_text(text):
-    settings = dataclasses.replace(TINY, held_out_windows=len(text.held_out) - TINY.context)
-    windows = language_model.held_out_windows(text, settings)
-    assert torch.equal(windows[:, 0], text.held_out[: -TINY.context].long())
-    assert torch.equal(windows[-1], text.held_out[-TINY.context - 1 :].long())
-
-
 def test_a_byte_sees_only_what_precedes_it(start, text):
     model = start().model
     tokens = text.training[: TINY.context][None].long()
@@ -177,37 +153,6 @@ def test_loss_falls(start, tmp_path):
     assert run.history.held_out_loss[60] < run.history.held_out_loss[30] < 4.5
     slots = TINY.batch * TINY.context * TINY.top_k
     assert (run.history.tokens_per_expert.sum(-1) == slots).all()
-
-
-@pytest.mark.parametrize("stop_after", [1, 3, 5])  # before, at and after an evaluation
-def test_resumed_training_is_the_same(start, tmp_path, stop_after):
-    unbroken = start()
-    assert example.train(unbroken, tmp_path / "unbroken.safetensors")
-    checkpoint = tmp_path / "checkpoint.safetensors"
-    stopped = start()
-    assert not example.train(stopped, checkpoint, stop_after=stop_after)
-    assert stopped.step == stop_after
-    resumed = start()
-    example.load_checkpoint(resumed, checkpoint)
-    assert_same_training(resumed, stopped)
-    assert example.train(resumed, checkpoint)
-    assert_same_training(resumed, unbroken)
-    assert resumed.history.training_loss.isfinite().all()
-
-
-def test_interrupt_ends_the_step_and_saves(start, tmp_path, monkeypatch):
-    checkpoint = tmp_path / "checkpoint.safetensors"
-    uninterrupted = start()
-    example.train(uninterrupted, checkpoint, stop_after=4)
-    handler = signal.getsignal(signal.SIGINT)
-    interrupt_in_step(monkeypatch, 4)
-    interrupted = start()
-    assert not example.train(interrupted, checkpoint)
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert_same_training(interrupted, uninterrupted)
-    loaded = start()
-    example.load_checkpoint(loaded, checkpoint)
-    assert_same_training(loaded, uninterrupted)
 
 
 @pytest.fixture
@@ -268,17 +213,6 @@ def test_main_writes_what_it_says(call_main, start, tmp_path, capsys):
     assert len({tuple(pixel) for pixel in pixels[::4, ::4].reshape(-1, 4).tolist()}) > 20  # the page is not empty
 
 
-def test_sample(start):
-    run = start()
-    text = example.sample(run, b"def ", num_bytes=40)  # beyond the context of 32 bytes
-    assert isinstance(text, bytes)
-    assert text.startswith(b"def ")
-    assert len(text) == 44
-    assert text == example.sample(run, b"def ", num_bytes=40)
-    run.settings = dataclasses.replace(run.settings, seed=1)
-    assert text != example.sample(run, b"def ", num_bytes=40)
-
-
 def test_checkpoint_of_another_run_is_refused(start, tmp_path, text):
     checkpoint = tmp_path / "checkpoint.safetensors"
     run = start()
@@ -306,12 +240,6 @@ def test_failed_write_keeps_the_old_checkpoint(start, tmp_path, monkeypatch):
     loaded = start()
     example.load_checkpoint(loaded, checkpoint)
     assert_same_training(loaded, run)
-
-
-def test_steps_must_be_positive(call_main, capsys):
-    with pytest.raises(SystemExit):
-        call_main("--steps", "0")
-    assert "--steps must be positive, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

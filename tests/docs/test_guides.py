@@ -1,18 +1,15 @@
 """The README and the guides: each code block runs, and every name in them exists."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ..markdown import QUICK, Block, blocks_of, commands_of, is_quick, run_page
-from ..processes import run_torchrun
+from ..processes import ROOT, run_python, run_torchrun
+from ..tiers import default_tier, slow
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]  # their code runs
 CHECKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "performance.md"]  # their commands exist
 LINKED = dict.fromkeys([*CHECKED, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))])
@@ -26,18 +23,15 @@ def skip_without_transformers(page):
         pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# A process for each page. The default tier runs the README, and checks names and commands on every page.
+@pytest.mark.parametrize("page", default_tier(PAGES, PAGES[:1]), ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path):
     skip_without_transformers(page)
     # As for a user: without a GPU the modules run in plain PyTorch, not in the interpreter.
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    environment |= TORCHRUN
-    command = [sys.executable, "-m", "tests.markdown", str(page)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_python(["-m", "tests.markdown", page], cwd=tmp_path, **TORCHRUN)
 
 
+@slow  # test_blocks_run runs the same page in one process
 def test_several_gpus_in_two_processes(tmp_path):
     page = ROOT / "docs" / "guides" / "several_gpus.md"
     result = run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)

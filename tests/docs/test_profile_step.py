@@ -7,41 +7,13 @@ import pytest
 import torch
 
 from benchmarks import profile_step
-from benchmarks.activations import VARIANTS, make_variant
+from benchmarks.activations import make_variant
 from benchmarks.profile_step import Gemm, explain, label, record_bytes, record_gemms
 from benchmarks.shapes import TINY
-from moe_kernels.gemm import selection
-from moe_kernels.gemm.arguments import GroupedGemmArguments
 from moe_kernels.runtime.triton import HAS_TRITON
-from moe_layers import MoEFeedForward
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-
-
-@needs_triton
-def test_every_gemm_of_a_step_is_recorded(device):
-    layer = MoEFeedForward(d_model=32, d_ff=16, num_experts=4, top_k=2, implementation="triton", device=device)
-    x = torch.randn(10, 32, device=device, requires_grad=True)
-
-    def step():
-        layer(x).sum().backward()
-
-    first, again = record_gemms(step), record_gemms(step)
-    assert first == again
-    # Forward, gradients of the rows, gradients of the weights: d_model is 32, and so are the two halves of d_ff
-    # together.
-    sizes = [(20, 32, 32), (20, 16, 32), (20, 32, 16), (20, 32, 32), (20, 32, 16), (20, 32, 32)]
-    assert sorted(gemm[2:] for gemm in first) == sorted(sizes)
-
-
-@needs_triton
-def test_a_gemm_is_recorded(device):
-    a, b = torch.randn(6, 16, device=device), torch.randn(2, 16, 8, device=device)
-    offsets = torch.tensor([2, 6], dtype=torch.int32, device=device)
-    args = GroupedGemmArguments(a, b, torch.empty(6, 8, device=device), offsets=offsets)
-    (gemm,) = record_gemms(lambda: selection.run(args))
-    assert gemm[1:] == ("gemm K=16 N=8", 6, 16, 8)
 
 
 @needs_triton
@@ -184,25 +156,3 @@ def test_command_explains_files(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         profile_step.main()
     assert f"{bad}: explain: some must have one row of kernel 'step'" in capsys.readouterr().err
-
-
-def test_every_variant_is_an_activation_to_account_for(monkeypatch, capsys, tmp_path):
-    measured = []
-
-    def account_without_a_gpu(shape, activation, rounds):
-        measured.append((shape.name, activation))
-        return [
-            {**row, "activation": activation, "copy_gb_per_s": 1.0, "share_of_bound": None, "gb_per_s": None}
-            for row in STEP
-        ]
-
-    monkeypatch.setattr(profile_step, "account", account_without_a_gpu)
-    monkeypatch.setattr(profile_step, "environment", lambda device, commit: {"commit": commit})
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    output = tmp_path / "results.json"
-    monkeypatch.setattr(
-        "sys.argv", ["account", "--shapes", "olmoe", "--activations", *VARIANTS, "--output", str(output)]
-    )
-    profile_step.main()
-    assert measured == [("olmoe", variant) for variant in VARIANTS]
-    assert [step["activation"] for step in explain(json.loads(output.read_text()))] == list(VARIANTS)

@@ -1,4 +1,5 @@
-"""Random cases of every op and of the layer. `pytest --fuzz-cases N` sets their total number.
+"""Random cases of every op and of the layer. `pytest --fuzz-cases N` sets their total number; `--all` draws more
+than the default tier.
 
 Each part has a fixed seed, so the cases are the same every time. A failing case is reduced to a minimal one and printed
 as a command that checks it again.
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from moe_kernels.runtime.triton import HAS_TRITON
 
+from ..tiers import slow
 from .case import Case
 from .strategies import GPU, INTERPRETER, KINDS, REFERENCE, Space
 
@@ -57,10 +59,11 @@ def parts(mix: dict[str, tuple[int, int]], num_cases: int) -> list[tuple[str, st
 
 def pytest_generate_tests(metafunc):
     if "part" in metafunc.fixturenames:
-        on_gpu = torch.cuda.is_available()
-        num_cases = metafunc.config.getoption("--fuzz-cases")
-        found = parts(ON_A_GPU if on_gpu else IN_THE_INTERPRETER, num_cases or (10_000 if on_gpu else 2_000))
-        metafunc.parametrize("part", found, ids=lambda part: "-".join(map(str, part[:3])))
+        on_gpu, is_long = torch.cuda.is_available(), metafunc.config.getoption("--all")
+        num_cases = metafunc.config.getoption("--fuzz-cases") or ((10_000 if on_gpu else 2_000) if is_long else 200)
+        found = parts(ON_A_GPU if on_gpu else IN_THE_INTERPRETER, num_cases)
+        marked = [pytest.param(part, marks=[slow] * is_long) for part in found]
+        metafunc.parametrize("part", marked, ids=lambda part: "-".join(map(str, part[:3])))
 
 
 def search(cases: st.SearchStrategy[Case], number: int, part: int, device: str) -> None:

@@ -14,15 +14,15 @@ from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Errors
 
 from . import __main__
-from .case import CASES, Unchanged, hold_to_budget, parse
+from .case import CASES, hold_to_budget, parse
 from .experts import Experts
 from .grouped import GroupedGemm, GroupedWgrad
 from .layer import Layer
 from .products import BatchedGemm, GemmList, JaggedGemm
 from .routing import RoutingAndCombine
 from .strategies import KINDS
-from .tensors import LAYOUTS, gaps_of, lay_out
-from .test_fuzz import IN_THE_INTERPRETER, ON_A_GPU, parts, search
+from .tensors import LAYOUTS
+from .test_fuzz import search
 
 needs_kernels = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to check")
 FIRST = torch.zeros(1, dtype=torch.int64)
@@ -57,15 +57,6 @@ PRODUCTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("num_cases", [1, 777, 2_000, 10_000])
-@pytest.mark.parametrize("mix", [IN_THE_INTERPRETER, ON_A_GPU])
-def test_parts_hold_all_cases(mix, num_cases):
-    assert set(mix) == set(KINDS)
-    found = parts(mix, num_cases)
-    assert sum(count for *_, count in found) == num_cases and all(count > 0 for *_, count in found)
-    assert len({part[:3] for part in found}) == len(found)
-
-
 def test_a_case_is_read_as_it_is_printed():
     assert parse(repr(CASE)) == CASE
     command = shlex.split(CASE.command)
@@ -74,29 +65,6 @@ def test_a_case_is_read_as_it_is_printed():
         with pytest.raises(ValueError, match="fuzz: a case must be one of"):
             parse(text)
     assert set(CASES) >= {"Experts", "GroupedGemm", "GroupedWgrad", "GemmList", "JaggedGemm", "BatchedGemm", "Layer"}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (0, 5), (3, 0)])
-def test_layouts_hold_the_same_values(shape, layout):
-    tensor = torch.randn(shape)
-    laid_out = lay_out(tensor, layout)
-    assert torch.equal(laid_out, tensor)
-    gaps = gaps_of(laid_out)
-    assert gaps().isnan().all()
-    if tensor.numel():
-        assert laid_out.is_contiguous() == (layout == "rows") and (gaps().numel() > 0) == (layout in LAYOUTS[2:])
-        laid_out.untyped_storage().fill_(0)
-        assert not gaps().isnan().any()
-
-
-def test_a_write_beside_an_input_is_seen():
-    unchanged = Unchanged()
-    (tensor,) = unchanged.watch((lay_out(torch.randn(3, 4), "gaps"),))
-    unchanged.check()
-    tensor._base[1, 1] = 0.0
-    with pytest.raises(AssertionError, match="input 0 was written to"):
-        unchanged.check()
 
 
 @pytest.mark.parametrize(

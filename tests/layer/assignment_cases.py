@@ -2,7 +2,6 @@
 
 import torch
 
-from ..gpu import waiting_is_an_error
 from ..layers import moe_layer
 from .test_layer_options import dense
 
@@ -46,15 +45,3 @@ def check_equals_dense(device, **options):
         for value, expected in zip(actual, exact, strict=True):
             assert expected.any() and (value - expected).abs().max() <= tolerance * expected.abs().max()
     return routing
-
-
-def check_never_waits(device, **options):
-    """Check that forward and backward of the layer, with a mask, never synchronise the host on a GPU."""
-    layer = make_layer(device, dtype=torch.bfloat16, **options)
-    x = make_x(device, dtype=torch.bfloat16).requires_grad_()
-    mask = torch.ones(3, 7, dtype=torch.bool, device=device)
-    layer(x, token_mask=mask).sum().backward()  # compiles
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.synchronize()
-    with waiting_is_an_error():
-        layer(x, token_mask=mask).sum().backward()

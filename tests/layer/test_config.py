@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -189,117 +190,8 @@ def test_from_hf_describes_what_from_checkpoint_builds(case):
 
 
 MIXTRAL = {"model_type": "mixtral", "hidden_act": "silu", "num_local_experts": 8, "num_experts_per_tok": 2}
-QWEN3 = {"model_type": "qwen3_moe", "hidden_act": "silu", "norm_topk_prob": True, "num_experts": 128}
-GPT_OSS = {"model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0, "num_experts_per_tok": 4}
-DEEPSEEK = {"hidden_act": "silu", "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # By preset, the entries of the published config.json that describe the MoE block.
-PUBLISHED = {
-    "mixtral_8x7b": {**MIXTRAL, "hidden_size": 4096, "intermediate_size": 14336},
-    "mixtral_8x22b": {**MIXTRAL, "hidden_size": 6144, "intermediate_size": 16384},
-    "dbrx": {
-        "model_type": "dbrx",
-        "d_model": 6144,
-        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
-    },
-    "olmoe": {
-        "model_type": "olmoe",
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    },
-    "qwen1_5_moe_a2_7b": {
-        "model_type": "qwen2_moe",
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": False,
-    },
-    "qwen3_30b_a3b": {**QWEN3, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
-    "qwen3_235b_a22b": {**QWEN3, "hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts_per_tok": 8},
-    "qwen3_next_80b_a3b": {
-        "model_type": "qwen3_next",
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-    },
-    "deepseek_v2": {
-        "model_type": "deepseek_v2",
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "n_group": 8,
-        "topk_group": 3,
-        "topk_method": "group_limited_greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 16.0,
-    },
-    "deepseek_v3": {
-        **DEEPSEEK,
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-    },
-    "kimi_k2": {
-        **DEEPSEEK,
-        "model_type": "kimi_k2",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 384,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.827,
-    },
-    "gpt_oss_20b": {**GPT_OSS, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32},
-    "gpt_oss_120b": {**GPT_OSS, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128},
-    "llama4_scout": {
-        "model_type": "llama4",
-        "text_config": {
-            "model_type": "llama4_text",
-            "hidden_act": "silu",
-            "hidden_size": 5120,
-            "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 1,
-        },
-    },
-    "phi3_5_moe": {
-        "model_type": "phimoe",
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 6400,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
-    },
-}
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)

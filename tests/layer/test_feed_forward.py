@@ -13,6 +13,7 @@ from moe_layers.experts.dispatcher import LocalDispatcher
 from ..dtypes import DTYPES
 from ..gpu import waiting_is_an_error
 from ..layers import moe_layer
+from ..tiers import default_tier
 
 
 def make_layer(device, dtype=torch.float32, **options):
@@ -23,45 +24,6 @@ def make_layer(device, dtype=torch.float32, **options):
 
 def make_x(device, dtype=torch.float32, shape=(3, 7, 32)):
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
-
-
-def dense(layer, x):
-    """Compute the layer with a loop over tokens and dense linear maps."""
-    out = []
-    for token in x.reshape(-1, x.shape[-1]):
-        logits = layer.router.weight @ token
-        weights, experts = logits.softmax(-1).topk(layer.router.top_k)
-        if layer.router.spec.normalize:
-            weights = weights / weights.sum()
-        total = torch.zeros_like(token)
-        for weight, e in zip(weights, experts, strict=True):
-            gate, up = (layer.experts.w_up[e] @ token).chunk(2)
-            total = total + weight * (layer.experts.w_down[e] @ (functional.silu(gate) * up))
-        if layer.shared_expert is not None:
-            gate, up = (layer.shared_expert.w_up @ token).chunk(2)
-            total = total + layer.shared_expert.w_down @ (functional.silu(gate) * up)
-        out.append(total)
-    return torch.stack(out).view(x.shape)
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("shared_d_ff", [None, 40])
-def test_equals_the_dense_formula(implementation, normalize, shared_d_ff, device):
-    layer = make_layer(
-        device, implementation=implementation, router=RouterSpec.softmax(normalize=normalize), shared_d_ff=shared_d_ff
-    )
-    x = make_x(device).requires_grad_()
-    parameters = [x, *layer.parameters()]
-    exact = copy.deepcopy(layer).double()
-    exact_x = x.detach().double().requires_grad_()
-    expected = dense(exact, exact_x)
-    out = layer(x)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad(out.sin().sum(), parameters)
-    expected = torch.autograd.grad(expected.sin().sum(), [exact_x, *exact.parameters()])
-    for gradient, e in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient.double(), e, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32), (2, 2, 2, 32), (0, 32), (2, 0, 32)])
@@ -75,17 +37,6 @@ def test_any_leading_axes(shape, device):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
     if x.numel():
         torch.testing.assert_close(y.view(-1, 32)[0], layer(x.view(-1, 32)[0]))
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, implementation, device):
-    layer = make_layer(device, dtype, implementation=implementation)
-    x = make_x(device, dtype)
-    y, routing = layer(x, return_routing=True)
-    assert y.dtype == dtype and routing.topk_weights.dtype == routing.logits.dtype == torch.float32
-    y.sum().backward()
-    assert all(p.grad.dtype == dtype for p in layer.parameters())
 
 
 def test_returned_routing(device):
@@ -103,8 +54,9 @@ def test_returned_routing(device):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
-def test_nan_stays_in_its_token(device):
-    layer = make_layer(device, implementation="triton", shared_d_ff=16)
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_nan_stays_in_its_token(implementation, device):
+    layer = make_layer(device, implementation=implementation, shared_d_ff=16)
     x = make_x(device)
     clean = layer(x)
     broken = x.clone()
@@ -129,9 +81,9 @@ PADDED = {
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
-def test_nan_in_padding_stays_there(options, implementation, device):
-    layer, x = make_layer(device, implementation=implementation, **options), make_x(device)
+@pytest.mark.parametrize("name", default_tier(PADDED, {"plain", "latent"}))
+def test_nan_in_padding_stays_there(name, implementation, device):
+    layer, x = make_layer(device, implementation=implementation, **PADDED[name]), make_x(device)
     token_mask = torch.ones(3, 7, dtype=torch.bool, device=device)
     token_mask[1, 2:4] = False
     results = []
@@ -249,18 +201,6 @@ def test_starts_with_the_documented_distribution(device):
     assert abs(layer.experts.w_up.std().item() - 1.0) < 0.05
 
 
-def test_state_dict_has_plain_names(device):
-    layer = make_layer(device, shared_d_ff=16)
-    shapes = {name: list(tensor.shape) for name, tensor in layer.state_dict().items()}
-    assert shapes == {
-        "router.weight": [6, 32],
-        "experts.w_up": [6, 48, 32],
-        "experts.w_down": [6, 32, 24],
-        "shared_expert.w_up": [32, 32],
-        "shared_expert.w_down": [32, 16],
-    }
-
-
 def test_parts_can_be_replaced(device):
     """A custom dispatcher gets tokens, routing and the experts module, and its result becomes the output."""
     layer = make_layer(device, implementation="triton")
@@ -301,28 +241,6 @@ def test_trains_after_inference_mode(implementation, device):
         out.sin().sum().backward()
     for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
         assert torch.equal(a.grad, b.grad)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"d_model": 0}, "d_model must be a positive integer, got 0"),
-        ({"d_ff": -1}, "d_ff must be a positive integer, got -1"),
-        ({"num_experts": 2.5}, "num_experts must be a positive integer, got 2.5"),
-        ({"top_k": 0}, "top_k must be a positive integer, got 0"),
-        ({"top_k": 7}, r"top_k must be in \[1, num_experts=6\], got 7"),
-        ({"activation": "swish"}, r"activation must be one of .*, got 'swish'"),
-        ({"implementation": "cuda"}, "MoEFeedForward: implementation must be one of"),
-        ({"shared_d_ff": 0}, "MoEConfig: shared_d_ff must be a positive integer, got 0"),
-        ({"init_std": -0.1}, "init_std must be finite and not negative, got -0.1"),
-        ({"balance_losses": 0.1}, "balance_losses must be a BalanceLosses, got float 0.1"),
-        ({"router": "sigmoid"}, "router must be a RouterSpec, got str 'sigmoid'"),
-        ({"noise": 0.1}, "MoEFeedForward: noise must be a RouterNoise, got float 0.1"),
-    ],
-)
-def test_bad_construction(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_layer("cpu", **options)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 9}, {"router": "sigmoid"}, {"capacity": 1.25}], ids=str)

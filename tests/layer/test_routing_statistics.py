@@ -11,7 +11,7 @@ from moe_kernels import RouterSpec
 from moe_layers import LayerRouting, TopKRouter, observe, save_routing
 from moe_layers.balance.routing_statistics import RoutingObserver
 
-from ..gpu import waiting_is_an_error
+from ..gpu import assert_never_waits, waiting_is_an_error
 from ..layers import moe_layer
 from ..unit.test_router_presets import SPECS
 from .balance_cases import count
@@ -219,11 +219,6 @@ def test_never_waits_for_the_gpu(device):
     layer = make_layer(device, router=SPECS["deepseek_v3"], num_experts=12, capacity=2)
     (observer,) = observe(layer).values()
     x = make_x(device)
-    layer(x).sum().backward()  # compiles
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.synchronize()
-    with waiting_is_an_error():
-        layer(x).sum().backward()
-        observer.reset()
+    assert_never_waits(lambda: (layer(x).sum().backward(), observer.reset()))
     with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
         observer.read()

@@ -8,7 +8,10 @@ from torch.nn import functional
 from moe_layers import BalanceLosses
 
 from ..layers import moe_layer
+from ..tiers import slow
 
+# 90 steps take a minute. In the default tier the examples train models, and single steps are held to the reference.
+pytestmark = slow
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 NUM_STEPS = 30
 LOSSES = BalanceLosses(switch=0.01)

@@ -10,17 +10,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import Pool
-from pathlib import Path
 from unittest import mock
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -41,11 +36,11 @@ from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
 
+from .compiled import disassemble, inspect
 from .racecheck import warp_specialize_lines
 from .sass import spills_beside_multiplications, unordered_accesses
 
 TARGETS = (80, 90, 100)
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class TargetDriver:
@@ -86,53 +81,6 @@ def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
     obstacle = mock.patch("moe_kernels.runtime.dispatch.kernel_obstacle", return_value=None)
     with obstacle, mock.patch.object(precision, "has_fast_float64", lambda device: cc in precision._FAST_FLOAT64):
         yield
-
-
-def disassemble(compiled) -> str:
-    """Return the machine code with source lines."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [BIN / "nvdisasm", "-g", "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-# PTX patterns that known compilers miscompile on Hopper.
-MISCOMPILED = {
-    # ptxas up to 12.9, as in Triton 3.6 to 3.8: https://github.com/triton-lang/triton/issues/11781
-    "wgmma reads A from registers": re.compile(r"wgmma\.mma_async[^;]*\}\s*,\s*\{"),
-    # Triton 3.7 and 3.8: https://github.com/triton-lang/triton/issues/11581, /11341, /11356, /9035
-    "packed 16-bit integer arithmetic": re.compile(r"\b(add|sub|mul|mad|min|max|abs|neg)(\.\w+)*\.[su]16x2\b"),
-    # Triton up to 3.7.0: https://github.com/fla-org/flash-linear-attention/issues/640
-    "stmatrix transposes a product": re.compile(r"\bstmatrix\b[^;]*\.trans\b"),
-}
-
-
-def inspect(compiled) -> dict[str, object]:
-    """Return registers, spills, shared and scratch memory, instructions and known hazards of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [BIN / "cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
-    assert found, usage
-    tensor_core = re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"])
-    return {
-        "registers": int(found[1]),
-        "spilled_bytes": int(found[2]) + int(found[3]),
-        "shared_bytes": compiled.metadata.shared,
-        "scratch_bytes": compiled.metadata.global_scratch_size,
-        "num_warps": compiled.metadata.num_warps,
-        "tensor_core": tensor_core[0] if tensor_core else None,
-        "hazards": [name for name, pattern in MISCOMPILED.items() if pattern.search(compiled.asm["ptx"])],
-        "moved": moved_integers(compiled.asm["ttgir"]) if "ttgir" in compiled.asm else [],
-    }
-
-
-def moved_integers(ttgir: str) -> list[bool]:
-    """Return, per integer that passes through an assembly `mov`, whether a loop carries it between iterations."""
-    moved = re.findall(r'"mov\.b32 \$0, \$1;" \{[^}]*\} (%\w+) : i32 -> i32', ttgir)
-    carried = re.findall(r"(%[\w.]+) = %", "".join(re.findall(r"iter_args\((.*?)\) ->", ttgir)))
-    return [name in carried for name in moved]
 
 
 def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:

@@ -1,10 +1,6 @@
 """Every kernel configuration compiles, without a GPU, for every architecture that its metadata declares."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +9,15 @@ from moe_kernels.gemm.kernel import WarpSpecializedDesign
 from moe_kernels.runtime.gluon import KNOWS_GLUON
 from moe_kernels.runtime.triton import HAS_TRITON, TRITON_VERSION
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+from ..processes import run_python
+from ..tiers import slow
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"),
+    # Hundreds of compilations take minutes. In the default tier, tests/unit/test_artifact_file.py compiles a kernel of
+    # every kind of launch.
+    slow,
+]
 
 # Shared memory available to one program, in bytes. Kernels for 80 also run on 86 and 89, which have less.
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}
@@ -23,13 +27,8 @@ INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 @pytest.fixture(scope="module")
 def records():
     # Run in a separate process, because kernel definitions choose the interpreter.
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # Triton 3.9 warns unless multiply-add fusion is set explicitly; 3.6 fuses.
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.machine_code.aot"]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = run_python(["-m", "tests.machine_code.aot"], TRITON_DEFAULT_FP_FUSION="1")
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 

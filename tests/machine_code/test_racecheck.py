@@ -1,9 +1,5 @@
 """Hazards of racecheck that pass, and the machine code that justifies this."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -70,14 +66,6 @@ def test_any_other_hazard_does_not_pass(hazard):
 def test_an_incomplete_report_raises(text):
     with pytest.raises(ValueError, match="racecheck: expected"):
         parse(text)
-
-
-def test_exit_status(tmp_path):
-    for hazard, status in ((STATE, 0), (FOREIGN["two_writes"], 1)):
-        path = tmp_path / "report.txt"
-        path.write_text(report(hazard))
-        command = [sys.executable, "-m", "tests.machine_code.racecheck", path]
-        assert subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True).returncode == status
 
 
 def test_lines_are_those_of_the_source():

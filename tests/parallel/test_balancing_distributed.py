@@ -20,7 +20,7 @@ from moe_layers import (
 
 from ..layer.balance_cases import random_logits, routing_of
 from ..layers import moe_layer
-from ..processes import failures_fixture
+from ..processes import make_test
 
 LENGTHS = [7, 17]  # tokens of each rank
 
@@ -135,9 +135,5 @@ CASES = [
     errors,
 ]
 
-failures = failures_fixture(CASES, 2)
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(case, failures):
-    assert not failures[case.__name__], failures[case.__name__]
+test_two_processes = make_test(CASES, 2)

@@ -16,7 +16,8 @@ from moe_layers.experts import grouped
 from moe_layers.experts.dispatcher import LocalDispatcher
 from moe_layers.routing.capacity import Slots
 
-from ..processes import eight_gpus, failures_fixture
+from ..processes import eight_gpus, make_test
+from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     LENGTHS,
@@ -124,20 +125,6 @@ def chunks_equal_the_whole(device):
         for lengths in ("even", "none", *(("one_each_but_the_first",) if style["dispatcher"] == "alltoall" else ())):
             for routing in ("spread", "some_dropped", "one_expert"):
                 compare_dispatchers(device, style, lengths, routing, bitwise=False)
-
-
-def kernels_compute_the_same(device):
-    """The Triton kernels compute the same; on a CPU they run in the interpreter."""
-    one = make_layer(device, implementation="triton").float()
-    x = draw(device, 10).float()
-    one(x).sum().backward()
-    for style in STYLES[:4]:
-        many = shard_experts(make_layer(device, implementation="triton").float(), expert_mesh(device), **style)
-        y = many(x)
-        assert_close(y, one(x))
-        y.sum().backward()
-        for a, b in zip(many.parameters(), one.parameters(), strict=True):
-            assert_close(full(a.grad), b.grad)
 
 
 def kernels_write_all_that_is_read(device):
@@ -325,8 +312,6 @@ CASES = [
     allgather_equals_one_process,
     bounded_rows,
     chunks_equal_the_whole,
-    kernels_compute_the_same,
-    kernels_write_all_that_is_read,
     reserved_sms_reach_the_kernels,
     empty_experts_have_zero_gradients,
     layers_equal_one_process,
@@ -339,6 +324,7 @@ CASES = [
     wrong_numbers_of_tokens,
     wrong_sizes_of_tokens,
 ]
+SLOW = [kernels_write_all_that_is_read]  # in the interpreter
 EIGHT = [
     alltoall_is_bitwise_equal,
     skewed_routing,
@@ -350,19 +336,9 @@ EIGHT = [
     each_process_keeps_its_experts_only,
 ]
 
-failures_of_two = failures_fixture(CASES, 2)
-failures_of_eight = failures_fixture(EIGHT, 8)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(case, failures_of_two):
-    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
-
-
-@eight_gpus
-@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.__name__)
-def test_eight_processes(case, failures_of_eight):
-    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
+test_two_processes = make_test(CASES, 2)
+test_two_processes_with_kernels = slow(make_test(SLOW, 2))
+test_eight_processes = eight_gpus(make_test(EIGHT, 8))
 
 
 @pytest.mark.parametrize(

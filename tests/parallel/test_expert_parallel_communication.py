@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_layers import ExpertParallel, save_communication, save_routing
 
-from ..processes import failures_fixture, run_cases
+from ..processes import make_test, run_cases
+from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     OVERLAPPED,
@@ -264,7 +265,6 @@ CASES = [
     no_more_collectives_than_needed,
     communication_overlaps,
     checkpointed_regions,
-    outputs_of_regions_may_change_in_place,
     compiled_around_the_dispatcher,
     a_process_that_stays_away_is_an_error,
 ]
@@ -278,9 +278,6 @@ def test_two_gpus(case, tmp_path):
     assert not failures[case.__name__], failures[case.__name__]
 
 
-failures = failures_fixture(CASES, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(case, failures):
-    assert not failures[case.__name__], failures[case.__name__]
+test_two_processes = make_test(CASES, 2)
+# Every dispatcher, chunk and region, in the interpreter.
+test_two_processes_slowly = slow(make_test([outputs_of_regions_may_change_in_place], 2))

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_layers import ExpertParallel, clip_grad_norm_
 
-from ..processes import failures_fixture
+from ..processes import make_test
+from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     OVERLAPPED,
@@ -218,17 +219,9 @@ TWO = [
     tokens_of_several_processes_are_refused,
     tokens_may_be_under_way,
 ]
-FOUR = [hybrid_sharding, accumulated_gradients, whole_state_dicts]
-
-failures_of_two = failures_fixture(TWO, 2)
-failures_of_four = failures_fixture(FOUR, 4)
+SLOW = [accumulated_gradients, whole_state_dicts]
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
-def test_two_processes(case, failures_of_two):
-    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
-
-
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
-def test_four_processes(case, failures_of_four):
-    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
+test_two_processes = make_test(TWO, 2)
+test_four_processes = make_test([hybrid_sharding], 4)
+test_four_processes_slowly = slow(make_test(SLOW, 4))

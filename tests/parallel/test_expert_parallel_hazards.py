@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_layers import CapacityFactor, CustomAssignment, MoEFeedForward, TokenExpertPairs, clip_grad_norm_, save_routing
 
-from ..processes import failures_fixture
+from ..processes import make_test
+from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     KERNELS,
@@ -190,18 +191,13 @@ def bounds_of_other_sequences(device):
 CASES = [
     collectives_start_in_one_order,
     nothing_reads_what_is_under_way,
-    processes_without_tokens,
     plain_parameters_afterwards,
-    bounds_of_unequal_numbers_of_slots,
     bounds_of_other_sequences,
 ]
+SLOW = [processes_without_tokens, bounds_of_unequal_numbers_of_slots]  # every dispatcher, in the interpreter
 
-failures = failures_fixture(CASES, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(case, failures):
-    assert not failures[case.__name__], failures[case.__name__]
+test_two_processes = make_test(CASES, 2)
+test_two_processes_slowly = slow(make_test(SLOW, 2))
 
 
 def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
@@ -240,8 +236,9 @@ def run_until_one_dies(rank, folder, dispatcher, when):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL's watchdog ends the process, and says so in its log")
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    ("dispatcher", "when"), [("alltoall", "backward"), pytest.param("allgather", "forward", marks=slow)]
+)
 def test_a_process_that_dies_is_an_error_for_the_other(dispatcher, when, tmp_path):
     """The error occurs at once, not after the timeout."""
     context = get_context("forkserver")

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from moe_kernels import RouterSpec
-from moe_layers import BalanceLosses, ExpertParallel, MoEFeedForward, clip_grad_norm_, observe, update_selection_bias
+from moe_layers import ExpertParallel, MoEFeedForward, clip_grad_norm_, observe
 from moe_layers.checkpoint.files import CheckpointFiles
 
-from ..processes import eight_gpus, failures_fixture
+from ..processes import eight_gpus, make_test
+from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     TOKENS,
@@ -223,26 +223,6 @@ def distributed_checkpoints(device):
             torch.testing.assert_close(full(parameter), expected[parameter_name], rtol=0, atol=tolerance)
 
 
-def balance_of_the_whole_batch(device):
-    """The global-batch loss and the update of the selection bias include the tokens of all ranks."""
-    everyone = distributed.group.WORLD
-    num_processes = distributed.get_world_size()
-    options = {"router": RouterSpec.ernie()}
-    one = make_layer(device, balance_losses=BalanceLosses(switch=0.5), **options)  # over all tokens it is the same loss
-    many = make_layer(device, balance_losses=BalanceLosses(global_batch=0.5, group=everyone), **options)
-    shard_experts(many, expert_mesh(device))
-    x, upstream = data(device, 0)
-    lengths = [TOKENS] * num_processes
-    (one(x) * upstream).sum().div(num_processes).backward()
-    (many(own(x, lengths)) * own(upstream, lengths)).sum().backward()
-    for a, b in zip(many.router.parameters(), one.router.parameters(), strict=True):
-        assert_close(summed(a.grad) / num_processes, b.grad)
-    update_selection_bias(many, rate=0.5, group=everyone)
-    counts = one(x, return_routing=True)[1].tokens_per_expert
-    expected = 0.5 * (counts.double().mean() - counts).sign()
-    assert expected.any() and torch.equal(many.router.selection_bias.double(), expected)
-
-
 def statistics_of_all_processes(device):
     """Summed statistics equal those of one rank with all tokens; each rank's own statistics do not change."""
     one, many = make_layer(device), shard_experts(make_layer(device), expert_mesh(device))
@@ -295,28 +275,12 @@ TWO = [
     clipping_by_other_norms,
     clipping_of_mixed_dtypes,
     distributed_checkpoints,
-    balance_of_the_whole_batch,
     statistics_of_all_processes,
     layers_of_published_models,
 ]
 FOUR = [two_steps_equal_one_process, distributed_checkpoints]
 
-failures_of_two = failures_fixture(TWO, 2)
-failures_of_four = failures_fixture(FOUR, 4)
-failures_of_eight = failures_fixture(FOUR, 8)
 
-
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
-def test_two_processes(case, failures_of_two):
-    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
-
-
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
-def test_four_processes(case, failures_of_four):
-    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
-
-
-@eight_gpus
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
-def test_eight_processes(case, failures_of_eight):
-    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
+test_two_processes = make_test(TWO, 2)
+test_four_processes = slow(make_test(FOUR, 4))
+test_eight_processes = eight_gpus(make_test(FOUR, 8))

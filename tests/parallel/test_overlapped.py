@@ -15,7 +15,8 @@ from moe_layers import save_communication, save_routing
 from moe_layers.parallel.overlapped import _Plan
 from moe_layers.parallel.symmetric_memory import CollectiveTransport
 
-from ..processes import eight_gpus, failures_fixture
+from ..processes import eight_gpus, make_test
+from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     KERNELS,
@@ -352,28 +353,31 @@ def wrong_numbers_of_tokens(device):
 
 
 TWO = [
-    any_routing_equals_one_process,
-    bounded_rows_equal_one_process,
     any_chunks_equal_one_process,
-    no_tokens,
-    layers_equal_one_process,
-    wide_outputs_leave_in_pieces,
     the_first_chunk_is_the_smallest,
-    more_chunks_than_tokens,
-    layers_in_sequence,
-    regions_see_nothing_of_launches,
     without_gradients,
-    what_is_frozen_has_no_gradient,
     backward_runs_twice,
-    a_recomputed_choice_has_its_own_gradient,
-    weights_that_a_hook_changes,
-    half_precision,
-    what_kernels_do_not_compute,
     the_reference_gathers,
     options_that_it_lacks,
     options_that_come_later,
     chunks_and_sms_unless_said_otherwise,
     backward_needs_no_more_memory,
+]
+# The interpreter takes seconds for each step of these.
+SLOW = [
+    any_routing_equals_one_process,
+    bounded_rows_equal_one_process,
+    no_tokens,
+    layers_equal_one_process,
+    wide_outputs_leave_in_pieces,
+    more_chunks_than_tokens,
+    layers_in_sequence,
+    regions_see_nothing_of_launches,
+    what_is_frozen_has_no_gradient,
+    a_recomputed_choice_has_its_own_gradient,
+    weights_that_a_hook_changes,
+    half_precision,
+    what_kernels_do_not_compute,
 ]
 FOUR = [any_chunks_equal_one_process, training_equals_one_process, chunks_and_sms_unless_said_otherwise]
 EIGHT = [
@@ -384,30 +388,12 @@ EIGHT = [
     layers_in_sequence,
     training_equals_one_process,
 ]
-CPU_CASES = [collectives_are_those_needed, wrong_numbers_of_tokens]
+if not torch.cuda.is_available():
+    # On a GPU tokens are copied without collectives, and a wrong call ends the process.
+    TWO.append(wrong_numbers_of_tokens)
+    SLOW.append(collectives_are_those_needed)
 
-failures_of_two = failures_fixture([*TWO, *(() if torch.cuda.is_available() else CPU_CASES)], 2)
-failures_of_four = failures_fixture(FOUR, 4)
-failures_of_eight = failures_fixture(EIGHT, 8)
-
-
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.__name__)
-def test_two_processes(case, failures_of_two):
-    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
-
-
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.__name__)
-def test_four_processes(case, failures_of_four):
-    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
-
-
-@eight_gpus
-@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.__name__)
-def test_eight_processes(case, failures_of_eight):
-    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a wrong call ends the process on a GPU; tokens are copied there")
-@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.__name__)
-def test_two_processes_without_gpus(case, failures_of_two):
-    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
+test_two_processes = make_test(TWO, 2)
+test_two_processes_slowly = slow(make_test(SLOW, 2))
+test_four_processes = slow(make_test(FOUR, 4))
+test_eight_processes = eight_gpus(make_test(EIGHT, 8))

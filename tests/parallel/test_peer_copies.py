@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_layers.parallel.symmetric_memory import CollectiveTransport, PeerCopies
 
-from ..processes import eight_gpus, failures_fixture
+from ..processes import eight_gpus, make_test
 from .expert_parallel_cases import D_MODEL, assert_close, draw
 from .test_overlapped import assert_equal, gradients_of, make_overlapped, own_tokens
 
@@ -129,22 +129,7 @@ CASES = [
     lost_outputs_are_an_error,
 ]
 
-failures_of_two = failures_fixture(CASES, 2)
-failures_of_four = failures_fixture(CASES, 4)
-failures_of_eight = failures_fixture(CASES, 8)
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_gpus(case, failures_of_two):
-    assert not failures_of_two[case.__name__], failures_of_two[case.__name__]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_four_gpus(case, failures_of_four):
-    assert not failures_of_four[case.__name__], failures_of_four[case.__name__]
-
-
-@eight_gpus
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_eight_gpus(case, failures_of_eight):
-    assert not failures_of_eight[case.__name__], failures_of_eight[case.__name__]
+test_two_gpus = make_test(CASES, 2)
+test_four_gpus = make_test(CASES, 4)
+test_eight_gpus = eight_gpus(make_test(CASES, 8))

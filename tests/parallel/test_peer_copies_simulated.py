@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_layers.parallel.overlapped import OverlappedDispatcher
 from moe_layers.parallel.symmetric_memory import PeerCopies
 
+from ..tiers import default_tier, slow
 from .expert_parallel_cases import D_MODEL, KERNELS, NUM_EXPERTS, assert_close, draw, make_layer
 from .simulated_streams import Process, Simulation
 
@@ -80,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", default_tier(CASES, ["one_chunk", "recomputed"]))
 def test_nothing_races(name):
     num_processes, sizes, options = CASES[name]
     simulation = Simulation(num_processes)
@@ -107,6 +108,7 @@ def infer_on_two_streams(process, kind=PeerCopies):
     return layers, batches  # in use until the end
 
 
+@slow  # test_races_are_found runs the same calls
 def test_nothing_races_between_streams():
     simulation = Simulation(2)
     simulation.run(infer_on_two_streams)
@@ -163,7 +165,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", default_tier(BROKEN, [WithoutFirstBarrier, WithoutOtherStreams]), ids=lambda kind: kind.__name__
+)
 def test_races_are_found(kind):
     """Each source of order is removed in turn, and the simulation must find a race."""
     simulation = Simulation(2)

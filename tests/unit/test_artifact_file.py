@@ -1,11 +1,7 @@
 """Compiled artifacts as files."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +12,9 @@ from moe_kernels.runtime.gluon import KNOWS_GLUON
 from moe_kernels.runtime.launch import CompiledArtifact
 from moe_kernels.runtime.triton import HAS_TRITON, INTERPRET
 
+from ..processes import run_python
 from .test_catalog_run import ARGUMENTS, expected_result
 
-ROOT = Path(__file__).parents[2]
 HEADER = {
     "kernel_name": get_kernels()[0].metadata.kernel_name,
     "triton_version": "0.0.0",
@@ -78,11 +74,8 @@ def results():
     """Return the results of `tests.unit.artifact_files`, run separately: kernel definitions choose the interpreter."""
     if not HAS_TRITON:
         pytest.skip("Triton is not installed")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns if this is unset
-    command = [sys.executable, "-m", "tests.unit.artifact_files"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    # Triton 3.9 warns if this is unset.
+    result = run_python(["-m", "tests.unit.artifact_files"], TRITON_DEFAULT_FP_FUSION="1")
     found = json.loads(result.stdout)
     assert len(found) == 5 and (None in found.values()) == (not KNOWS_GLUON)
     return {name: result for name, result in found.items() if result is not None}
@@ -132,10 +125,7 @@ def test_another_process_runs_a_loaded_artifact(form, tmp_path):
         expected[kernel.metadata.kernel_name] = args.out.clone()
         save_artifact(artifact, tmp_path / kernel.metadata.kernel_name)
     cache = tmp_path / "cache"
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), form]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_python(["-c", IN_ANOTHER_PROCESS, tmp_path, form], TRITON_CACHE_DIR=str(cache))
     compiled_there = {file.stem for file in cache.rglob("*.cubin")}
     results = torch.load(tmp_path / "results", weights_only=True)
     assert results.keys() == expected.keys()

@@ -186,19 +186,6 @@ def test_batches_that_are_no_rows_name_the_operand():
         assert kernel.supports(GemmArguments(*operands)).error.startswith(error)
 
 
-def test_repeats_bitwise(device):
-    a, b = draw("shared_b", DTYPES[-1], device)
-    leaves = [a.requires_grad_(), b.requires_grad_()]
-
-    def step():
-        out = triton_gemm(*leaves)
-        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-    first = step()
-    for _ in range(20 if device == "cuda" else 2):
-        assert all(torch.equal(x, y) for x, y in zip(step(), first, strict=True))
-
-
 def test_gradcheck_of_reference():
     for case in ("batched", "shared_a", "shared_b"):
         a, b = (t.requires_grad_() for t in to_float64(draw(case, torch.float32, "cpu")))

@@ -1,7 +1,6 @@
 """Querying, compiling and running kernels: status, order, artifacts, streams, workspaces, DLPack."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from moe_kernels import (
 )
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import Kernel, TmaDesign, is_device_cc_supported
-from moe_kernels.runtime.launch import run_launch
-from moe_kernels.runtime.triton import triton
 
 FLOAT16 = torch.float16
 
@@ -297,55 +294,6 @@ def test_an_artifact_of_other_properties_is_refused(device):
         pointer.compile(dataclasses.replace(args, A=args.A[:0], out=args.out[:0]))
     with pytest.raises(ValueError, match="Operand `out`"):
         pointer.compile(dataclasses.replace(args, out=args.out[:, :3]))
-
-
-def test_an_artifact_spares_the_jit(device, monkeypatch):
-    """The compiled kernel gets the grid, then every parameter, constexpr ones last. The JIT is not called, and nothing
-    is prepared for hooks, because there are none."""
-    args = grouped_arguments(device)
-    kernel = get_kernels(args, metadata_filter=lambda m: isinstance(m.design, PointerDesign))[0]
-    launch = kernel.launch(args)
-    calls = []
-
-    class Compiled:
-        metadata, function, packed_metadata = SimpleNamespace(global_scratch_size=0), "function", "packed"
-
-        def run(self, *arguments):
-            calls.append(arguments)
-
-    artifact = dataclasses.replace(kernel.compile(args), compiled=Compiled())
-    monkeypatch.setattr(launch.function, "run", None)
-    driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    run_launch(launch, args.A, artifact=artifact)
-    (handed,) = calls
-    assert handed[:6] == (*launch.grid, 1, 1, f"stream of {args.A.get_device()}", "function", "packed")
-    assert handed[6:9] == (None, None, None)
-    arguments = handed[9:]
-    assert arguments[: len(launch.arguments)] == launch.arguments
-    assert len(arguments) == len(launch.function.arg_names)
-    names = launch.function.arg_names[len(launch.arguments) :]
-    assert dict(zip(names, arguments[len(launch.arguments) :], strict=True)).items() <= launch.options.items()
-
-
-@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profilers_hook_is_prepared_for(which, device, monkeypatch):
-    args = grouped_arguments(device)
-    kernel = get_kernels(args, metadata_filter=lambda m: isinstance(m.design, PointerDesign))[0]
-    calls = []
-
-    class Compiled:
-        metadata = SimpleNamespace(global_scratch_size=0)
-        run = function = packed_metadata = None  # must not be used
-
-        def __getitem__(self, grid):
-            return lambda *arguments: calls.append((grid, arguments))
-
-    launch, artifact = kernel.launch(args), dataclasses.replace(kernel.compile(args), compiled=Compiled())
-    monkeypatch.setattr(getattr(triton.knobs.runtime, which), "calls", [print])
-    run_launch(launch, args.A, artifact=artifact)
-    ((grid, arguments),) = calls
-    assert grid == (*launch.grid, 1, 1) and arguments[: len(launch.arguments)] == launch.arguments
 
 
 @pytest.mark.parametrize("form", ARGUMENTS)

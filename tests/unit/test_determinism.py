@@ -7,6 +7,7 @@ from moe_kernels import RouterSpec
 from moe_layers import BalanceLosses, CapacityFactor, CustomAssignment, ExpertChoice, TokenRounding
 
 from ..layers import moe_layer
+from ..tiers import default_tier
 from .kernel_arguments import KERNELS, supported_arguments
 from .test_batch_invariance import FORMS, SIZES, make_tokens
 
@@ -62,9 +63,12 @@ if not ON_GPU:  # the interpreter is slow, and test_batch_invariance.py runs the
     LAYERS = {name: options for name, options in LAYERS.items() if name not in FORMS or name in ("biases", "shared")}
 
 
+QUICK = {"biases", "shared", "all_losses", "capacity_by_weight"}
+
+
 # On a GPU the reference uses PyTorch's own kernels, some of which add in any order.
 @pytest.mark.parametrize("implementation", ["triton"] if ON_GPU else ["triton", "reference"])
-@pytest.mark.parametrize("form", LAYERS)
+@pytest.mark.parametrize("form", default_tier(LAYERS, QUICK))
 def test_every_form_of_the_layer_repeats_bitwise(form, implementation, device):
     """Compare output and every gradient, with routing that gives one expert most of the rows."""
     torch.manual_seed(0)

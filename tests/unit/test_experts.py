@@ -21,6 +21,7 @@ from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_kernels.types import ExpertWeights
 
 from ..dtypes import DTYPES
+from ..tiers import OP_CASES, default_tier, slow
 
 triton_experts = partial(fused_experts, implementation="triton")
 
@@ -37,7 +38,7 @@ def run(tokens, weights, experts, w_up, w_down, op=triton_experts):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OP_CASES)
 def test_matches_reference(case, dtype, device):
     check_accuracy(
         run,
@@ -70,7 +71,8 @@ def test_saves_tokens_preactivation_and_routing_only(device):
         triton_experts(leaves[0], leaves[1], permutation, *leaves[2:])
     floats = {t.data_ptr(): t for t in saved if t.is_floating_point()}
     known = {leaf.data_ptr() for leaf in leaves}
-    (preactivation,) = (t for pointer, t in floats.items() if pointer not in known)
+    # Without adapters, an empty tensor takes the place of their products.
+    (preactivation,) = (t for pointer, t in floats.items() if pointer not in known and t.numel())
     num_rows = case.num_tokens * case.top_k
     assert preactivation.shape == (num_rows, 2 * case.d_ff)
     integers = {t.data_ptr(): t.numel() for t in saved if not t.is_floating_point()}
@@ -87,35 +89,6 @@ def test_frozen_weights_launch_no_weight_gradient(device, monkeypatch):
     assert tokens.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
-def test_nan_stays_in_its_token(op, device):
-    tokens, weights, experts, w_up, w_down = draw(CASES["ordinary"], torch.float32, device)
-    clean = run(tokens, weights, experts, w_up, w_down, op)
-    broken = tokens.clone()
-    broken[5] = torch.nan
-    out = run(broken, weights, experts, w_up, w_down, op)
-    assert out[5].isnan().all()
-    others = torch.arange(len(out), device=device) != 5
-    assert torch.equal(out[others], clean[others])
-
-
-@pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
-def test_dropped_slots_add_nothing_and_get_no_gradient(op, device):
-    tokens, weights, experts, w_up, w_down = draw(CASES["ordinary"], torch.float32, device)
-    leaves = [t.detach().requires_grad_() for t in (tokens, weights, w_up, w_down)]
-    dropped = experts.clone()
-    dropped[3, 0] = -1
-    dropped[8] = 8
-    masked = weights.clone()
-    masked[3, 0] = 0
-    masked[8] = 0
-    out = run(leaves[0], leaves[1], dropped, *leaves[2:], op)
-    torch.testing.assert_close(out, run(tokens, masked, experts, w_up, w_down, op), rtol=1e-5, atol=1e-6)
-    dtokens, dweights, *_ = torch.autograd.grad(out.square().sum(), leaves)
-    assert not out[8].any() and not dtokens[8].any()
-    assert dweights[3, 0] == 0 and not dweights[8].any() and dweights[3, 1] != 0
-
-
 def test_any_strides_of_the_permutation(device):
     tokens, weights, experts, w_up, w_down = draw(CASES["odd_sizes"], torch.float32, device)
     permutation = sort_by_expert(experts, len(w_up), implementation="triton")
@@ -129,35 +102,6 @@ def test_any_strides_of_the_permutation(device):
         out = triton_experts(tokens, weights, chosen, w_up, w_down)
         results.append([out, *torch.autograd.grad(out.sum(), operands)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_transposed_weights(device):
-    tokens, weights, experts, w_up, w_down = draw(CASES["odd_sizes"], torch.float32, device)
-    stored = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w_up, w_down)]
-    leaves = [w.detach().requires_grad_() for w in (w_up, w_down)]
-    transposed = [w.detach().requires_grad_() for w in stored]
-    expected = run(tokens, weights, experts, *leaves)
-    out = run(tokens, weights, experts, *transposed)
-    assert torch.equal(out, expected)
-    for a, b in zip(
-        torch.autograd.grad(out.sum(), transposed), torch.autograd.grad(expected.sum(), leaves), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("case", ["ordinary", "odd_sizes", "skewed"])
-def test_repeats_bitwise(case, device):
-    inputs = draw(CASES[case], DTYPES[-1], device)
-    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
-
-    def once():
-        out = run(*leaves)
-        return out, *torch.autograd.grad(out.float().square().sum(), [t for t in leaves if t.requires_grad])
-
-    first = once()
-    for _ in range(20 if device == "cuda" else 2):
-        for a, b in zip(once(), first, strict=True):
-            assert torch.equal(a, b)
 
 
 def test_backward_twice_on_a_kept_graph(device):
@@ -242,8 +186,8 @@ TWO_EMPTY = Case(33, 21, 13, 4, 2, "first")
         ("gpt_oss", TWO_EMPTY, torch.float32),
         ("weight_on_input_bias", TWO_EMPTY, torch.float32),
         ("gpt_oss", CASES["zero_tokens"], torch.float32),
-        ("gpt_oss", ODD, DTYPES[-1]),
-        ("weight_on_input_bias", ODD, DTYPES[-1]),
+        pytest.param("gpt_oss", ODD, DTYPES[-1], marks=slow),
+        pytest.param("weight_on_input_bias", ODD, DTYPES[-1], marks=slow),
         ("relu_squared", ODD, DTYPES[-1]),
     ],
 )
@@ -294,7 +238,9 @@ def test_dropped_slots_add_no_bias(variant, op, device):
         assert gradient[expert].any() and not gradient[torch.arange(8, device=device) != expert].any()
 
 
-@pytest.mark.parametrize("variant", ["plain", "gpt_oss", "weight_on_input_bias"])
+@pytest.mark.parametrize(
+    "variant", default_tier(["plain", "gpt_oss", "weight_on_input_bias"], ["weight_on_input_bias"])
+)
 def test_frozen_operands_are_skipped(variant, device):
     operands = draw_variant(Case(5, 8, 4, 2, 2), variant, torch.float32, device)
     indices = [i for i in range(len(operands)) if i != 2]
@@ -308,20 +254,6 @@ def test_frozen_operands_are_skipped(variant, device):
     for frozen in indices:
         for i, gradient in gradients([i for i in indices if i != frozen]).items():
             assert torch.equal(gradient, every[i]), (frozen, i)
-
-
-@pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
-def test_variants_repeat_bitwise(variant, device):
-    operands = draw_variant(ODD, variant, DTYPES[-1], device)
-    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
-
-    def once():
-        out = run_variant(*leaves, variant=variant)
-        return out, *torch.autograd.grad(out.float().square().sum(), [t for t in leaves if t.requires_grad])
-
-    first = once()
-    for _ in range(20 if device == "cuda" else 1):
-        assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -397,7 +329,7 @@ def test_bad_input(changes, message):
         fused_experts(**bad_operands(**changes))
 
 
-@pytest.mark.parametrize("variant", ["weight_on_input", "gpt_oss", "relu_bias", "bias"])
+@pytest.mark.parametrize("variant", default_tier(["weight_on_input", "gpt_oss", "relu_bias", "bias"], ["gpt_oss"]))
 def test_recomputing_changes_no_bit_and_saves_no_preactivation(variant, device):
     options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
     tokens, weights, experts, *rest = draw_variant(ODD, variant, DTYPES[-1], device)

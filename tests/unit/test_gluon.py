@@ -1,7 +1,5 @@
 """Triton versions that run the warp-specialised kernels, and the messages elsewhere."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -9,6 +7,8 @@ import pytest
 from moe_kernels.gemm import selection
 from moe_kernels.runtime import dispatch, gluon
 from moe_kernels.runtime.triton import HAS_TRITON, version_numbers
+
+from ..processes import run_python
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -96,12 +96,8 @@ print({{kernel.obstacle for kernel in specialized}})
     ],
     ids=["unknown version", "no Gluon"],
 )
-def test_the_package_imports_and_its_kernels_say_why_they_do_not_run(before, cause, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    command = [sys.executable, "-c", SCRIPT.format(before=before)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    warning, obstacles = result.stdout.splitlines()
+def test_the_package_imports_and_its_kernels_say_why_they_do_not_run(before, cause):
+    warning, obstacles = run_python(["-c", SCRIPT.format(before=before)]).stdout.splitlines()
     assert cause in warning and "install Triton 3.6 to 3.9" in warning
     assert cause in obstacles
 

@@ -37,21 +37,6 @@ def step(layer, x):
     return y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
 
 
-@pytest.mark.parametrize("d_ff", [256, 768])  # below and above the size from which rows are copied before a GEMM
-@pytest.mark.parametrize("routing", ["even", "zipf", "first"])
-def test_a_hundred_runs_are_bitwise_equal(routing, d_ff):
-    layer = make_layer(d_ff=d_ff)
-    x = make_x(layer, 1500, routing)
-    first = step(layer, x)
-    for i in range(100):
-        # Possible contents of uninitialised memory: NaN, or results of earlier kernels.
-        torch.use_deterministic_algorithms(i % 2 == 0, warn_only=True)
-        if i % 10 == 0:
-            torch.empty(2**26, device="cuda").fill_(i)
-        for a, b in zip(step(layer, x), first, strict=True):
-            assert torch.equal(a, b), f"run {i}"
-
-
 @pytest.mark.parametrize("d_ff", [128, 1024])
 def test_backward_transients(d_ff):
     """Beyond saved tensors and weight gradients, backward needs at most max(8 R F, 6 R F + 2 R D) bytes + 5 percent."""
@@ -70,20 +55,6 @@ def test_backward_transients(d_ff):
     transients = torch.cuda.max_memory_allocated() - before - gradients
     num_rows, d_model = 16384 * SIZES["top_k"], SIZES["d_model"]
     assert transients <= 1.05 * max(8 * num_rows * d_ff, 6 * num_rows * d_ff + 2 * num_rows * d_model)
-
-
-def test_saved_memory_is_the_preactivation_and_the_output():
-    layer = make_layer()
-    x = make_x(layer, 16384)
-    layer(x)
-    torch.use_deterministic_algorithms(False)
-    before = torch.cuda.memory_allocated()
-    y = layer(x)
-    saved = torch.cuda.memory_allocated() - before
-    num_rows = 16384 * SIZES["top_k"]
-    preactivation = num_rows * 2 * SIZES["d_ff"] * 2
-    routing = num_rows * 4 * 4  # experts, weights, slot_to_row and row_to_token
-    assert preactivation + y.nbytes < saved <= preactivation + y.nbytes + 1.1 * routing
 
 
 def test_two_streams_at_once():
@@ -158,19 +129,3 @@ def test_a_layer_on_another_gpu_than_the_current_one():
     assert torch.cuda.current_device() == 0
     for a, b in zip(result, expected, strict=True):
         torch.testing.assert_close(a.cpu(), b.cpu())
-
-
-def test_in_a_cuda_graph():
-    layer = make_layer()
-    x = make_x(layer, 1000)
-    step(layer, x)
-    torch.use_deterministic_algorithms(False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(layer, x)
-    for seed in range(3):  # the routing changes between replays
-        with torch.no_grad():
-            x.copy_(make_x(layer, 1000, "zipf", seed))
-        graph.replay()
-        for a, b in zip(captured, step(layer, x), strict=True):
-            assert torch.equal(a, b)

@@ -1,14 +1,10 @@
 """Imports point one way: between the packages, their folders and their files."""
 
 import ast
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from ..processes import ROOT, run_python
 
 # The floors of each package from the bottom up. A module imports only from floors listed above its own, including
 # deferred and type-only imports.
@@ -194,16 +190,9 @@ except NotImplementedError as error:
 
 
 def test_runs_without_triton():
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True, env=os.environ
-    )
-    assert result.returncode == 0, result.stderr
-    assert "Triton is not installed" in result.stdout
+    assert "Triton is not installed" in run_python(["-c", WITHOUT_TRITON], interpret=True).stdout
 
 
-@pytest.mark.parametrize("interpret", ["0", "1"])
-def test_importing_the_packages_does_not_import_the_compiler(interpret):
+def test_importing_the_packages_does_not_import_the_compiler():
     code = "import moe_layers, sys; print(sorted({'torch._dynamo', 'torch._inductor'} & set(sys.modules)))"
-    env = {**os.environ, "TRITON_INTERPRET": interpret}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
-    assert result.stdout == "[]\n", result.stderr
+    assert run_python(["-c", code], interpret=True).stdout == "[]\n"

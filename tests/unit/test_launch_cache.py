@@ -3,12 +3,7 @@
 import contextlib
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
-import threading
 import weakref
-from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -24,77 +19,14 @@ from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.runtime.launch import Launch
 from moe_kernels.runtime.triton import HAS_TRITON
 
+from ..processes import run_python
 from .kernel_arguments import _arguments_for
+from .launch_variants import grouped_variants, shifted, table_of, wgrad_variants
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-
-def table_of(offsets, num_rows, shift):
-    """A tile table whose tensors start `shift` numbers behind an aligned address."""
-    tensors = [
-        torch.cat([t.new_zeros(shift), t.flatten()])[shift:].view(t.shape)
-        for t in reference.tile_table(offsets, num_rows, 64)[:4]
-    ]
-    return reference.TileTable(*tensors, 64)
-
-
-def shifted(tensor):
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-
-
-def grouped_variants():
-    """Arguments of one shape and, by what differs, others that want another kernel or are compiled for otherwise."""
-    a, b, out = torch.randn(40, 64).half(), torch.randn(3, 64, 48).half(), torch.empty(40, 48).half()
-    offsets = torch.tensor([10, 20, 38], dtype=torch.int32)
-    plain = GroupedGemmArguments(a, b, out, offsets=offsets)
-    index = torch.arange(40, dtype=torch.int32)
-    changes = {
-        "dtype": {"A": a.float(), "B": b.float(), "out": out.float()},
-        "dtype of the result": {"out": out.float()},
-        "alignment of A": {"A": shifted(a)},
-        "alignment of B": {"B": shifted(b)},
-        "alignment of out": {"out": shifted(out)},
-        "layout of B": {"B": b.mT.contiguous().mT},
-        "strides of A": {"A": torch.zeros(40, 65).half()[:, :64]},
-        "strides of out": {"out": torch.zeros(40, 49).half()[:, :48]},
-        "size K": {"A": a[:, :60], "B": b[:, :60]},
-        "size N": {"B": b[..., :47], "out": out[:, :47]},
-        "bias": {"bias": torch.zeros(3, 48)},
-        "dtype of the bias": {"bias": torch.zeros(3, 48).half()},
-        "alignment of the bias": {"bias": shifted(torch.zeros(3, 48))},
-        "strides of the bias": {"bias": torch.zeros(1, 48).expand(3, 48)},
-        "row scale": {"row_scale": torch.ones(40)},
-        "alignment of the row scale": {"row_scale": shifted(torch.ones(40))},
-        "gather": {"row_to_token": index},
-        "alignment of the index": {"row_to_token": shifted(index)},
-        "no zeros behind": {"zero_tail": False},
-        "a table": {"tile_table": table_of(offsets, 40, 0)},
-        "alignment of a table": {"tile_table": table_of(offsets, 40, 1)},
-    }
-    return plain, {what: dataclasses.replace(plain, **change) for what, change in changes.items()}
-
-
-def wgrad_variants():
-    a, dout, out = torch.randn(40, 64).half(), torch.randn(40, 48).half(), torch.empty(3, 64, 48).half()
-    offsets = torch.tensor([10, 20, 38], dtype=torch.int32)
-    plain = WgradArguments(a, dout, out, offsets=offsets)
-    index = torch.arange(40, dtype=torch.int32)
-    changes = {
-        "dtype": {"A": a.float(), "dout": dout.float(), "out": out.float()},
-        "dtype of the result": {"out": out.float()},
-        "alignment of A": {"A": shifted(a)},
-        "alignment of dout": {"dout": shifted(dout)},
-        "layout of out": {"out": out.mT.contiguous().mT},
-        "strides of dout": {"dout": torch.zeros(40, 49).half()[:, :48]},
-        "size K": {"A": a[:, :60], "out": out[:, :60]},
-        "gather of A": {"a_row_to_token": index},
-        "gather of dout": {"dout_row_to_token": index},
-        "alignment of a table": {"tile_table": table_of(offsets, 40, 1)},
-    }
-    return plain, {what: dataclasses.replace(plain, **change) for what, change in changes.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -167,23 +99,6 @@ FORMS = {
 }
 
 
-def test_each_variant_computes_its_own_product(device):
-    """In turns, so that what is kept for one would show in the next."""
-    _, others = grouped_variants()
-    wanted = ["dtype", "alignment of A", "layout of B", "size K", "bias", "row scale", "gather"]
-    for _ in range(2):
-        for what in wanted:
-            args = others[what]
-            fields = {name: getattr(args, name) for name in (*args.tensors,)}
-            moved = {name: None if tensor is None else tensor.to(device) for name, tensor in fields.items()}
-            args = dataclasses.replace(args, **moved)
-            args.out.fill_(torch.nan)
-            selection.run(args)
-            options = {"bias": args.bias, "row_scale": args.row_scale}
-            expected = reference.grouped_gemm(args.A, args.B, args.offsets, **options)
-            torch.testing.assert_close(args.out, expected, rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_replays_take_the_tensors_that_they_are_given(form, device):
     for _ in range(2):
@@ -208,15 +123,6 @@ def test_the_second_launch_of_a_key_makes_its_template(device):
         assert len(names) == 4
         check_run(product(41, device=device))
         assert len(names) == 4
-
-
-@pytest.mark.parametrize("make", [product, gradient])
-def test_other_numbers_of_rows(make, device):
-    """Within a power of two per group, which the choice of a kernel looks at."""
-    for _ in range(4):
-        for num_rows in (25, 40, 48):
-            check_run(make(num_rows, device=device))
-    assert len(selection._selected) == 1 and len(selection._launches) == 3
 
 
 @pytest.mark.parametrize("variants", [grouped_variants, wgrad_variants])
@@ -381,25 +287,6 @@ def test_descriptors_are_new_each_time(device):
     assert launches[0].arguments[0] is not launches[1].arguments[0]
 
 
-def test_threads_get_their_own_tensors(device):
-    kernel = OfPart(lambda args: (TensorDescriptor.from_tensor(args.A, [16, 16]), args.out))
-    template = make_template(kernel, product(device=device))
-    wrong = []
-
-    def replay():
-        args = product(device=device)
-        for _ in range(2000):
-            descriptor, out = template(args).arguments
-            wrong.extend([1] if descriptor.base is not args.A or out is not args.out else [])
-
-    threads = [threading.Thread(target=replay) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 @pytest.mark.parametrize("form", ["table", "wgrad"])
 def test_what_is_kept_holds_no_tensors(form, device):
     args = FORMS[form](device)
@@ -488,13 +375,6 @@ def check_every_kernel():
 
 def test_templates_of_every_kernel():
     """Run outside the interpreter, where more kernels have a launch."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        "-c",
-        "from tests.unit.test_launch_cache import check_every_kernel; check_every_kernel()",
-    ]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code = "from tests.unit.test_launch_cache import check_every_kernel; check_every_kernel()"
+    result = run_python(["-c", code])
     assert int(result.stdout.split()[-1]) >= 20

@@ -1,8 +1,5 @@
 """Tables of measured kernels: the shipped one, the user's over it, and the selector that reads them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,8 @@ from moe_kernels.gemm import selection, tables
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.tables import Table, merged_table, read, table_name, user_folder, write
 from moe_kernels.runtime.triton import HAS_TRITON
+
+from ..processes import run_python
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="without Triton nothing is selected")
 
@@ -48,10 +47,8 @@ def test_a_folder_is_named_once_at_import():
     assert user_folder("~/tables", "/somewhere") == Path.home() / "tables"
     assert user_folder("off", "/somewhere") is None
     for setting, expected in (("/pinned", "/pinned"), ("off", "None")):
-        command = [sys.executable, "-c", "from moe_kernels.gemm import tables; print(tables.USER)"]
-        result = subprocess.run(
-            command, env=os.environ | {"MOE_KERNELS_TUNING": setting}, capture_output=True, text=True, check=True
-        )
+        code = "from moe_kernels.gemm import tables; print(tables.USER)"
+        result = run_python(["-c", code], MOE_KERNELS_TUNING=setting)
         assert result.stdout.strip() == expected
 
 

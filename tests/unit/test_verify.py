@@ -1,9 +1,6 @@
 """Verification of kernel results: right ones pass, planted errors are caught, and no check runs unless asked for."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,8 @@ from moe_kernels.gemm.verify import check_result, verified, verify_interval
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.tools.tune import check
 
+from ..processes import run_python
+from ..tiers import slow
 from .test_catalog_run import ARGUMENTS, gemm_arguments, grouped_arguments, wgrad_arguments
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to check")
@@ -242,13 +241,12 @@ except RuntimeError as error:
 """
 
 
+@slow  # two processes in the interpreter; test_every_nth_launch_is_checked checks what it turns on
 def test_the_environment_turns_it_on():
     """And changes no launch. Python -O leaves assertions out, which must not turn it off."""
-    command = [sys.executable, "-O", "-c", PLANTED]
     lines = {}
     for setting in ("0", "2"):
-        result = subprocess.run(command, env=os.environ | {"MOE_VERIFY": setting}, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        result = run_python(["-O", "-c", PLANTED], interpret=True, MOE_VERIFY=setting)
         lines[setting] = result.stdout.splitlines()
     *launches, raised = lines["2"]
     assert launches == lines["0"] and len(launches) == 3 and ", 1)" in launches[-1]

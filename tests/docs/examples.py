@@ -1,0 +1,25 @@
+"""The examples as modules, and a text small enough for seconds."""
+
+import argparse
+import sys
+import textwrap
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from ..processes import ROOT
+
+# As in a script run: the examples import modules from their own folder.
+sys.path.insert(0, str(ROOT / "examples"))
+language_model = import_module("_language_model")
+
+
+def small_text(device):
+    """Return two modules of the standard library as training and held-out text."""
+    parts = (Path(module.__file__).read_bytes() for module in (argparse, textwrap))
+    return language_model.Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts))
+
+
+def implementation_of(device):
+    return "triton" if torch.device(device).type == "cuda" else "reference"
