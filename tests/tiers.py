@@ -17,4 +17,4 @@ def default_tier(cases: Iterable, keep: Collection | Callable[[object], bool]) -
 
 
 # The named cases of the ops. A case of few numbers is drawn many times to judge its error, which takes seconds.
-OP_CASES = default_tier(CASES, {"ordinary", "odd_sizes", "zero_tokens", "every_expert"})
+OP_CASES = default_tier(CASES, {"odd_sizes", "zero_tokens", "every_expert"})

@@ -102,7 +102,7 @@ def forward_arguments(kernel, case, device, transposed=False):
     return args, (a.nan_to_num(), b, offsets)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", default_tier([False, True], [True]))
 @pytest.mark.parametrize("case", default_tier(CASES, QUICK))
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
 def test_forward_kernel(kernel, case, transposed, device):

@@ -88,7 +88,7 @@ def test_matches_reference(case, dtype, layouts, device):
         assert_accurate(*map(joined, results), name)
 
 
-@pytest.mark.parametrize("layouts", ["rr", "rc", "cr", "cc", "mm"])
+@pytest.mark.parametrize("layouts", default_tier(["rr", "rc", "cr", "cc", "mm"], ["rc", "mm"]))
 @pytest.mark.parametrize("case", default_tier(CASES, QUICK))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_kernel(kernel, case, layouts, device):

@@ -31,7 +31,7 @@ CASES = {
     "no_depth": ([1, 5], 7, 0, 16),
     "parts": ([5, 40, 400, 400, 760], 777, 24, 16),  # enough rows to sum B's gradient in parts
 }
-QUICK = {"head_and_tail", "odd_sizes", "no_depth", "no_rows"}
+QUICK = {"head_and_tail", "no_depth", "no_rows"}
 if torch.cuda.is_available():
     CASES["many_tiles"] = ([100, 101, 9000, 9000, 12345, 20000], 20100, 512, 768)
 
@@ -51,7 +51,7 @@ def test_matches_reference(case, dtype, device):
     check_accuracy(triton_jagged, reference.jagged_gemm, inputs, ("out", "da", "db"))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", default_tier([False, True], [True]))
 @pytest.mark.parametrize("case", default_tier(sorted(set(CASES) - {"growing", "one_row"}), QUICK))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_kernel(kernel, case, transposed, device):
