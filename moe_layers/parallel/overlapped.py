@@ -183,7 +183,7 @@ class _Overlapped(torch.autograd.Function):
         for part, weights_of_part in enumerate(topk_weights):
             tokens_of_part = gathering.wait(part)
             with unseen_by_modes():
-                preactivation, activated = experts.activate(part, tokens_of_part)
+                preactivation, activated, _ = experts.activate(part, tokens_of_part)
             preactivations.append(preactivation)
             for columns in plan.columns(part, tokens):
                 with unseen_by_modes():
