@@ -1,5 +1,8 @@
 """Mixture-of-Experts layers: `nn.Module`s composed of the functions of `moe_kernels`."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_kernels import __version__ as __version__
 
 from .balance.balancing import (
@@ -20,8 +23,6 @@ from .config import MoEConfig
 from .experts.lora import LoRA
 from .feed_forward import MoEFeedForward
 from .parallel.collectives import save_communication
-from .parallel.expert_parallel import ExpertParallel
-from .parallel.gradient_clipping import clip_grad_norm_
 from .routing.activation_checkpointing import save_routing
 from .routing.assignment import RoundRobinAssignment
 from .routing.capacity import CapacityFactor
@@ -32,6 +33,10 @@ from .routing.replay import RoutingReplay
 from .routing.result import LayerRouting
 from .routing.router import TopKRouter
 from .whole_models import aux_losses, observe, set_aux_loss_scale
+
+if TYPE_CHECKING:
+    from .parallel.expert_parallel import ExpertParallel
+    from .parallel.gradient_clipping import clip_grad_norm_
 
 __all__ = [
     "BalanceLosses",
@@ -65,3 +70,12 @@ __all__ = [
     "set_aux_loss_scale",
     "update_selection_bias",
 ]
+
+# Modules that import torch.distributed.tensor, which takes half as long as PyTorch. They are imported on first use.
+_ON_FIRST_USE = {"ExpertParallel": "parallel.expert_parallel", "clip_grad_norm_": "parallel.gradient_clipping"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 
 def first_three(items: Iterable[str], separator: str = ", ") -> str:
     """Join at most three items, then say how many more there are. For errors, which would else list thousands."""
@@ -29,3 +31,8 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {got[:100]}")
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether this is a DTensor. Importing its class takes as long as half of PyTorch."""
+    return hasattr(tensor, "device_mesh")

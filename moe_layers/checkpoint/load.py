@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from ..architectures import RECORD, ModelConfig, read_config
 from ..config import MoEConfig
-from ..parallel.expert_parallel import ExpertParallel, expert_share
 from .files import CONFIG, CheckpointFiles, read_json
 from .host_memory import prefer_huge_pages
 from .hub import HubModel
@@ -22,6 +20,9 @@ from .quantization import float8_block
 from .recognition import select_block
 from .report import LoadedTensor, LoadReport
 from .source import CheckpointSource
+
+if TYPE_CHECKING:  # imports torch.distributed.tensor, which takes half as long as PyTorch
+    from ..parallel.expert_parallel import ExpertParallel
 
 _DTYPES = {
     "float64": torch.float64,
@@ -79,6 +80,10 @@ def load_layer(
         device = mesh.device_type  # where parallelize_module puts the experts
     module, report = _load(layer_class, directory, layer, dtype, device, mesh or experts, implementation)
     if mesh is not None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from ..parallel.expert_parallel import ExpertParallel
+
         parallelize_module(module, mesh, expert_parallel or ExpertParallel())
     return (module, report) if return_report else module
 
@@ -171,6 +176,8 @@ def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) 
 def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> range:
     whole = range(config.num_experts)
     if isinstance(experts, DeviceMesh):
+        from ..parallel.expert_parallel import expert_share
+
         return expert_share(experts, config.num_experts)
     if experts is None:
         return whole

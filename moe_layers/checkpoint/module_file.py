@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..checks import first_three
+from ..checks import first_three, is_dtensor
 from .files import DTYPES
 
 # These dtypes convert to each other without change of meaning. Others may need scales, which such a file lacks.
@@ -30,7 +29,7 @@ def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def _check_tensors(op: str, module: nn.Module) -> None:
     for name, tensor in module.state_dict().items():
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise ValueError(
                 f"{op}: tensors must be whole, got a DTensor {name}; torch.distributed.checkpoint takes those"
             )

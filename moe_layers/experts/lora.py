@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moe_kernels import ExpertAdapters
 
-from ..checks import check_kind, check_positive
+from ..checks import check_kind, check_positive, is_dtensor
 
 TARGETS = ("up", "down")
 
@@ -196,7 +195,9 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]
     factory = {"device": experts.w_up.device, "dtype": experts.w_up.dtype if dtype is None else dtype}
     adapter = ExpertLoRA(lora, d_model, d_up, d_ff, len(experts.w_up), **factory)
-    if isinstance(experts.w_up, DTensor):
+    if is_dtensor(experts.w_up):
+        from torch.distributed.tensor import Shard, distribute_tensor  # half as long as importing PyTorch
+
         check_shardable("add_lora", lora)
         for key, factor in list(adapter.named_parameters()):
             # All ranks draw the factors of all experts and keep their own.
@@ -326,7 +327,7 @@ def check_shardable(op: str, lora: LoRA) -> None:
 
 def _check_before_fully_shard(op: str, experts: nn.Module) -> None:
     weight = experts.w_up
-    if isinstance(weight, DTensor) and (experts.local_share is None or weight.device_mesh.ndim > 1):
+    if is_dtensor(weight) and (experts.local_share is None or weight.device_mesh.ndim > 1):
         raise ValueError(f"{op}: must be called before fully_shard, got w_up sharded over {weight.device_mesh}")
 
 

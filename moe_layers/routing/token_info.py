@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..checks import check_kind
+from ..checks import check_kind, is_dtensor
 
 
 class TokenInfo(NamedTuple):
@@ -38,7 +37,7 @@ def flatten_tokens(
     Raises:
         ValueError: x is a DTensor or its last axis is not `d_model`, or another argument does not fit x.
     """
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         raise ValueError(
             "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this rank, as "
             "PrepareModuleInput does with use_local_output=True"
