@@ -257,7 +257,7 @@ class MoEFeedForward(nn.Module):
         return saved_bytes(self, num_tokens, dtype)
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Of the whole layer, wherever its experts are: see `MoEConfig.num_parameters`."""
+        """Of the whole layer without adapters, wherever its experts are: see `MoEConfig.num_parameters`."""
         return self.config.num_parameters(active=active)
 
     def flops_per_token(self) -> int:

@@ -2,12 +2,13 @@
 
 Blocks share their names and the current folder. `python` blocks run. `pycon` blocks are sessions whose output,
 including errors, must equal that on the page. Of `sh` blocks, only commands run that need neither network nor much
-time. A block marked `gpu` runs only where there is a GPU.
+time. A block marked `gpu` runs only where there is a GPU, one marked `peft` only where peft is installed.
 """
 
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import itertools
 import re
 import shlex
@@ -30,7 +31,7 @@ PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replac
 
 class Block(NamedTuple):
     language: str
-    marks: tuple[str, ...]  # words after the language: "gpu"
+    marks: tuple[str, ...]  # words after the language: "gpu", "peft"
     text: str
     line: int  # line of its first line in the page, from 1
 
@@ -82,6 +83,8 @@ def run_page(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "__page__"}
     for block in blocks_of(page):
         if "gpu" in block.marks and not torch.cuda.is_available():
+            continue
+        if "peft" in block.marks and importlib.util.find_spec("peft") is None:
             continue
         if block.language == "python":
             # Compiled with the page's line numbers, for tracebacks.

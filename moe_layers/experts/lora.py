@@ -190,7 +190,8 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     experts = layer.experts
     _check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
-    if not isinstance(name, str) or not name or "." in name or name in held or hasattr(held, name):
+    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` brings the others back
+    if not isinstance(name, str) or not name or "." in name or name in taken or hasattr(held, name):
         raise ValueError(f"add_lora: name must be new, without dots, and no attribute of a ModuleDict, got {name!r}")
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]
     factory = {"device": experts.w_up.device, "dtype": experts.w_up.dtype if dtype is None else dtype}

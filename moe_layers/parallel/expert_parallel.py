@@ -42,8 +42,8 @@ class ExpertParallel(ParallelStyle):
     A layer that holds all experts keeps its share of them. The values come from the first rank, or with
     `parallelize_module(..., src_data_rank=None)` from each rank's own parameters, without communication. A layer built
     or loaded with `keep_local_experts` of exactly this share keeps what it holds. Parameters that two layers share
-    become two parameters. `reset_parameters` afterwards draws different experts on each rank on GPUs, but the same on
-    all ranks on CPUs, as PyTorch then warns.
+    become two parameters. Adapters are sharded as their experts. `reset_parameters` afterwards draws different experts
+    on each rank on GPUs, but the same on all ranks on CPUs, as PyTorch then warns.
 
     The layer synchronises the host only where stated below. All ranks of the mesh must call the layer equally often, in
     forward and backward. Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False`,

@@ -1,25 +1,20 @@
 """examples/fine_tune_lora.py, on a model and texts small enough for seconds."""
 
-import argparse
 import dataclasses
 import json
 import re
-import sys
-import textwrap
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-import torch
+
+from ..tiers import slow
+from .examples import language_model, small_text
 
 pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
 pytest.importorskip("peft", minversion="0.19", reason="peft 0.19 or later is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-# As in a script run: the example imports modules from its own folder.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-language_model = import_module("_language_model")
 example = import_module("fine_tune_lora")
 
 TINY = dataclasses.replace(
@@ -38,22 +33,18 @@ TINY = dataclasses.replace(
 )
 
 
-def text_of(*modules):
-    parts = (Path(module.__file__).read_bytes() for module in modules)
-    return language_model.Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts))
-
-
 def test_documentation_is_split_by_page():
     text = example.load_documentation()
     assert len(text.training) > 4 * len(text.held_out) > 4 * 10_000
     assert bytes(text.held_out[:2000].tolist()) not in bytes(text.training.tolist())
 
 
+@slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers and peft, of their own use of each other
 def test_trains_saves_and_merges(monkeypatch, capfd, tmp_path):
     """The adapters lower the loss; loaded again and merged they give the same."""
-    monkeypatch.setattr(example, "load_text", lambda root: text_of(argparse, textwrap))
-    monkeypatch.setattr(example, "load_documentation", lambda: text_of(textwrap, argparse))
+    monkeypatch.setattr(example, "load_text", lambda root: small_text("cpu"))
+    monkeypatch.setattr(example, "load_documentation", lambda: language_model.Text(*reversed(small_text("cpu"))))
     # The interpreter would take minutes.
     monkeypatch.setattr(example, "enable", partial(example.enable, implementation="reference"))
     monkeypatch.setitem(example.PRESETS, "cpu", TINY)

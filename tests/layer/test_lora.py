@@ -21,6 +21,7 @@ from moe_layers.experts.lora import ExpertLoRA
 
 from ..dtypes import DTYPES
 from ..layers import moe_layer
+from ..tiers import slow
 from .test_memory import seen_bytes
 
 SIZES = {"d_model": 16, "d_ff": 12, "num_experts": 4, "top_k": 2}
@@ -267,7 +268,9 @@ def test_dropout_equals_a_composition_with_the_same_masks(implementation, option
     torch.testing.assert_close(layer(x).double(), effective(layer)(exact_x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("implementation", "dropout"), [("triton", 0.0), ("reference", 0.4)])
+@pytest.mark.parametrize(
+    ("implementation", "dropout"), [pytest.param("triton", 0.0, marks=slow), ("reference", 0.0), ("reference", 0.4)]
+)
 def test_checkpointed_regions_repeat_masks_and_choices(implementation, dropout, device):
     layer = adapted(device, implementation, lora=LoRA(3, 6, dropout=dropout))
     x = make_x(device)
@@ -286,7 +289,7 @@ def test_checkpointed_regions_repeat_masks_and_choices(implementation, dropout, 
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
-@pytest.mark.parametrize(("implementation", "dropout"), [("triton", 0.0), ("reference", 0.4)])
+@pytest.mark.parametrize(("implementation", "dropout"), [("triton", 0.0), pytest.param("reference", 0.4, marks=slow)])
 def test_compiles(implementation, dropout, device):
     """Takes seconds: the compiler traces the layer."""
     layer = adapted(device, implementation, lora=LoRA(3, 6, dropout=dropout))
@@ -437,6 +440,8 @@ def test_wrong_calls_are_named(device):
         layer.train()(make_x(device))
     layer = adapted(device)
     layer.merge_lora(keep_base=True)
+    with pytest.raises(ValueError, match="add_lora: name must be new"):
+        layer.add_lora(LoRA(1, 1))  # would collide when the merge is undone
     layer.keep_local_experts(range(2))
     with pytest.raises(ValueError, match=r"w_up must be as it was merged, .*\[4, 24, 16\], got .*\[2, 24, 16\]"):
         layer.unmerge_lora()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moe_layers import LoRA, clip_grad_norm_
 
-from ..processes import failures_fixture
+from ..processes import make_test
 from .expert_parallel_cases import (
     Model,
     assert_close,
@@ -130,11 +130,4 @@ def merging_equals_one_process(device):
         shard_experts(layer, mesh)
 
 
-CASES = [steps_equal_one_process, merging_equals_one_process]
-
-failures = failures_fixture(CASES, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(case, failures):
-    assert not failures[case.__name__], failures[case.__name__]
+test_two_processes = make_test([steps_equal_one_process, merging_equals_one_process], 2)
