@@ -1,4 +1,4 @@
-"""python -m moe_layers.checkpoint: inspect checkpoints, and convert the layout of their experts."""
+"""python -m moe_layers.checkpoint: inspect checkpoints, convert the layout of their experts, and LoRA of experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tqdm import tqdm
 from .convert import convert
 from .files import CONFIG, CheckpointFiles
 from .layouts import LAYOUTS
+from .lora import ADAPTER_LAYOUTS, ORIENTATIONS, read_peft_adapter, write_adapter
+from .lora_merge import merge_adapter
 from .survey import BlockSurvey, survey
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -23,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -68,7 +70,57 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights that are quantised")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest size of a file, in 10^9 bytes")
     command.set_defaults(run=convert_command)
+    lora = commands.add_parser("lora", help="adapters of experts in PEFT's files")
+    _add_lora_commands(lora.add_subparsers(required=True, metavar="COMMAND"))
     return parser
+
+
+def _add_lora_commands(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("inspect", help="the adapted parameters and their ranks")
+    command.add_argument("directory", type=Path, metavar="DIR", help="holds adapter_config.json")
+    command.set_defaults(run=inspect_lora_command)
+    _add_orientation(command)
+    command = commands.add_parser("convert", help="write an adapter in another layout")
+    command.add_argument("source", type=Path, metavar="IN")
+    command.add_argument("target", type=Path, metavar="OUT", help="must be empty or not exist")
+    command.add_argument("--layout", required=True, choices=ADAPTER_LAYOUTS, help="of OUT")
+    command.add_argument("--interleaved", action="store_true", help="rows of IN's gate and up alternate (gpt-oss)")
+    command.set_defaults(run=convert_lora_command)
+    _add_orientation(command)
+    command = commands.add_parser("merge", help="write a model with the adapter added to its weights")
+    command.add_argument("source", type=Path, metavar="MODEL")
+    command.add_argument("adapter", type=Path, metavar="ADAPTER")
+    command.add_argument("target", type=Path, metavar="OUT", help="must be empty or not exist")
+    command.add_argument("--shard-gb", type=float, default=5.0, help="largest size of a file, in 10^9 bytes")
+    command.set_defaults(run=merge_lora_command)
+    _add_orientation(command)
+
+
+def _add_orientation(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--orientation", choices=ORIENTATIONS, help="of the adapter, where its shapes do not tell it")
+
+
+def inspect_lora_command(options: argparse.Namespace) -> None:
+    print(read_peft_adapter(options.directory, orientation=options.orientation).report)
+
+
+def convert_lora_command(options: argparse.Namespace) -> None:
+    interleaved = options.interleaved
+    adapter = read_peft_adapter(options.source, orientation=options.orientation, interleaved=interleaved)
+    write_adapter(adapter, options.target, options.layout, interleaved=interleaved)
+    print(adapter.report)
+
+
+def merge_lora_command(options: argparse.Namespace) -> None:
+    report = merge_adapter(
+        options.source,
+        options.adapter,
+        options.target,
+        orientation=options.orientation,
+        max_shard_bytes=int(options.shard_gb * 1e9),
+        progress=partial(tqdm, desc=options.source.name, unit="tensor"),
+    )
+    print(report)
 
 
 def _layout_names() -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def convert(
             writer.make_room(output.num_bytes)
             writer.add(output.name, output.make(files))
         writer.finish({**without_quantization(values), RECORD: layout})
-        _copy_other_files(files.directory, writer.directory)
+        copy_other_files(files.directory, writer.directory)
 
 
 def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dtype) -> list[Output]:
@@ -78,18 +78,18 @@ def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dty
     experts = {found.block.weights[name][0] for found in surveys for name in found.experts}
     outputs = []
     for found in surveys:
-        outputs += _expert_outputs(found, _only_layout(found), layout, dtype)
+        outputs += _expert_outputs(found, only_layout(found), layout, dtype)
     float8 = float8_block(values, read_config(values, 0))
     problems: list[str] = []
     for name, group in sorted(group_names(files.file_of).items()):
         if name not in experts and (stored := describe(files, name, group, float8, problems)) is not None:
-            outputs.append(_copy_output(stored, dtype))
+            outputs.append(copy_output(stored, dtype))
     if problems:
         raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
     return outputs
 
 
-def _only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
+def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
     where = f"checkpoint: the layout of the experts below {found.block.prefix}"
     if not found.layouts:
         raise ValueError(f"{where} is not known, or tensors do not fit it:\n  " + first_three(found.wrong, "\n  "))
@@ -102,7 +102,7 @@ def _only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
     return next(zip(found.layouts, found.sizes, strict=True))
 
 
-def _copy_output(stored: Stored, dtype: torch.dtype) -> Output:
+def copy_output(stored: Stored, dtype: torch.dtype) -> Output:
     dtype = stored.dtype if stored.encoding == "plain" else dtype
 
     def make(files: CheckpointFiles) -> Tensor:
@@ -174,7 +174,7 @@ class ExpertReader:
         return self.found.experts[key.name.replace("{e}", str(expert))]
 
 
-def _copy_other_files(source: Path, target: Path) -> None:
+def copy_other_files(source: Path, target: Path) -> None:
     """Copy tokenizer, generation settings and other small files without weights."""
     for path in sorted(source.iterdir()):
         keep = path.suffix in {".json", ".txt", ".model", ".jinja", ".py", ".md"} and "index.json" not in path.name

@@ -234,6 +234,27 @@ class Pair:
         return expected.detach()
 
 
+@several_adapters
+def test_two_wrappers_of_one_parameter():
+    """The golden model has both adapters in one wrapper."""
+    golden = adapt(build("qwen3_moe", dtype=torch.float64), lora(3, 5, TARGETS[1:]))
+    golden.add_adapter("other", lora(2, 7, TARGETS[1:]))
+    randomise(golden)
+    golden.base_model.set_adapter(["default", "other"])
+    ours = copy.deepcopy(golden)
+    for layer in ours.base_model.model.model.layers:
+        inner = layer.mlp.experts
+        outer = copy.deepcopy(inner)
+        outer.base_layer = inner
+        inner.set_adapter("default")
+        outer.set_adapter("other")
+        layer.mlp.experts = outer
+    enable(ours, implementation="reference")
+    tokens = draw_tokens(golden)
+    expected = golden(input_ids=tokens).logits
+    torch.testing.assert_close(ours(input_ids=tokens).logits, expected, rtol=0, atol=1e-10)
+
+
 def deactivate(model):
     for module in model.modules():
         if type(module).__name__ == "ParamWrapper":

@@ -1,0 +1,282 @@
+"""Adapter files of experts: reading, writing in other layouts, and merging into a checkpoint."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_layers import MoEFeedForward
+from moe_layers.checkpoint.__main__ import main
+from moe_layers.checkpoint.lora import read_peft_adapter, write_adapter
+from moe_layers.checkpoint.lora_merge import merge_adapter
+
+from .golden import Golden
+from .test_convert import read_model, same
+
+EXPERTS = "base_model.model.model.layers.{}.mlp.experts"
+ATTENTION = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+SIZES = {"own": (10, 7), "2F = D": (10, 5), "F = D": (10, 10)}  # D, F
+
+
+def write_config(directory, targets, **changes):
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_parameters": targets, "target_modules": []}
+    (directory / "adapter_config.json").write_text(json.dumps({**config, **changes}, indent=2, sort_keys=True))
+
+
+def make_adapter(
+    directory, d_model, d_ff, orientation="0.19", names=("gate_up_proj", "down_proj"), num_experts=4, rank=3, **changes
+):
+    """Write an adapter file, and return the changes of the parameters by layer and name, by PEFT's formula."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors, deltas = {}, {}
+    rows = {"gate_up_proj": 2 * d_ff, "up_proj": d_ff, "down_proj": d_model}
+    for layer in changes.pop("layers", (0, 1)):
+        for depth, name in enumerate(reversed(names)):
+            size_out, size_in = rows[name], d_ff if name == "down_proj" else d_model
+            of_a, of_b = (size_in, size_out) if orientation == "0.19" else (size_out, size_in)
+            a = torch.randn(num_experts * rank, of_a, generator=generator)
+            b = torch.randn(of_b, rank * num_experts, generator=generator)
+            key = EXPERTS.format(layer) + ".base_layer" * depth
+            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+            formula = "ore, eri -> eoi" if orientation == "0.19" else "ore, eri -> eio"
+            parts = b.view(of_b, rank, num_experts).double(), a.view(num_experts, rank, of_a).double()
+            deltas[layer, name] = torch.einsum(formula, *parts) * 2  # alpha / r
+    save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+    write_config(directory, [f"mlp.experts.{name}" for name in names], r=rank, lora_alpha=2 * rank, **changes)
+    return deltas
+
+
+def delta(adapters, name):
+    a, b = (adapters.down_a, adapters.down_b) if name == "down_proj" else (adapters.up_a, adapters.up_b)
+    return adapters.scale * b.double() @ a.double()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("orientation", ["0.19", "0.18"])
+def test_both_orientations_are_told_by_the_shapes(orientation, sizes, tmp_path):
+    wanted = make_adapter(tmp_path / "in", *SIZES[sizes], orientation)
+    loaded = read_peft_adapter(tmp_path / "in")
+    assert (loaded.report.orientation, loaded.report.told_by) == (orientation, "shapes")
+    for (layer, name), value in wanted.items():
+        torch.testing.assert_close(delta(loaded.layers[layer], name), value)
+    other = {"0.19": "0.18", "0.18": "0.19"}[orientation]
+    with pytest.raises(ValueError, match=f"the shapes say orientation '{orientation}', got '{other}'"):
+        read_peft_adapter(tmp_path / "in", orientation=other)
+
+
+@pytest.mark.parametrize("names", [("gate_up_proj",), ("down_proj",), ("up_proj", "down_proj")])
+@pytest.mark.parametrize("orientation", ["0.19", "0.18"])
+def test_an_ambiguous_orientation_must_be_told(orientation, names, tmp_path):
+    wanted = make_adapter(tmp_path / "in", 8, 8, orientation, names)
+    with pytest.raises(ValueError, match="the shapes do not tell the orientation, nor does peft_version None"):
+        read_peft_adapter(tmp_path / "in")
+    loaded = read_peft_adapter(tmp_path / "in", orientation=orientation)
+    for (layer, name), value in wanted.items():
+        torch.testing.assert_close(delta(loaded.layers[layer], name), value)
+
+
+def test_only_recent_versions_tell_the_orientation(tmp_path):
+    make_adapter(tmp_path / "new", 8, 8, names=("down_proj",), peft_version="0.19.1")
+    report = read_peft_adapter(tmp_path / "new").report
+    assert (report.orientation, report.told_by) == ("0.19", "peft_version")
+    make_adapter(tmp_path / "old", 8, 8, names=("down_proj",), peft_version="0.18.1")
+    with pytest.raises(ValueError, match=r"nor does peft_version '0\.18\.1'"):
+        read_peft_adapter(tmp_path / "old")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("orientation", ["0.19", "0.18"])
+def test_there_and_back_is_bit_exact(orientation, interleaved, tmp_path):
+    make_adapter(tmp_path / "in", 10, 7, orientation, peft_version="0.21.2", extra=[1])
+    loaded = read_peft_adapter(tmp_path / "in", interleaved=interleaved)
+    write_adapter(loaded, tmp_path / "out", orientation=orientation, interleaved=interleaved)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+
+
+def test_the_other_orientation_has_the_same_products(tmp_path):
+    wanted = make_adapter(tmp_path / "in", 10, 7, "0.18")
+    write_adapter(read_peft_adapter(tmp_path / "in"), tmp_path / "out")
+    loaded = read_peft_adapter(tmp_path / "out")
+    assert loaded.report.orientation == "0.19" and loaded.config["peft_version"] == "0.19.0"
+    for (layer, name), value in wanted.items():
+        torch.testing.assert_close(delta(loaded.layers[layer], name), value)
+
+
+def test_interleaved_rows_become_gates_then_ups(tmp_path):
+    wanted = make_adapter(tmp_path / "in", 10, 7)
+    adapters = read_peft_adapter(tmp_path / "in", interleaved=True).layers[0]
+    stored = wanted[0, "gate_up_proj"]
+    torch.testing.assert_close(delta(adapters, "gate_up_proj"), torch.cat([stored[:, 0::2], stored[:, 1::2]], 1))
+
+
+def test_per_expert_layout(tmp_path):
+    wanted = make_adapter(tmp_path / "in", 10, 7)
+    tensors = load_file(tmp_path / "in/adapter_model.safetensors")
+    others = {ATTENTION.format("A"): torch.randn(3, 10), ATTENTION.format("B"): torch.randn(10, 3)}
+    save_file({**tensors, **others}, tmp_path / "in/adapter_model.safetensors")
+    write_config(tmp_path / "in", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"])
+    loaded = read_peft_adapter(tmp_path / "in")
+    assert set(loaded.report.others) == set(others)
+    write_adapter(loaded, tmp_path / "out", "per_expert")
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert len(written) == 2 * 4 * 3 * 2 + 2
+    assert same({name: written[name] for name in others}, others)
+    for (layer, name), value in wanted.items():
+        names = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+        for expert in range(4):
+            keys = [f"{EXPERTS.format(layer)}.{expert}.{n}.lora_{{}}.weight" for n in names]
+            products = [2 * written[key.format("B")].double() @ written[key.format("A")].double() for key in keys]
+            torch.testing.assert_close(torch.cat(products), value[expert])
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    assert config["target_parameters"] is None
+
+
+def test_vllm_reads_three_axes_from_the_layout_of_recent_peft(tmp_path):
+    wanted = make_adapter(tmp_path / "in", 10, 7, "0.18")
+    write_adapter(read_peft_adapter(tmp_path / "in"), tmp_path / "out", "vllm_3d")
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    for name, inner in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
+        key = f"{EXPERTS.format(0)}{inner}.lora_{{}}.weight"
+        a, b = written[key.format("A")].double(), written[key.format("B")].double()
+        a = a.reshape(4, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, 4).permute(2, 0, 1)
+        torch.testing.assert_close(2 * b @ a, wanted[0, name])
+    make_adapter(tmp_path / "half", 10, 7, names=("down_proj",), peft_version="0.19.1")
+    with pytest.raises(ValueError, match="layout 'vllm_3d' needs adapters of both weights, layer 0 has one"):
+        write_adapter(read_peft_adapter(tmp_path / "half"), tmp_path / "none", "vllm_3d")
+
+
+def test_incomplete_files_are_refused(tmp_path):
+    make_adapter(tmp_path / "in", 10, 7)
+    path = tmp_path / "in/adapter_model.safetensors"
+    tensors = load_file(path)
+    without = {name: tensor for name, tensor in tensors.items() if not name.endswith("1.mlp.experts.lora_B.weight")}
+    save_file(without, path)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.lora_B\.weight is missing"):
+        read_peft_adapter(tmp_path / "in")
+    save_file(tensors, path)
+    write_config(tmp_path / "in", ["mlp.experts.down_proj"])
+    with pytest.raises(ValueError, match=r"must have one wrapper for each of \['down_proj'\], got 2"):
+        read_peft_adapter(tmp_path / "in")
+    write_config(tmp_path / "in", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=5)
+    with pytest.raises(ValueError, match=r"must be \[E r, n\] with r = 5"):
+        read_peft_adapter(tmp_path / "in")
+    write_config(tmp_path / "in", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj_bias"])
+    with pytest.raises(NotImplementedError, match="down_proj_bias"):
+        read_peft_adapter(tmp_path / "in")
+    write_config(
+        tmp_path / "in",
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        alpha_pattern={"experts.down_proj": 1},
+    )
+    with pytest.raises(NotImplementedError, match="must have one scale"):
+        read_peft_adapter(tmp_path / "in")
+
+
+def sizes_of(case, layer):
+    config = MoEFeedForward.from_checkpoint(Golden(case).directory, layer).config
+    return {"d_model": config.d_model, "d_ff": config.d_ff, "num_experts": config.num_experts}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_merge_adds_the_product_and_rounds_once(case, dtype, tmp_path):
+    golden = Golden(case)
+    base = {name: tensor.to(dtype) for name, tensor in golden.tensors("model").items()}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/model.safetensors")
+    shutil.copy(golden.directory / "config.json", tmp_path / "base")
+    number = find_layer(base)
+    wanted = make_adapter(tmp_path / "adapter", **sizes_of(case, number), layers=(number,))
+    report = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=60_000)
+    assert len(report.used) == 2
+    merged = read_model(tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in merged.items()} == {name: t.dtype for name, t in base.items()}
+    untouched = {name for name in base if f"layers.{number}." not in name or ".experts." not in name}
+    untouched |= {name for name in base if "bias" in name or "shared" in name}
+    assert same({name: merged[name] for name in untouched}, {name: base[name] for name in untouched})
+    before, after = (MoEFeedForward.from_checkpoint(d, number) for d in (tmp_path / "base", tmp_path / "out"))
+    for name, parameter in (("gate_up_proj", "w_up"), ("down_proj", "w_down")):
+        change = wanted[number, name]
+        if case == "gpt_oss" and name == "gate_up_proj":
+            change = torch.cat([change[:, 0::2], change[:, 1::2]], 1)
+        old, new = getattr(before.experts, parameter), getattr(after.experts, parameter)
+        exact = old.double() + change
+        error = (new.double() - exact).abs()
+        half_step = exact.abs() * torch.finfo(new.dtype).eps / 2
+        assert (error <= half_step + 1e-6 * exact.abs().max()).all()
+
+
+def find_layer(tensors):
+    return min(int(name.split("layers.")[1].split(".")[0]) for name in tensors if ".experts." in name)
+
+
+def test_merge_refuses_what_does_not_fit(tmp_path):
+    directory = Golden("qwen3_moe").directory
+    layer = find_layer(Golden("qwen3_moe").tensors("model"))
+    sizes = sizes_of("qwen3_moe", layer)
+    make_adapter(tmp_path / "far", **sizes, layers=(layer, 77))
+    with pytest.raises(ValueError, match=r"must have experts in layers \[77\]"):
+        merge_adapter(directory, tmp_path / "far", tmp_path / "out")
+    make_adapter(tmp_path / "wide", **{**sizes, "d_ff": sizes["d_ff"] + 1}, layers=(layer,))
+    with pytest.raises(ValueError, match="must be of up weights"):
+        merge_adapter(directory, tmp_path / "wide", tmp_path / "out")
+    make_adapter(tmp_path / "more", **sizes, layers=(layer,))
+    path = tmp_path / "more/adapter_model.safetensors"
+    save_file({**load_file(path), ATTENTION.format("A"): torch.zeros(1, 1)}, path)
+    with pytest.raises(ValueError, match=r"must be of experts alone, it also has .*q_proj"):
+        merge_adapter(directory, tmp_path / "more", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands(tmp_path, capsys):
+    golden = Golden("qwen3_moe")
+    layer = find_layer(golden.tensors("model"))
+    make_adapter(tmp_path / "in", **sizes_of("qwen3_moe", layer), layers=(layer,))
+    assert main(["lora", "inspect", str(tmp_path / "in")]) == 0
+    text = capsys.readouterr().out
+    assert "adapters of 2 expert parameters in orientation 0.19 (told by shapes), 4 tensors used once each" in text
+    assert f"model.layers.{layer}.mlp.experts.down_proj" in text and "rank 3" in text
+    assert main(["lora", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--layout", "per_expert"]) == 0
+    assert f"{EXPERTS.format(layer)}.0.up_proj.lora_A.weight" in load_file(tmp_path / "out/adapter_model.safetensors")
+    assert main(["lora", "merge", str(golden.directory), str(tmp_path / "in"), str(tmp_path / "merged")]) == 0
+    assert read_model(tmp_path / "merged").keys() == golden.tensors("model").keys()
+    assert main(["lora", "inspect", str(tmp_path / "merged")]) == 1
+    assert "must hold adapter_config.json" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_files_of_peft_itself(model_type, tmp_path):
+    pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+    from ..integrations.models import build
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    model = peft.get_peft_model(build(model_type), config)
+    model.save_pretrained(tmp_path / "in")
+    interleaved = model_type == "gpt_oss"
+    loaded = read_peft_adapter(tmp_path / "in", interleaved=interleaved)
+    for layer, adapters in loaded.layers.items():
+        down = model.base_model.model.model.layers[layer].mlp.experts
+        for wrapper in (down, down.base_layer):
+            change = wrapper.get_delta_weight("default").double()
+            if interleaved:
+                change = change.transpose(1, 2)
+                if wrapper is not down:
+                    change = torch.cat([change[:, 0::2], change[:, 1::2]], 1)
+            torch.testing.assert_close(delta(adapters, wrapper.parameter_name), change, rtol=1e-5, atol=1e-6)
+    orientation = loaded.report.orientation
+    write_adapter(loaded, tmp_path / "out", orientation=orientation, interleaved=interleaved)
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text()) == loaded.config
