@@ -383,11 +383,10 @@ def fused_experts(
         row_to_slot = _invert(slot_to_row)[: len(rows)]
         weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
-        topk_weights = None
     preactivation = _adapted_linear(rows, w_up, up_a, up_b, scale, offsets)  # [R, 2F] or [R, F]
     activated = apply_activation(_add_bias(preactivation, b_up, offsets), activation)  # [R, F]
     rows = _add_bias(_adapted_linear(activated, w_down, down_a, down_b, scale, offsets), b_down, offsets)  # [R, D]
-    return combine(rows, topk_weights, slot_to_row)
+    return combine(rows, None if weight_on_input else topk_weights, slot_to_row)
 
 
 def _adapted_linear(
@@ -399,7 +398,7 @@ def _adapted_linear(
     offsets: Tensor,  # [E]
 ) -> Tensor:  # [R, out]
     product = grouped_gemm(rows, weight.transpose(1, 2), offsets)
-    if a is None:
+    if a is None or b is None:
         return product
     a, b = (factor.to(rows.dtype).expand(len(weight), -1, -1).transpose(1, 2) for factor in (a, b))
     return product + scale * grouped_gemm(grouped_gemm(rows, a, offsets), b, offsets)

@@ -102,7 +102,7 @@ class RouterSpec:
     @property
     def is_softmax_of_logits(self) -> bool:
         """Return whether a softmax over the logits chooses and weighs, normalised over the chosen experts or not."""
-        return self._is_softmax_of_logits
+        return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # from __post_init__
 
     @property
     def is_plain_softmax(self) -> bool:

@@ -227,5 +227,7 @@ def measure_errors(
     for name, *draws in zip(names, *results, strict=True):
         for a, _, e in draws:
             assert a.shape == e.shape, f"{name}: shape {list(a.shape)}, expected {list(e.shape)}"
-        errors[name] = _errors(*(torch.cat([t.flatten() for t in kind]) for kind in zip(*draws, strict=True)), name)
+        errors[name] = _errors(
+            *(torch.cat([t.flatten() for t in kind]) for kind in zip(*draws, strict=True)), name=name
+        )
     return errors

@@ -121,9 +121,14 @@ class MoEConfig:
             raise ValueError(f"MoEConfig: batch_invariant must have no capacity, got {self.capacity}")
 
     @property
+    def is_gated(self) -> bool:
+        """Return whether the activation of the experts is gated."""
+        return _as_activation("activation", self.activation).gated
+
+    @property
     def shared_is_gated(self) -> bool:
         """Return whether the activation of the shared expert is gated."""
-        return (self.shared_activation or self.activation).gated
+        return _as_activation("activation", self.shared_activation or self.activation).gated
 
     # Sizes
 
@@ -140,7 +145,7 @@ class MoEConfig:
         vectors += 0 if router.input_norm_epsilon is None else self.d_model
         if self.bias:
             expert_in = self.latent_dim or self.d_model
-            vectors += num_experts * ((1 + self.activation.gated) * self.d_ff + expert_in)
+            vectors += num_experts * ((1 + self.is_gated) * self.d_ff + expert_in)
         return self._matrix_elements(num_experts) + vectors
 
     def flops_per_token(self) -> int:
@@ -155,7 +160,7 @@ class MoEConfig:
         """Elements of the matrices of the router, of so many experts and of the parts that process every token."""
         expert_in = self.latent_dim or self.d_model
         elements = (self.num_experts + self.num_zero_experts) * self.d_model
-        elements += num_experts * (2 + self.activation.gated) * expert_in * self.d_ff
+        elements += num_experts * (2 + self.is_gated) * expert_in * self.d_ff
         if self.latent_dim is not None:
             elements += 2 * self.latent_dim * self.d_model
         if self.shared_d_ff is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_kernels.runtime.dispatch import runs_kernels
 
 
-def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the distinct storages saved for backward, without parameters, buffers and the input.
 
     The layer runs on fake tensors, which have sizes but no memory. This counts all it would save, and launches and
@@ -33,7 +35,8 @@ def saved_bytes(layer: nn.Module, num_tokens: int, dtype: torch.dtype | None = N
     if not runs_kernels(layer.experts.implementation, layer.experts.w_up):
         raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
-    own = {name: mode.from_tensor(tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    tensors = *layer.named_parameters(), *layer.named_buffers()
+    own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
     parameter, loss_scale, last_loss = layer.experts.w_up, layer.aux_loss_scale, layer.aux_loss
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
     kept: dict[int, Tensor] = {}  # by storage; holding the tensors keeps the storages alive

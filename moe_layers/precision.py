@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -11,22 +11,32 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-def call_with_autocast_rules(function: Callable[..., Result], tokens: Tensor, *weights: Tensor | None) -> Result:
+def call_with_autocast_rules(
+    function: Callable[..., Result], tokens: Tensor, weight: Tensor, *others: Tensor | None
+) -> Result:
     """Call `function` as autocast calls a matrix product: operands in autocast's dtype, autocast off inside.
 
     As in autocast, float64 stays float64. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's
     usual error.
     """
-    device_type = weights[0].device.type
+    device_type = weight.device.type
     if not autocast_is_enabled(device_type):
-        return function(tokens, *weights)
+        return function(tokens, weight, *others)
     with torch.autocast(device_type, enabled=False):
-        return function(*(autocast(operand, device_type) for operand in (tokens, *weights)))
+        return function(*(autocast(operand, device_type) for operand in (tokens, weight, *others)))
 
 
 def autocast_is_enabled(device_type: str) -> bool:
     """As `torch.is_autocast_enabled`, which raises for meta."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+@overload
+def autocast(operand: Tensor, device_type: str) -> Tensor: ...
+
+
+@overload
+def autocast(operand: None, device_type: str) -> None: ...
 
 
 def autocast(operand: Tensor | None, device_type: str) -> Tensor | None:

@@ -112,6 +112,7 @@ class BackwardInParts:
 
     def tokens_gradient(self) -> Tensor:  # [T, D] of all chunks' tokens
         whole, experts = self.whole, self.experts
+        assert self._hidden is not None
         return whole.combine(whole.gemm(self._hidden.dpreactivation, experts.weights.w_up), None)
 
     def weight_gradients(
@@ -120,9 +121,10 @@ class BackwardInParts:
         dout: Tensor,  # [T, D] of all chunks, contiguous
         topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
         needed: ExpertWeights,  # of bools: the gradients to compute
-    ) -> ExpertWeights:
+    ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`
         """The needed ones, the others None."""
         experts, whole, hidden = self.experts, self.whole, self._hidden
+        assert hidden is not None
         dw_up = dw_down = db_up = db_down = None
         if needed.w_down:
             dw_down = w_down_gradient(whole, dout, copy_dout(experts, whole, dout), hidden.weighted)
@@ -132,7 +134,7 @@ class BackwardInParts:
             db_up = b_up_gradient(experts, whole, hidden.dpreactivation)
         if needed.b_down:
             db_down = b_down_gradient(experts, whole, dout, topk_weights)
-        return ExpertWeights(dw_up, dw_down, db_up, db_down)
+        return dw_up, dw_down, db_up, db_down
 
     def _destination(self, part: int, preactivation: Tensor) -> Destination:
         """Where a chunk's rows of dH and A_w go among those of all chunks."""

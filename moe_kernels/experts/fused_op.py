@@ -238,12 +238,12 @@ def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
 
 @registered_op("experts_w_down_gradient")
 def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    is_kept = drows.dim() == 2
+    copied = drows if drows.dim() == 2 else None
     if not copies_dout(experts, rows, rows.as_read(dout)):
-        drows = None
-    elif not is_kept:
-        drows = copy_dout(experts, rows, dout)
-    return w_down_gradient(rows, dout, drows, weighted)
+        copied = None
+    elif copied is None:
+        copied = copy_dout(experts, rows, dout)
+    return w_down_gradient(rows, dout, copied, weighted)
 
 
 @_w_down_gradient_op.register_fake

@@ -98,6 +98,7 @@ class Rows(NamedTuple):
         """Product and activation from one kernel, or None if there is none for these arguments."""
         extra_a, extra_b = extra or (None, None)
         num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
+        preactivation = a.new_empty(num_rows, num_columns)
         args = GroupedGemmArguments(
             a,
             b,
@@ -105,7 +106,7 @@ class Rows(NamedTuple):
             row_to_token=self.row_to_token if gather else None,
             tile_table=self.table,
             epilogue=activation.name,
-            preactivation=a.new_empty(num_rows, num_columns),
+            preactivation=preactivation,
             zero_tail=False,
             bias=bias,
             extra_a=extra_a,
@@ -113,7 +114,7 @@ class Rows(NamedTuple):
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
         )
-        return (args.preactivation, args.out) if selection.run_if_supported(args) else None
+        return (preactivation, args.out) if selection.run_if_supported(args) else None
 
     def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]."""

@@ -107,7 +107,7 @@ def activate(
     copy = experts.weight_on_input or rows.choose_copies(tokens, weights).tokens_forward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
     low = extra = None
-    if up_a is not None:
+    if up_a is not None and up_b is not None:
         scaled = experts.weight_on_input
         low = rows.gemm(rows_in if scaled else tokens.contiguous(), up_a.transpose(1, 2), gather=not scaled)
         extra = low, up_b.transpose(1, 2)
@@ -120,7 +120,7 @@ def down(experts: Experts, rows: Rows, activated: Tensor) -> Tensor:  # [R, F] -
     """Y = A @ w_down^T."""
     weights, (_, _, down_a, down_b) = experts.weights, experts.adapters
     extra = None
-    if down_a is not None:
+    if down_a is not None and down_b is not None:
         extra = rows.gemm(activated, down_a.transpose(1, 2)), down_b.transpose(1, 2)
     return rows.gemm(activated, weights.w_down.transpose(1, 2), bias=weights.b_down, extra=extra)
 
@@ -156,7 +156,7 @@ def hidden_gradients(
     _, up_b, down_a, down_b = experts.adapters
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
-    extra = None if down_b is None else (down_low, down_a)
+    extra = None if down_low is None or down_a is None else (down_low, down_a)
     given = dout.contiguous() if drows is None else drows
     dactivated = rows.gemm(given, w_down, gather=drows is None, extra=extra)  # dA' [R, F]
     if overwrite:
@@ -242,7 +242,9 @@ def down_adapter_gradients(
     down_low: Tensor,  # [R, r] from `hidden_gradients`
 ) -> tuple[Tensor, Tensor]:  # ddown_a [E, r, F], ddown_b transposed [E, r, D]
     """(gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
-    low = rows.gemm(weighted, experts.adapters.down_a.transpose(1, 2))
+    down_a = experts.adapters.down_a
+    assert down_a is not None
+    low = rows.gemm(weighted, down_a.transpose(1, 2))
     dout = rows.as_read(dout).contiguous()
     return rows.wgrad(down_low, weighted), rows.wgrad(low, dout, gather_dout=True)
 
@@ -254,7 +256,8 @@ def up_input_gradient(
     up_low: Tensor | None,  # [R, r] from `hidden_gradients`
 ) -> Tensor:  # [R, D]
     """dX = dH @ w_up."""
-    extra = None if up_low is None else (up_low, experts.adapters.up_a)
+    up_a = experts.adapters.up_a
+    extra = None if up_low is None or up_a is None else (up_low, up_a)
     return rows.gemm(dpreactivation, experts.weights.w_up, extra=extra)
 
 
@@ -269,11 +272,13 @@ def tokens_gradient(
     """The sum of a token's rows of dX, with `w_router` plus the gradient through the routing weights."""
     if w_router is None:
         return rows.combine(dup_input, experts.input_weights(topk_weights))
+    assert dtopk_weights is not None
     bounds = rows.table.bounds
     return launch_combine_with_router(dup_input, topk_weights, dtopk_weights, rows.slot_to_row, bounds, w_router)
 
 
 def b_up_gradient(experts: Experts, rows: Rows, dpreactivation: Tensor) -> Tensor:  # [E, 2F or F]
+    assert experts.weights.b_up is not None
     return launch_segment_sum(dpreactivation, rows.table.bounds).to(experts.weights.b_up.dtype)
 
 
@@ -284,5 +289,6 @@ def b_down_gradient(
     topk_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [E, D]
     """The sum over each expert's rows of weight * dout."""
+    assert experts.weights.b_down is not None
     weights = experts.output_weights(topk_weights)
     return rows.bias_gradient(rows.as_read(dout), weights).to(experts.weights.b_down.dtype)

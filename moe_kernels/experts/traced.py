@@ -114,7 +114,7 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: list[bool])
         return run_reference(operands._replace(tokens=tokens, topk_weights=topk_weights, experts=experts))
 
     # Autograd is off inside an op, torch.func is not.
-    _, differentiate = torch.func.vjp(run, *(given[name] for name in names))
+    differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
     gradients = dict(zip(names, differentiate(dout), strict=True))
     return ReferenceGradients(*(gradients.get(name, dout.new_empty(0)) for name in _DIFFERENTIABLE))
 
@@ -125,6 +125,6 @@ def _(dout, operands, needed):
     return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else dout.new_empty(0) for t, is_needed in pairs))
 
 
-def _differentiable(operands: ReferenceOperands) -> dict[str, Tensor | None]:
+def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # tensors, None where absent
     tensors = operands.tokens, operands.topk_weights, *operands.experts.weights, *operands.experts.adapters
     return dict(zip(_DIFFERENTIABLE, tensors, strict=True))

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,7 +58,10 @@ def epilogue_key(epilogue: str | None) -> str:
     return "" if epilogue is None else f" epilogue={epilogue}"
 
 
-def with_launch_key(cls: type[Arguments]) -> type[Arguments]:
+_Form = TypeVar("_Form", bound="Arguments")
+
+
+def with_launch_key(cls: type[_Form]) -> type[_Form]:
     """Give a dataclass of arguments the method `launch_key`, generated from all fields so that none is forgotten.
 
     The method is one expression, because a loop over the fields takes twice as long.
@@ -91,6 +94,8 @@ class Arguments(abc.ABC):
     epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
     operand_names: ClassVar[tuple[str, ...]]  # fields that KernelMetadata.operands describes
+    tile_table: TileTable | None  # of the forms that have one
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
 
     def __post_init__(self) -> None:
         fields = self.__dict__
@@ -143,7 +148,7 @@ class Arguments(abc.ABC):
         changes: dict[str, Any] = {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
         if self.tile_table is not None:
             *tensors, block_rows = self.tile_table
-            changes["tile_table"] = TileTable(*(tensor.detach() for tensor in tensors), block_rows)
+            changes["tile_table"] = TileTable(*(tensor.detach() for tensor in tensors), block_rows=block_rows)
         return dataclasses.replace(self, **changes)
 
     def tensor_names(self) -> dict[int, str]:
@@ -228,7 +233,10 @@ class GroupedGemmArguments(Arguments):
 
     @property
     def product(self) -> Tensor:  # [R, N]
-        return self.out if self.epilogue is None else self.preactivation
+        if self.epilogue is None:
+            return self.out
+        assert self.preactivation is not None
+        return self.preactivation
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -236,6 +244,10 @@ class GroupedGemmArguments(Arguments):
 
     def selection_key(self) -> tuple[Any, ...]:
         sizes, bias, product = self.B.shape, self.bias, self.preactivation
+        extra = None
+        if self.extra_a is not None:
+            assert self.extra_b is not None
+            extra = self.extra_a.shape[1], layout_of(self.extra_a), layout_of(self.extra_b)
         return (
             sizes,
             rows_bucket(self.num_rows, sizes[0]),
@@ -248,7 +260,7 @@ class GroupedGemmArguments(Arguments):
             self.assumed_rows,
             self.out.shape[0] == 0,
             None if product is None else layout_of(product),
-            None if self.extra_a is None else (self.extra_a.shape[1], layout_of(self.extra_a), layout_of(self.extra_b)),
+            extra,
             self._layouts(),
         )
 
@@ -327,7 +339,7 @@ class WgradArguments(Arguments):
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))
         form = f"wgrad gather={'+'.join(name for name, index in gathers if index is not None) or 'none'}"
-        return _table_key(form, self.A.dtype, *self.out.shape, self.num_rows)
+        return _table_key(form, self.A.dtype, *self.out.shape, num_rows=self.num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("dout", 2) or self._expect_rank("out", 3):
@@ -377,7 +389,7 @@ class GemmArguments(Arguments):
     def table_key(self) -> str:
         form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}{epilogue_key(self.epilogue)}"
         num_rows = self.num_batches * self.rows_per_matrix
-        return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows)
+        return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows=num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):

@@ -7,6 +7,7 @@ the output and round the product once more. In float16, where the product might 
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..types import TileTable
 from . import selection
 from .arguments import GroupedGemmArguments
 from .kernel import Kernel, PointerDesign
+from .kernels.base import GroupedGemmKernel
 
 _BLOCK_ROWS = 16
 
@@ -51,8 +53,8 @@ def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
         launch_product(args)
     elif args.bias is not None or not selection.run_if_supported(args):
         # A fused kernel would leave the bias out of the preactivation, so the activation is a separate launch.
-        launch_product(dataclasses.replace(args, out=args.preactivation, epilogue=None, preactivation=None))
-        args.out.copy_(launch_activation(args.preactivation, as_activation("grouped_gemm", args.epilogue)))
+        launch_product(dataclasses.replace(args, out=args.product, epilogue=None, preactivation=None))
+        args.out.copy_(launch_activation(args.product, as_activation("grouped_gemm", args.epilogue)))
 
 
 def launch_product(args: GroupedGemmArguments) -> None:
@@ -75,7 +77,7 @@ def launch_product(args: GroupedGemmArguments) -> None:
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 
-def _is_fast(kernel: Kernel | None) -> bool:
+def _is_fast(kernel: Kernel | None) -> TypeGuard[GroupedGemmKernel]:
     return kernel is not None and not isinstance(kernel.metadata.design, PointerDesign)
 
 

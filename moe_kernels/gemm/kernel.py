@@ -305,6 +305,7 @@ class Kernel(abc.ABC):
 
 @functools.cache
 def _with_epilogue(kernel: Kernel, activation: str) -> Kernel:
+    assert kernel.metadata.epilogue is not None
     name = kernel.metadata.kernel_name.replace(kernel.metadata.epilogue, activation)
     return type(kernel)(dataclasses.replace(kernel.metadata, kernel_name=name, epilogue=activation))
 

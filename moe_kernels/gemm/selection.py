@@ -6,20 +6,20 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
-from ..runtime.launch import Launch, Ready, run_launch
+from ..runtime.launch import Ready, run_launch
 from ..runtime.triton import HAS_TRITON, INTERPRET
 from .arguments import Arguments, GroupedGemmArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
 from .tables import Table, merged_table
-from .templates import make_template
+from .templates import Template, make_template
 from .verify import verified, verify_interval
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
@@ -66,12 +66,12 @@ class PreparedLaunch(NamedTuple):
 
     kernel: Kernel | None  # None: no kernel supports such arguments
     ready: Ready | None = None
-    make_launch: Callable[[Arguments], Launch] | None = None  # a template
+    make_launch: Template | None = None
 
 
 # The launch cache, by the launch keys of arguments. Each number of rows has its own key. If there are too many keys,
 # the cache is cleared.
-_launches: dict[tuple[Any, ...], PreparedLaunch] = {}
+_launches: dict[tuple[Any, ...] | None, PreparedLaunch] = {}
 _MOST_LAUNCHES = 4096
 
 
@@ -97,7 +97,7 @@ def _launch_selected(args: Arguments) -> Kernel | None:
         return None
     if make_launch is None:
         # The template is made at the second launch, because a key of a changing number of rows has only one.
-        make_launch = make_template(kernel, args) or kernel.launch
+        make_launch = make_template(kernel, args) or cast("Template", kernel.launch)
         _keep(key, PreparedLaunch(kernel, ready, make_launch))
     run_launch(make_launch(args), args.A, ready)
     return kernel
@@ -115,7 +115,7 @@ def _launch_first(args: Arguments, key: tuple[Any, ...] | None) -> Kernel | None
     return kernel
 
 
-def _keep(key: tuple[Any, ...], prepared: PreparedLaunch) -> None:
+def _keep(key: tuple[Any, ...] | None, prepared: PreparedLaunch) -> None:
     if len(_launches) >= _MOST_LAUNCHES:
         _launches.clear()
     _launches[key] = prepared
@@ -151,8 +151,9 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
     """Return the kernel with this epilogue if possible, else the kernel itself."""
-    can_have = epilogue in kernel.epilogues and kernel.metadata.epilogue is not None
-    return kernel.with_epilogue(epilogue) if can_have and epilogue != kernel.metadata.epilogue else kernel
+    if epilogue is None or epilogue not in kernel.epilogues or kernel.metadata.epilogue in (None, epilogue):
+        return kernel
+    return kernel.with_epilogue(epilogue)
 
 
 def get_kernels(

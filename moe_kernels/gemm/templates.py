@@ -29,6 +29,7 @@ def make_template(kernel: Kernel, args: Arguments) -> Template | None:
         stand_ins = kernel.with_metadata(stand_ins, None, write=False)
         table = "kernel.tile_table(args)"
     launch = kernel.launch(stand_ins)
+    assert launch is not None  # the first launch of this key wrote something
     names = stand_ins.tensor_names()
     constants: list[Any] = []
     sources: list[str] = []

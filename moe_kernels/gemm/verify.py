@@ -127,7 +127,10 @@ def _zeros(actual: Tensor) -> Comparison:
 
 
 def _bounds(args: GroupedGemmArguments | WgradArguments, num_rows: int) -> list[int]:  # G + 2
-    table = args.tile_table or reference.tile_table(args.offsets, num_rows, 128)
+    table = args.tile_table
+    if table is None:
+        assert args.offsets is not None
+        table = reference.tile_table(args.offsets, num_rows, 128)
     return table.bounds.tolist()
 
 
@@ -135,9 +138,7 @@ def _one_group(rows: Tensor) -> Tensor:  # [1] int32
     return torch.tensor([len(rows)], dtype=torch.int32, device=rows.device)
 
 
-def _rows_of(operand: Tensor | None, row_to_token: Tensor | None, rows: slice) -> Tensor | None:
-    if operand is None:
-        return None
+def _rows_of(operand: Tensor, row_to_token: Tensor | None, rows: slice) -> Tensor:
     return operand[rows] if row_to_token is None else operand[row_to_token[rows].long()]
 
 
@@ -146,12 +147,12 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
     for group in _sampled(len(args.B), first):
         rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
         a, b, product = _rows_of(args.A, args.row_to_token, rows), args.B[g], args.product[rows]
-        if args.extra_a is not None:
+        if args.extra_a is not None and args.extra_b is not None:
             a, b = torch.cat([a, args.extra_a[rows]], 1), torch.cat([b, args.extra_b[g]], 1)
         options = {
             "bias": None if args.bias is None or args.epilogue is not None else args.bias[g],
-            "row_scale": _rows_of(args.row_scale, None, rows),
-            "scale_a": _rows_of(args.scale_a, args.row_to_token, rows),
+            "row_scale": None if args.row_scale is None else args.row_scale[rows],
+            "scale_a": None if args.scale_a is None else _rows_of(args.scale_a, args.row_to_token, rows),
             "scale_b": None if args.scale_b is None else args.scale_b[g],
         }
         yield _compare(reference.grouped_gemm, product, a, b, _one_group(a), **options)

@@ -7,6 +7,8 @@ slot finds its row by comparing itself with all others.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ def sort_by_expert(
     if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
         results = _bound_op(*results[:3], max_rows, block_rows)
     offsets, slot_to_row, row_to_token, *table = results
-    return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows))
+    return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=block_rows))
 
 
 @once_per_form
@@ -86,7 +88,7 @@ def _bound_op(
 
 @_bound_op.register_fake
 def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
-    num_rows = torch.sym_min(max_rows, row_to_token.shape[0])
+    num_rows: Any = torch.sym_min(max_rows, row_to_token.shape[0])
     table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     rows = row_to_token.new_empty(num_rows)
     return torch.empty_like(offsets), torch.empty_like(slot_to_row), rows, *table[:4]
@@ -107,7 +109,7 @@ def _sort_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
-    table = TileTable(*tensors, block_rows)
+    table = TileTable(*tensors, block_rows=block_rows)
     capacity = table.tiles.shape[0]
     blocks = table_blocks(num_experts)
     num_table_programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])

@@ -80,7 +80,8 @@ def _gradients_op(
         dw_router = torch.add(high, low, out=w_router.new_empty(w_router.shape))  # rounded in the same launch
     elif needs_dw_router:
         dw_router = (dlogits.t() @ tokens.float()).to(w_router.dtype)
-    return tuple(tokens.new_empty(0) if gradient is None else gradient for gradient in (dtokens, dw_router))
+    dtokens = tokens.new_empty(0) if dtokens is None else dtokens
+    return dtokens, tokens.new_empty(0) if dw_router is None else dw_router
 
 
 @_gradients_op.register_fake

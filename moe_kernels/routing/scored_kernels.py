@@ -114,7 +114,7 @@ def launch_backward(
 
 
 # The key of an expert that does not exist. It is below the key of -inf.
-_TAKEN = tl.constexpr(-(2**31))
+_TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
 
 
 @triton.jit

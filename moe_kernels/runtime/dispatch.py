@@ -44,7 +44,7 @@ def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
         form = None if torch.compiler.is_compiling() else _form(operands)
         if form is None:
             return check(*operands)
-        result = passed.get(form, _NEW)
+        result: Any = passed.get(form, _NEW)
         if result is _NEW:
             result = check(*operands)
             if len(passed) >= _MOST_FORMS:

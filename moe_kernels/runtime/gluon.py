@@ -26,6 +26,7 @@ def version_obstacle(version: tuple[int, ...] | None) -> str | None:
 
 
 OBSTACLE = version_obstacle(TRITON_VERSION)
+_VERSION = TRITON_VERSION or ()
 KNOWS_GLUON = OBSTACLE is None  # True in the interpreter, too, although it cannot run Gluon
 if OBSTACLE is None and INTERPRET:
     OBSTACLE = "the interpreter does not run Gluon"
@@ -71,7 +72,7 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
     """
     if not gather:
         producer, consumer = (24, 240) if pieces else (32, 240)
-    elif TRITON_VERSION[:2] >= (3, 8):
+    elif _VERSION[:2] >= (3, 8):
         producer, consumer = (56, 224) if pieces else (72, 216)
     else:
         producer, consumer = (40, 232) if pieces else (48, 224)
@@ -80,4 +81,4 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 
 def compiler_options() -> dict[str, Any]:
     """Let Triton 3.9 schedule for few registers. Without it, plain activations spill ten times as much."""
-    return {"sched4reg": True} if TRITON_VERSION[:2] >= (3, 9) else {}
+    return {"sched4reg": True} if _VERSION[:2] >= (3, 9) else {}

@@ -50,7 +50,7 @@ class CompiledArtifact:
     compiled: Any  # Triton's compiled kernel; None in the interpreter, which has none
 
 
-def describe(form: tuple[type, dict[str, Any]], tensor: Tensor) -> Any:
+def describe(form: tuple[Any, dict[str, Any]], tensor: Tensor) -> Any:
     """Make a TMA descriptor of the tensor.
 
     Args:

@@ -39,7 +39,7 @@ class Op:
         self._setup_context: Callable[..., None] | None = None
         schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # pyright: ignore[reportPrivateImportUsage]  # private API
         self.overload = getattr(torch.ops.moe_kernels, name).default
         self._function = type(
             name,
@@ -47,7 +47,7 @@ class Op:
             {"forward": staticmethod(self._forward), "backward": staticmethod(self._backwards)},
         )
         # Calls `apply` of the C++ base class, because `Function.apply` spends time looking for functorch transforms.
-        self._apply = super(torch.autograd.Function, self._function).apply
+        self._apply = super(torch.autograd.Function, self._function).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
         _LIBRARY.impl(name, self._autograd, "Autograd")
 
     def __call__(self, *args: Any) -> Any:
@@ -124,7 +124,7 @@ def check_transforms(op: str, values: Sequence[Any]) -> None:
     """Raise NotImplementedError if torch.func differentiates a value: `autograd.Function`'s own error is less clear."""
     if torch._C._are_functorch_transforms_active():
         for value in values:
-            if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):
+            if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
                 raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
 
 
@@ -145,7 +145,7 @@ def _is_unseen(values: Sequence[Any]) -> bool:
 
     A profiler sees the op's name only through the dispatcher.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
         return False
     for value in values:
         kind = type(value)

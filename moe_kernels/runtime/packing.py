@@ -67,7 +67,7 @@ class PackedSignature(Packing):
         def of_leaves(*leaves: Any) -> Any:
             return function(*self.pack(*leaves))
 
-        of_leaves.__signature__ = self._flat
+        of_leaves.__signature__ = self._flat  # pyright: ignore[reportAttributeAccessIssue]  # a function's
         return of_leaves
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # `torch.compiler.disable` does the same, but imports the compiler.
-disable_dynamo = torch._disable_dynamo
+disable_dynamo = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # private API
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 
@@ -31,9 +31,9 @@ def is_in_backward() -> bool:
 
 def has_saved_tensors_hooks() -> bool:
     """Return whether `torch.autograd.graph.saved_tensors_hooks` are active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call."""
-    torch._assert_async(condition, message)
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]  # private API

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 
 class _Absent:
@@ -24,17 +24,31 @@ class _Absent:
 
 def version_numbers(version: str) -> tuple[int, ...]:
     """Return (3, 9, 0) for "3.9.0+git1234" or "3.9.0rc1"."""
-    return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
+    (numbers,) = re.findall(r"^\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers.split(".")))
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-if TYPE_CHECKING or HAS_TRITON:  # type checkers see Triton alone
+if TYPE_CHECKING:
+    # Triton's annotations describe the compiler's objects, not the code of kernels.
+    class _Untyped(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    triton: Any
+
+    class tl(metaclass=_Untyped):
+        constexpr: TypeAlias = Any
+
+    sort = tl.sort
+    INTERPRET = False
+    TRITON_VERSION: tuple[int, ...] | None = None
+elif HAS_TRITON:
     import triton
     import triton.language as tl
 
     # Triton reads this setting when a kernel is defined, so one read here is enough.
-    INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+    INTERPRET = bool(triton.knobs.runtime.interpret)
     TRITON_VERSION = version_numbers(triton.__version__)
     sort = tl.sort
 else:
@@ -48,7 +62,7 @@ if INTERPRET:
     import numpy
     from triton.runtime.interpreter import TensorHandle
 
-    def sort(keys: tl.tensor) -> tl.tensor:
+    def sort(keys: Any) -> Any:
         """Sort like `tl.sort`, whose exchanges would take the interpreter tenths of a second, run op by op."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 

@@ -13,6 +13,7 @@ import dataclasses
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def select_for(args: Arguments, target: Target) -> Kernel | None:
     kernel = next(iter(selection.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
     if kernel is None or args.epilogue == listed.epilogue:
         return kernel
-    if args.epilogue not in kernel.epilogues:
+    if args.epilogue is None or args.epilogue not in kernel.epilogues:
         return None
     kernel = kernel.with_epilogue(args.epilogue)
     return kernel if kernel.takes(args) else None
@@ -216,7 +217,7 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
         return inputs.tokens, weights, inputs.w_up, inputs.w_down, *integers, *table[:-1]
 
     def layer(op, tokens, weights, w_up, w_down, offsets, slot_to_row, row_to_token, *table: Tensor) -> Tensor:
-        permutation = Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, 128))
+        permutation = Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=128))
         return op(tokens, weights, permutation, w_up, w_down, activation=activation)
 
     names = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
@@ -242,10 +243,13 @@ def check_numbers(choices: list[Choice], dtype: torch.dtype, device: str, activa
 
 def print_speed(choices: list[Choice], target: Target) -> None:
     """Time the selected kernels and compare the times with those recorded in the table."""
-    chosen = {c.op: c for c in choices if c.kernel is not None}
-    times = measure({op: partial(c.kernel.run, c.args, assume_supported_args=True) for op, c in chosen.items()})
+    chosen = {c.op: (c.kernel, c.args) for c in choices if c.kernel is not None}
+    runs: dict[str, Callable[[], object]] = {
+        op: partial(kernel.run, args, assume_supported_args=True) for op, (kernel, args) in chosen.items()
+    }
+    times = measure(runs)
     for op, ms in times.items():
-        args, kernel = chosen[op].args, chosen[op].kernel
+        kernel, args = chosen[op]
         recorded = (target.table.milliseconds or {}).get(args.table_key())
         if recorded is None or not _is_in_table(args, kernel, target):
             print(f"speed: {op}: {ms:.3f} ms, the table records none")

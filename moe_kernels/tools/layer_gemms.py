@@ -66,7 +66,7 @@ class LayerForms:
 
         num_experts, num_rows = case.num_experts, case.num_tokens * case.top_k
         sizes = ((num_experts + 2,), (-(-num_rows // 128) + num_experts + 1, 2), (2,), (num_experts,))
-        table = TileTable(*(empty(*size, dtype=torch.int32) for size in sizes), 128)
+        table = TileTable(*(empty(*size, dtype=torch.int32) for size in sizes), block_rows=128)
         return cls(
             empty(case.num_tokens, case.d_model),
             empty(num_experts, 2 * case.d_ff, case.d_model),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ class _Operands:
 
 def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: str, K: str, N: str, rows: str):
     num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
-    options = {"offsets": make.ends(num_groups, int(rows))}
+    options: dict[str, Any] = {"offsets": make.ends(num_groups, int(rows))}
     if gather == "A":
         options["row_to_token"] = make.index(num_rows)
     if epilogue != "none":
@@ -70,13 +72,14 @@ def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: str
 
 def _wgrad(make: _Operands, *, gather: str, G: str, K: str, N: str, rows: str):
     num_groups, num_rows = int(G), int(G) * int(rows)
-    gathers = {"A": "a_row_to_token", "dout": "dout_row_to_token"}
+    names = {"A": "a_row_to_token", "dout": "dout_row_to_token"}
+    gathers: dict[str, Any] = {names[part]: make.index(num_rows) for part in gather.split("+") if part != "none"}
     return WgradArguments(
         make.normal(num_rows, int(K)),
         make.normal(num_rows, int(N)),
         make.empty(num_groups, int(K), int(N)),
         offsets=make.ends(num_groups, int(rows)),
-        **{gathers[name]: make.index(num_rows) for name in gather.split("+") if name != "none"},
+        **gathers,
     )
 
 

@@ -32,14 +32,16 @@ from .tune import check, jagged_job, layer_job, list_job, tune
 
 def tune_command(options: argparse.Namespace) -> int:
     gpu = _this_gpu("tune")
-    if options.output is None and tables.USER is None:
-        raise SystemExit("tune: MOE_KERNELS_TUNING is off: name the table to write by --output")
-    path = options.output or tables.USER / tables.table_name(gpu)
+    path = options.output
+    if path is None:
+        if tables.USER is None:
+            raise SystemExit("tune: MOE_KERNELS_TUNING is off: name the table to write by --output")
+        path = tables.USER / tables.table_name(gpu)
     dtype = getattr(torch, options.dtype)
     jobs = [
         *(layer_job(case, dtype, "cuda", options.activation) for case in options.layers),
-        *(list_job(*map(int, problem.split("x")), dtype, "cuda") for problem in options.lists),
-        *(jagged_job(*map(int, problem.split(",")), dtype, "cuda") for problem in options.jagged),
+        *(list_job(*map(int, problem.split("x")), dtype=dtype, device="cuda") for problem in options.lists),
+        *(jagged_job(*map(int, problem.split(",")), dtype=dtype, device="cuda") for problem in options.jagged),
     ]
     fields = {"gpu": gpu, "triton": triton.__version__, "torch": torch.__version__}
     is_complete = tune(jobs, path, seconds=options.seconds, again=options.again, **fields)

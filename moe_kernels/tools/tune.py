@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from .layer_gemms import NUM_FORMS, LayerForms
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
+
+_Form = TypeVar("_Form", bound=Arguments)
 
 
 def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -57,7 +59,7 @@ def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.keeps = function()  # keeps the graph's outputs alive
+        graph.keeps = function()  # pyright: ignore[reportAttributeAccessIssue]  # keeps the graph's outputs alive
     return graph
 
 
@@ -114,7 +116,7 @@ class Job(NamedTuple):
     entries: Callable[[], Iterator[Entry]]
 
 
-def kernel_entry(args: Arguments, fastest: Callable[[Arguments], Measured | None]) -> Entry:
+def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> Entry:
     key = args.table_key()
 
     def is_known(table: Table) -> bool:

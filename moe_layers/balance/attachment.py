@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_kernels.runtime.pytorch import functorch_is_active
 
@@ -16,7 +17,7 @@ from .losses import attach_loss
 
 
 def attach_aux_loss(
-    layer: nn.Module,
+    layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
     routing: LayerRouting,
     num_tokens: int | Tensor | None,

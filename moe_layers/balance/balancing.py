@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]  # private API
 
 from ..routing.result import LayerRouting
 from ..routing.router import TopKRouter
@@ -121,7 +121,7 @@ def global_expert_counts(
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
     if group_name:
-        distributed.all_reduce(total, group=_resolve_process_group(group_name))
+        distributed.all_reduce(total, group=_resolve_process_group(group_name))  # pyright: ignore[reportArgumentType]  # GroupName is a str
     return total
 
 
@@ -154,7 +154,7 @@ def update_selection_bias(
         ValueError: no router has a selection bias, a router's counts are on another device, `rate` is negative or not
             finite, or there are several ranks and no group.
     """
-    routers = [router for router in _routers(model) if router.selection_bias is not None]
+    routers = [(router, router.selection_bias) for router in _routers(model) if router.selection_bias is not None]
     if not routers:
         raise ValueError(
             "update_selection_bias: needs a router with a selection bias, as of RouterSpec.deepseek_v3(), got none"
@@ -162,19 +162,20 @@ def update_selection_bias(
     if not (rate >= 0 and math.isfinite(rate)):
         raise ValueError(f"update_selection_bias: rate must be finite and not negative, got {rate}")
     check_group("update_selection_bias", group)
-    for router in routers:
-        router.take_counts_to(router.selection_bias.device)
-        if router.expert_counts.device != router.selection_bias.device:
+    for router, bias in routers:
+        router.take_counts_to(bias.device)
+        if router.expert_counts.device != bias.device:
             raise ValueError(
                 "update_selection_bias: a router's expert_counts must be on the device of its selection_bias, got "
-                f"{router.expert_counts.device} and {router.selection_bias.device}"
+                f"{router.expert_counts.device} and {bias.device}"
             )
-    total = torch.cat([router.expert_counts for router in routers])
+    total = torch.cat([router.expert_counts for router, _ in routers])
     if group is not None:
         distributed.all_reduce(total, group=group)
-    for router, counts in zip(routers, total.split([router.num_experts for router in routers]), strict=True):
+    sizes = [router.num_experts for router, _ in routers]
+    for (router, bias), counts in zip(routers, total.split(sizes), strict=True):
         direction = (counts.sum() - len(counts) * counts).sign()
-        router.selection_bias.add_(direction.to(router.selection_bias.dtype), alpha=rate)
+        bias.add_(direction.to(bias.dtype), alpha=rate)
         router.expert_counts.zero_()
 
 

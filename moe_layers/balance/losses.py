@@ -225,7 +225,7 @@ class _AttachLoss(torch.autograd.Function):
 
 # Calls `apply` of the C++ base class. `Function.apply` inspects its arguments for functorch transforms, which takes
 # four times as long.
-_attach = super(torch.autograd.Function, _AttachLoss).apply
+_attach = super(torch.autograd.Function, _AttachLoss).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
 def attach_loss(

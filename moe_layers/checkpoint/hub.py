@@ -34,7 +34,7 @@ class HubModel:
     def named(cls, directory: str | os.PathLike[str]) -> HubModel | None:
         """Return the model if this is a name of the hub and not an existing path, else None."""
         is_name = isinstance(directory, str) and _NAME.fullmatch(directory) and not os.path.exists(directory)
-        return cls(directory) if is_name else None
+        return cls(str(directory)) if is_name else None
 
     def download_names(self) -> Path:
         """Download the configuration and the index of the tensors. A model without an index is one file."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..architectures import RECORD, ModelConfig, read_config
 from ..config import MoEConfig
@@ -145,9 +145,9 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
         else:
             for expert in fill.experts:
                 share = parameter[expert - experts.start]
-                if not _read_in_place(fill, files, expert, plan.sizes, share, config.activation.gated):
+                if not _read_in_place(fill, files, expert, plan.sizes, share, config.is_gated):
                     matrix = _read_expert(fill, files, expert, plan.sizes, parameter)
-                    copy_expert(fill.key, matrix, share, gated=config.activation.gated)
+                    copy_expert(fill.key, matrix, share, gated=config.is_gated)
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:

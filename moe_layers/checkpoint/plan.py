@@ -80,7 +80,7 @@ class Planner:
             self.block,
             stacked,
             sizes,
-            gated=config.activation.gated,
+            gated=config.is_gated,
             published=published,
             recorded=recorded,
         )

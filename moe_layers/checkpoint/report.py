@@ -87,7 +87,7 @@ class LoadReport:
         owner, _, name = parameter.rpartition(".")
         if owner not in ("experts", "shared_expert") or name == "w_gate":
             return [(None, "")]
-        gated = self.config.activation.gated if owner == "experts" else self.config.shared_is_gated
+        gated = self.config.is_gated if owner == "experts" else self.config.shared_is_gated
         up = ("gate", "up") if gated else ("up",)
         parts = ("down",) if name.endswith("_down") else up
         return [(e, part) for e in (self.experts if owner == "experts" else [None]) for part in parts]

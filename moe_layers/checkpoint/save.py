@@ -40,7 +40,7 @@ def save_layer(
     source: CheckpointSource | None = module.checkpoint_source
     if layout is None:
         layout = "per_expert" if source is None or source.layout == "mxfp4" else source.layout
-    target = find_layout(layout, gated=config.activation.gated, bias=config.bias)
+    target = find_layout(layout, gated=config.is_gated, bias=config.bias)
     _check_holds_all(module, config.num_experts)
     if module.experts.lora is not None:
         names = sorted(module.experts.lora)

@@ -18,9 +18,11 @@ class Pending(Protocol):
     @property
     def offsets(self) -> Tensor:  # [num_experts] int32
         """Exclusive end row of each expert, with the slots of this rank's tokens in expert order."""
+        ...
 
     def wait(self) -> Tensor:  # [T, D]
         """The outputs. Does not wait for the GPU."""
+        ...
 
 
 class Finished(NamedTuple):
@@ -58,4 +60,5 @@ class LocalDispatcher:
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
         """Start to bring the experts' outputs back to their tokens."""
+        assert rows.offsets is not None
         return Finished(out, rows.offsets)

@@ -8,7 +8,7 @@ up rows of each expert. With a plain activation it is [E, F, D], the up rows alo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from moe_kernels.types import ExpertWeights
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
-from .lora import Unmerged, active_adapters, joined
+from .lora import ExpertLoRA, Unmerged, active_adapters, joined
 from .lora_dropout import compute_with_dropout
 
 
@@ -43,7 +43,7 @@ class ExpertRows(NamedTuple):
     offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
     w_router: Tensor | None = None  # [E, D]: compute the router's gradient, too; see `router_gradient.py`
     plan: ChunkPlan | None = None  # None for one call of `fused_experts`
-    route: NamedTuple | None = None  # what the dispatcher needs to bring the outputs back
+    route: Any = None  # what the dispatcher needs to bring the outputs back
 
 
 class GroupedExperts(nn.Module):
@@ -115,8 +115,10 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(weight, std=std)
         if self.b_up is not None:
             nn.init.zeros_(self.b_up)
+        if self.b_down is not None:
             nn.init.zeros_(self.b_down)
         for adapter in (self.lora or {}).values():
+            assert isinstance(adapter, ExpertLoRA)
             adapter.reset_parameters()
 
     def keep(self, experts: range, num_experts: int) -> None:
@@ -151,8 +153,8 @@ class GroupedExperts(nn.Module):
                 f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
                 "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
             )
-        parameters = {"w_up": self.w_up, "w_down": self.w_down}
-        if self.b_up is not None:
+        parameters: dict[str, Tensor] = {"w_up": self.w_up, "w_down": self.w_down}
+        if self.b_up is not None and self.b_down is not None:
             parameters |= {"b_up": self.b_up, "b_down": self.b_down}
         if self.local_share is not None:
             parameters = {name: self.local_share(name, parameter) for name, parameter in parameters.items()}
@@ -161,10 +163,11 @@ class GroupedExperts(nn.Module):
         if any(dropout for _, dropout in adapters) and self.batch_invariant:
             raise ValueError("GroupedExperts: batch_invariant needs adapters without dropout in training, got dropout")
 
-        def experts(tokens: Tensor, *operands: Tensor | None) -> Tensor:
+        def experts(tokens: Tensor, *operands: Any) -> Tensor:  # the weights and w_router
             *given, w_router = operands
             if rows.plan is not None:
                 return rows.plan(tokens, topk_weights, ExpertWeights(*given))
+            assert rows.permutation is not None
             if any(dropout for _, dropout in adapters):
                 return compute_with_dropout(
                     tokens,

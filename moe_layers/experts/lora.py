@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +125,7 @@ class ActiveAdapter(NamedTuple):
     dropout: float  # 0 in evaluation
 
 
-def active_adapters(
-    lora: nn.ModuleDict | None, local_share: Callable[[str, Tensor], Tensor] | None
-) -> list[ActiveAdapter]:
+def active_adapters(lora: Any, local_share: Callable[[str, Tensor], Tensor] | None) -> list[ActiveAdapter]:
     """The adapters that take part in the forward."""
     found = []
     for name, adapter in () if lora is None else lora.items():
@@ -151,8 +149,9 @@ def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
     """One adapter that equals the sum of these: ranks one after another, each scale in its `b`."""
     if len(adapters) < 2:
         return adapters[0] if adapters else None
-    up = [(part.up_a, part.up_b * part.scale) for part in adapters if part.up_a is not None]
-    down = [(part.down_a, part.down_b * part.scale) for part in adapters if part.down_a is not None]
+    up = [(a, b * part.scale) for part in adapters if (a := part.up_a) is not None and (b := part.up_b) is not None]
+    given = [(part.down_a, part.down_b, part.scale) for part in adapters]
+    down = [(a, b * scale) for a, b, scale in given if a is not None and b is not None]
     return ExpertAdapters(*_concatenated(up), *_concatenated(down))
 
 
@@ -187,7 +186,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
     """
     check_kind("add_lora", "lora", lora, LoRA)
-    experts = layer.experts
+    experts = _experts_of(layer)
     _check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
     taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` brings the others back
@@ -219,8 +218,9 @@ def set_lora(layer: nn.Module, names: str | Sequence[str]) -> None:
     Raises:
         ValueError: there is no adapter of a name.
     """
-    chosen = _known("set_lora", layer.experts, names)
-    for name, adapter in (layer.experts.lora or {}).items():
+    experts = _experts_of(layer)
+    chosen = _known("set_lora", experts, names)
+    for name, adapter in (experts.lora or {}).items():
         adapter.is_active = name in chosen
 
 
@@ -230,7 +230,7 @@ def remove_lora(layer: nn.Module, names: str | Sequence[str] | None = None) -> N
     Raises:
         ValueError: there is no adapter of a name, or `fully_shard` was applied.
     """
-    experts = layer.experts
+    experts = _experts_of(layer)
     _check_before_fully_shard("remove_lora", experts)
     for name in _known("remove_lora", experts, list(experts.lora or {}) if names is None else names):
         del experts.lora[name]
@@ -260,7 +260,7 @@ def merge_lora(layer: nn.Module, names: str | Sequence[str] | None = None, *, ke
     Raises:
         ValueError: there is no adapter, or none of a name, or `fully_shard` was applied.
     """
-    experts = layer.experts
+    experts = _experts_of(layer)
     _check_before_fully_shard("merge_lora", experts)
     if names is None:
         names = [name for name, adapter in (experts.lora or {}).items() if adapter.is_active]
@@ -268,6 +268,7 @@ def merge_lora(layer: nn.Module, names: str | Sequence[str] | None = None, *, ke
     if not names:
         raise ValueError(f"merge_lora: there must be an adapter to merge, got {sorted(experts.lora or {})}")
     merged = joined([_factors(name, experts.lora[name], experts.local_share) for name in names])
+    assert merged is not None
     kept = experts.unmerged or Unmerged({}, {})
     for projection in TARGETS:
         a, b = getattr(merged, f"{projection}_a"), getattr(merged, f"{projection}_b")
@@ -289,7 +290,7 @@ def unmerge_lora(layer: nn.Module) -> None:
     Raises:
         ValueError: the last merge kept no base, or the experts were sharded since.
     """
-    experts = layer.experts
+    experts = _experts_of(layer)
     if experts.unmerged is None:
         raise ValueError("unmerge_lora: adapters must have been merged by merge_lora(keep_base=True)")
     _check_before_fully_shard("unmerge_lora", experts)
@@ -306,7 +307,12 @@ def unmerge_lora(layer: nn.Module) -> None:
     experts.lora, experts.unmerged = held, None
 
 
-def _local_weight(experts: nn.Module, projection: str) -> Tensor:
+def _experts_of(layer: nn.Module) -> Any:
+    """Return the layer's `GroupedExperts`, a class that imports this module."""
+    return layer.experts
+
+
+def _local_weight(experts: Any, projection: str) -> Tensor:
     name = f"w_{projection}"
     weight = getattr(experts, name)
     return (weight if experts.local_share is None else experts.local_share(name, weight)).detach()
@@ -326,13 +332,13 @@ def check_shardable(op: str, lora: LoRA) -> None:
         raise NotImplementedError(f"{op}: adapters of sharded experts must have shared_outer=False, got {lora}")
 
 
-def _check_before_fully_shard(op: str, experts: nn.Module) -> None:
+def _check_before_fully_shard(op: str, experts: Any) -> None:
     weight = experts.w_up
     if is_dtensor(weight) and (experts.local_share is None or weight.device_mesh.ndim > 1):
         raise ValueError(f"{op}: must be called before fully_shard, got w_up sharded over {weight.device_mesh}")
 
 
-def _known(op: str, experts: nn.Module, names: str | Sequence[str]) -> list[str]:
+def _known(op: str, experts: Any, names: str | Sequence[str]) -> list[str]:
     names = [names] if isinstance(names, str) else list(names)
     known = list(experts.lora or {})
     if unknown := [name for name in names if name not in known]:

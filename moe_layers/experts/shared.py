@@ -81,7 +81,7 @@ class SharedExpert(nn.Module):
         """Compute the shared expert as the only expert of a layer with batch-invariant ops; the gate is its weight."""
         options = {"batch_invariant": True, "implementation": self.implementation}
         if w_gate:
-            weights = linear_routing(tokens, *w_gate, 1, _GATE, **options).topk_weights
+            weights = linear_routing(tokens, w_gate[0], 1, _GATE, **options).topk_weights
         else:
             weights = tokens.new_ones(len(tokens), 1, dtype=torch.promote_types(tokens.dtype, torch.float32))
         first = torch.zeros(len(tokens), 1, dtype=torch.int32, device=tokens.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 
 from ..precision import autocast_is_enabled
 from .grouped import GroupedExperts
@@ -10,7 +12,7 @@ from .router_gradient import is_called_as_written
 
 
 def check_tokens(
-    layer: nn.Module,
+    layer: Any,  # a MoEFeedForward
     x: Tensor,  # [..., D]
 ) -> None:
     """Raise ValueError, with the cure, if x has another dtype or device than the parameters of the experts.

@@ -42,6 +42,7 @@ class AllGatherDispatcher(RankDispatcher):
             yield ExpertRows(tokens.wait(), topk_weights.wait(), permutation, ends)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:  # out [P * T, D]: the share of the experts here
+        assert rows.offsets is not None
         return _Scattering(self.ranks.scattering(out), rows.offsets, is_only=self.chunks == 1)
 
     def _count_rows(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> tuple[list[int] | None, list[Tensor]]:
@@ -56,7 +57,7 @@ class AllGatherDispatcher(RankDispatcher):
         own = [offsets[0].new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
         num_sizes, bounds = len(own), None
         if self.max_rows_factor is not None:
-            bounds = [self._bound(slots) for _, slots in chunks]
+            bounds = [self._bound(slots, self.max_rows_factor) for _, slots in chunks]
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
             own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots of [chunks, E]
@@ -71,11 +72,9 @@ class AllGatherDispatcher(RankDispatcher):
             self._check_bounds(numbers[:, num_sizes:], bounds)
         return bounds, offsets
 
-    def _bound(self, slots: Slots) -> int:
+    def _bound(self, slots: Slots, factor: float) -> int:
         """Return the limit on computed rows, at most the number of all slots, so that every limit is an int32."""
-        return min(
-            math.ceil(self.max_rows_factor * self.num_slots(slots)), self.ranks.size * slots.topk_experts.numel()
-        )
+        return min(math.ceil(factor * self.num_slots(slots)), self.ranks.size * slots.topk_experts.numel())
 
     def _check_bounds(
         self,

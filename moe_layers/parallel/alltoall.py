@@ -60,6 +60,7 @@ class AllToAllDispatcher(RankDispatcher):
             yield ExpertRows(rows.wait(), weights.wait(), permutation, part.order.offsets, route=route)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:  # out [R, D]
+        assert rows.offsets is not None
         returning = self.ranks.exchanging(out, rows.route.sent, rows.route.received)
         return _Returning(returning, rows.offsets, rows.route)
 
@@ -123,7 +124,8 @@ class AllToAllDispatcher(RankDispatcher):
         by_token = chunk.order._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // top_k)
         weights = permute(chunk.slots.topk_weights.reshape(-1, 1), by_slot, implementation=route.implementation)
         rows = permute(chunk.tokens, by_token, implementation=route.implementation)
-        return tuple(self.ranks.exchanging(tensor, route.received, route.sent) for tensor in (weights, rows))
+        sent, received = route.sent, route.received
+        return self.ranks.exchanging(weights, received, sent), self.ranks.exchanging(rows, received, sent)
 
 
 class _Returning(NamedTuple):
@@ -149,6 +151,7 @@ def _exact_route(
 def _bounded_route(chunk: _Outgoing, arriving: Tensor, implementation: str | None) -> _Route:
     """Return a route in which each rank owns `capacity` rows of the send buffer and of the receive buffer."""
     num_ranks, capacity, choices = len(arriving), chunk.capacity, chunk.slots.topk_experts
+    assert capacity is not None
     ends = chunk.counts.sum(1).cumsum(0)  # [P], end of each rank's rows in expert order
     starts = ends - chunk.counts.sum(1)
     place = torch.arange(capacity, device=ends.device)

@@ -102,6 +102,7 @@ class _GradientHandoff:
         self.under_way: Tensor | None = None
 
     def finish(self) -> Tensor:
+        assert self.under_way is not None
         gradient, self.under_way = wait(self.under_way), None
         return gradient
 

@@ -18,16 +18,17 @@ all parameters get the gradient of the ranks' mean loss.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..checks import check_choice, check_positive
 from ..experts.dispatcher import LocalDispatcher
 from ..experts.grouped import GroupedExperts
-from ..experts.lora import check_shardable
+from ..experts.lora import ExpertLoRA, check_shardable
 from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
@@ -97,7 +98,7 @@ class ExpertParallel(ParallelStyle):
         self.chunks = chunks
         self.reserved_sms = reserved_sms
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         experts = getattr(module, "experts", None)
         if not isinstance(experts, GroupedExperts):
             raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
@@ -108,10 +109,11 @@ class ExpertParallel(ParallelStyle):
         if chosen == "overlapped":
             check_overlaps(experts)
         for adapter in (experts.lora or {}).values():
+            assert isinstance(adapter, ExpertLoRA)
             check_shardable("ExpertParallel", adapter.settings)
         for name, parameter in list(experts.named_parameters()):
             sharded = nn.Parameter(self._shard(parameter, device_mesh, share), requires_grad=parameter.requires_grad)
-            sharded.__dict__.update(parameter.__dict__)  # keep attributes set by others
+            vars(sharded).update(vars(parameter))  # keep attributes set by others
             experts.replace_parameter(name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
@@ -165,7 +167,7 @@ def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
     return range(first, first + num_local)
 
 
-def _check_held(op: str, module: nn.Module, share: range) -> None:
+def _check_held(op: str, module: Any, share: range) -> None:
     """Raise ValueError unless the layer holds all experts or exactly this share."""
     experts = module.experts
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):

@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -44,8 +44,8 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     by_sharding: dict[Sharding, list[Tensor]] = {}
-    for parameter in parameters:
-        by_sharding.setdefault(_sharding(parameter.grad), []).append(_local(parameter.grad))
+    for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+        by_sharding.setdefault(_sharding(gradient), []).append(_local(gradient))
     if not by_sharding:
         return torch.tensor(0.0)
     norms = [_norm(shards, sharding, norm_type, foreach) for sharding, shards in by_sharding.items()]

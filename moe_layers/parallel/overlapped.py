@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ class _Plan:
         permutation = sort_by_expert(choice, self.num_local, max_rows=max_rows, implementation="triton")
         return permutation._replace(row_to_token=permutation.row_to_token[:num_rows])
 
-    def experts(self, weights: tuple[Tensor | None, ...], parts: list[Permutation]) -> ExpertsInParts:
+    def experts(self, weights: Sequence[Any], parts: list[Permutation]) -> ExpertsInParts:
         return ExpertsInParts(ExpertWeights(*weights), self.activation, parts, reserved_sms=self.reserved_sms)
 
 
@@ -177,10 +177,10 @@ class _Overlapped(torch.autograd.Function):
         plan.begin(tokens, topk_weights)
         slots = plan.gather_slots(topk_weights)
         gathering = transport.gather(tokens, plan.lengths)
-        topk_weights, choices, parts = plan.parts(slots)
+        weights_of_parts, choices, parts = plan.parts(slots)
         experts = plan.experts(weights, parts)
         preactivations = []
-        for part, weights_of_part in enumerate(topk_weights):
+        for part, weights_of_part in enumerate(weights_of_parts):
             tokens_of_part = gathering.wait(part)
             with unseen_by_modes():
                 preactivation, activated, _ = experts.activate(part, tokens_of_part)
@@ -192,7 +192,7 @@ class _Overlapped(torch.autograd.Function):
             del tokens_of_part, preactivation, activated
         ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
         # Saves the choices, too: a recomputation may choose others, and saves nothing until then.
-        of_parts = topk_weights, preactivations, choices, *zip(*map(_integers, parts), strict=True)
+        of_parts = weights_of_parts, preactivations, choices, *zip(*map(_integers, parts), strict=True)
         ctx.save_for_backward(gathering.whole, *weights, *chain(*of_parts))
         return torch.empty_like(tokens)
 
@@ -237,10 +237,10 @@ def _integers(permutation: Permutation) -> tuple[Tensor, ...]:
 
 
 def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
-    return Permutation(*integers[:3], TileTable(*integers[3:], block_rows))
+    return Permutation(*integers[:3], tile_table=TileTable(*integers[3:], block_rows=block_rows))
 
 
 def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
     """Wait for each part, and write it to `out`."""
-    for scattering, part in zip(scatterings, out.split(lengths) if scatterings else (), strict=True):
+    for scattering, part in zip(scatterings, () if out is None else out.split(lengths), strict=True):
         scattering.wait(part)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,13 +125,13 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun = 0
         self.all_have_begun = False  # in the order of the stream
-        self._last: torch.cuda.Event | None = None  # end of the stream's last operation, until something waits for it
+        self._last: torch.Event | None = None  # end of the stream's last operation, until something waits for it
         self._user = self._current_stream()  # stream of the last `begin`
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
         """Return the one instance for all layers, which take turns in using its memory."""
-        group = distributed.distributed_c10d._resolve_process_group(ranks.name)
+        group = distributed.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]  # private API
         if group not in _PEER_COPIES:
             _PEER_COPIES[group] = cls(group, device)
         return _PEER_COPIES[group]
@@ -170,7 +171,7 @@ class PeerCopies(Transport):
         """Return memory of each rank for such a tensor, unused since `begin`."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
-        assert self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
+        assert self._memory is not None and self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
         return self._views(shape, dtype, start // dtype.itemsize)
 
     def others(self) -> list[int]:
@@ -193,13 +194,13 @@ class PeerCopies(Transport):
         self._handle.barrier(channel=0, timeout_ms=self.timeout_ms)
         self.all_have_begun = True
 
-    def end(self) -> torch.cuda.Event:
+    def end(self) -> torch.Event:
         """End an operation on the stream, once all ranks have reached it. Return its event."""
         self.barrier()
-        self._last = self.stream.record_event()
-        return self._last
+        self._last = event = self.stream.record_event()
+        return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         self._current_stream().wait_event(event)
         if event is self._last:
             self._last = None
@@ -213,7 +214,7 @@ _ALIGNMENT = 256
 _MOST_VIEWS = 1024
 
 
-def _views_of(handle: object, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
+def _views_of(handle: Any, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
     with unseen_by_modes(), torch.inference_mode(False):  # training could not write to inference tensors
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
@@ -274,9 +275,9 @@ class _CopiedScattering(Scattering):
                 "reused their memory; let each call return before the next one"
             )
         self._copies.wait(self._event)
-        own = self._shares[self._copies.rank]
+        assert self._shares is not None and self._received is not None
         with unseen_by_modes():
-            sum_shares(own, self._received, self._copies.rank, out)
+            sum_shares(self._shares[self._copies.rank], self._received, self._copies.rank, out)
         self._shares = self._received = None
         self._copies.under_way.discard(self)
 

@@ -49,7 +49,7 @@ class _AcrossTokens(Assignment):
             is_chosen = is_chosen & token_mask[:, None]
         ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
         experts = torch.where(is_chosen, ids, -1)
-        max_rows = min(self.max_rows(*logits.shape, routed.topk_experts.shape[1]), experts.numel())
+        max_rows = min(self.max_rows(*logits.shape, top_k=routed.topk_experts.shape[1]), experts.numel())
         return Slots(experts, self.weigh(logits, experts, spec), logits, max(max_rows, 1))
 
 

@@ -85,10 +85,10 @@ class TopKRouter(nn.Module):
         self.init_std = init_std
         self.implementation = implementation
 
-        def parameter(*shape: int, wanted: bool = True) -> nn.Parameter | None:
+        def parameter(*shape: int, wanted: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)) if wanted else None
 
-        self.weight = parameter(num_experts, d_model)
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.bias = parameter(num_experts, wanted=spec.logit_bias)
         self.input_scale = parameter(d_model, wanted=spec.input_norm_epsilon is not None)
         self.per_expert_scale = parameter(num_experts, wanted=spec.per_expert_scale)
@@ -161,7 +161,7 @@ class TopKRouter(nn.Module):
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
             kind = Routing if self.assignment is None else Slots
             # PyTorch 2.11 cannot compile `_replace`.
-            routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])
+            routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])  # pyright: ignore[reportArgumentType]  # of its kind
         return routed
 
     def _check_replayed(self, topk_experts: Tensor, num_tokens: int) -> None:
@@ -218,7 +218,7 @@ class TopKRouter(nn.Module):
             self.accumulated_counts = fn(self.accumulated_counts)
         if counts.is_meta and not self.expert_counts.is_meta:
             self.expert_counts.zero_()  # `to_empty` left them uninitialised, and no state dict fills them
-        if bias is not None and self.selection_bias.dtype.itemsize < 4:
+        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
 

@@ -47,14 +47,14 @@ def flatten_tokens(
         raise ValueError(f"MoEFeedForward: x must be [..., d_model={d_model}], got {list(x.shape)}")
     if num_tokens is not None:
         check_num_tokens("MoEFeedForward", num_tokens)
+    lengths: Tensor | int | None = x.shape[-2] if x.dim() > 2 else None
     if sequence_lengths is not None:
         check_kind("MoEFeedForward", "sequence_lengths", sequence_lengths, Tensor)
         check_sequence_lengths("MoEFeedForward", sequence_lengths, x.device)
-    elif x.dim() > 2:
-        sequence_lengths = x.shape[-2]
+        lengths = sequence_lengths
     all_tokens = x.reshape(-1, d_model)
     if token_mask is None:
-        return all_tokens, TokenInfo(all_tokens, x.shape, None, sequence_lengths, num_tokens)
+        return all_tokens, TokenInfo(all_tokens, x.shape, None, lengths, num_tokens)
     check_kind("MoEFeedForward", "token_mask", token_mask, Tensor)
     if token_mask.shape != x.shape[:-1] or token_mask.dtype != torch.bool or token_mask.device != x.device:
         raise ValueError(
@@ -64,7 +64,7 @@ def flatten_tokens(
     token_mask = token_mask.reshape(-1)
     # NaN in padding would reach the gradients of the router, times zero.
     tokens = torch.where(token_mask[:, None], all_tokens, 0.0)
-    return tokens, TokenInfo(all_tokens, x.shape, token_mask, sequence_lengths, num_tokens)
+    return tokens, TokenInfo(all_tokens, x.shape, token_mask, lengths, num_tokens)
 
 
 def restore_shape(

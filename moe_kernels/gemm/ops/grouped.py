@@ -81,7 +81,10 @@ def grouped_gemm(
     options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
     if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
         with without_autocast(a):
-            return reference.grouped_gemm(a, b, offsets, **dict(zip(_OPTIONS, options, strict=True)), out=out)
+            scales = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b}
+            return reference.grouped_gemm(
+                a, b, offsets, bias=bias, **scales, activation=activation, out=out, out_dtype=out_dtype
+            )
     if a.dtype == FLOAT8 and a.is_cuda:
         check_float8("grouped_gemm", device_cc(a.device))
     if out is not None:
@@ -90,9 +93,6 @@ def grouped_gemm(
     if activation is not None:
         return _gated_gemm_op(a, b, offsets, *options)[0]
     return _grouped_gemm_op(a, b, offsets, bias, row_scale, scale_a, scale_b, out_dtype)
-
-
-_OPTIONS = ("bias", "row_scale", "scale_a", "scale_b", "activation", "out_dtype")
 
 
 def grouped_gemm_wgrad(
@@ -225,7 +225,8 @@ def _gated_gemm_op(
 
 
 def _empty_gated(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return tuple(a.new_empty(a.shape[0], columns, dtype=dtype) for columns in (b.shape[2] // 2, b.shape[2]))
+    num_rows, num_columns = a.shape[0], b.shape[2]
+    return a.new_empty(num_rows, num_columns // 2, dtype=dtype), a.new_empty(num_rows, num_columns, dtype=dtype)
 
 
 @_gated_gemm_op.register_fake
@@ -272,7 +273,7 @@ def _product_backward(
         da = _grouped_gemm_op(dout, b.transpose(1, 2), offsets)
     if needs_b:
         db = _wgrad_op(a, dout, offsets, _is_transposed(b))
-    if needs_bias:
+    if bias is not None and needs_bias:
         # The sum of each group's rows equals their product with ones.
         ones = dout.new_ones(1, 1).expand(len(dout), 1)
         dbias = _wgrad_op(ones, dout, offsets, False).squeeze(1).to(bias.dtype)

@@ -177,8 +177,8 @@ def _grouped_gemm_list_op(
         # Kernels write rows. A product stored by columns equals, transposed, the product of the transposes by rows.
         problems = zip(*operands, by_columns, strict=True)
         operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
-    args = GroupedGemmListArguments(*(_with_contiguous_axes(matrices) for matrices in operands))
-    selection.run(args)
+    aligned_a, aligned_b, aligned_outs = (_with_contiguous_axes(matrices) for matrices in operands)
+    selection.run(GroupedGemmListArguments(aligned_a, aligned_b, aligned_outs))
     return outs
 
 

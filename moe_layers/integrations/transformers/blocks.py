@@ -54,8 +54,8 @@ class _FirstSpec(ExpertsSpec):
 
     def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
         of_all = super().adapters(changes)
-        up = (None if factor is None else factor[: self.num_experts] for factor in (of_all.up_a, of_all.up_b))
-        return ExpertAdapters(*up, of_all.down_a, of_all.down_b)
+        up_a, up_b = (None if factor is None else factor[: self.num_experts] for factor in (of_all.up_a, of_all.up_b))
+        return ExpertAdapters(up_a, up_b, of_all.down_a, of_all.down_b)
 
 
 def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

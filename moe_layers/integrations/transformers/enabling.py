@@ -185,7 +185,7 @@ def disable(model: nn.Module) -> None:
     delattr(holder, _STATE)
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def _innermost(model: Any) -> nn.Module:
     """Return the model inside PEFT's, which remains when adapters are unloaded."""
     return model.get_base_model() if type(model).__module__.startswith("peft.") else model
 

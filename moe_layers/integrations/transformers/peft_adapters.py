@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     holder: nn.Module
     child: str
 
-    def wrappers(self) -> Iterator[nn.Module]:
+    def wrappers(self) -> Iterator[Any]:
         """Yield the wrappers around the experts, outermost first."""
         module = getattr(self.holder, self.child, None)
         while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
@@ -89,7 +89,7 @@ def restore_forwards(place: Place) -> None:
 def replace_new_forwards(place: Place, *_: object) -> None:
     """Replace the forward of wrappers that were added after `enable`. Called before the forward of the holder."""
     if any(_is_param_wrapper(wrapper) and "forward" not in vars(wrapper) for wrapper in place.wrappers()):
-        _replace_and_warn(place)
+        _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # stubs take it for a decorator
 
 
 @torch.compiler.disable
@@ -105,12 +105,12 @@ def _is_param_wrapper(module: nn.Module) -> bool:
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
 
 
-def _is_replaced(wrapper: nn.Module) -> bool:
+def _is_replaced(wrapper: Any) -> bool:
     forward = vars(wrapper).get("forward")
     return isinstance(forward, partial) and forward.func is _forward
 
 
-def _reason_against(wrapper: nn.Module) -> str | None:
+def _reason_against(wrapper: Any) -> str | None:
     """Return the reason why PEFT itself must compute the adapters of a wrapper in its present state, if any."""
     experts = wrapper.get_base_layer()
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
@@ -125,12 +125,12 @@ def _reason_against(wrapper: nn.Module) -> str | None:
     return next(filter(None, (_reason_against_adapter(wrapper, adapter) for adapter in _active(wrapper))), None)
 
 
-def _is_computed_here(experts: nn.Module) -> bool:
+def _is_computed_here(experts: Any) -> bool:
     """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
     return "forward" in vars(experts) or experts.config._experts_implementation == NAME
 
 
-def _reason_against_adapter(wrapper: nn.Module, adapter: str) -> str | None:
+def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:
     dropout = wrapper.lora_dropout[adapter] if adapter in wrapper.lora_dropout else nn.Identity()
     if type(dropout) is not nn.Identity:
         return f"adapter {adapter!r} has dropout"
@@ -142,7 +142,7 @@ def _reason_against_adapter(wrapper: nn.Module, adapter: str) -> str | None:
     return _reason_against_layout(wrapper, adapter)
 
 
-def _reason_against_layout(wrapper: nn.Module, adapter: str) -> str | None:
+def _reason_against_layout(wrapper: Any, adapter: str) -> str | None:
     if not hasattr(wrapper, _SWAPPED) and Version(_peft_version()) >= Version(_SWAPS_SINCE):
         return "this version of PEFT does not state the order of its axes"
     shape = tuple(wrapper.get_param().shape)
@@ -163,11 +163,11 @@ def _peft_version() -> str:
     return peft.__version__
 
 
-def _active(wrapper: nn.Module) -> list[str]:
+def _active(wrapper: Any) -> list[str]:
     return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
 
 
-def _forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
+def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
     """Replace the forward of a ParamWrapper. PEFT's own computes everything that this one cannot."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None or _reason_against(self) is not None:
         return type(self).forward(self, *args, **kwargs)
@@ -184,7 +184,7 @@ def _forward(self: nn.Module, *args: object, **kwargs: object) -> Tensor:
         setattr(experts, CHANGES, outer)
 
 
-def _change(wrapper: nn.Module, adapter: str) -> LowRank:
+def _change(wrapper: Any, adapter: str) -> LowRank:
     """Read an adapter, with its scale in lora_B, as views where the scale is 1."""
     a = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
     b = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]
