@@ -104,7 +104,7 @@ def compute_experts(
         tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, w_router, activation.gated
     )
     if adapters is not None:
-        check_adapters("fused_experts", adapters, weights.w_up, weights.w_down)
+        _check_adapters(adapters, weights.w_up, weights.w_down)
     if w_router is not None:
         _check_router_gradient(permutation, weight_on_input, batch_invariant)
     if choose("fused_experts", implementation, tokens) == "reference":
@@ -129,29 +129,28 @@ def _check_settings(recompute: str | None, reserved_sms: int) -> None:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
 
 
-def check_adapters(op: str, adapters: ExpertAdapters, w_up: Tensor, w_down: Tensor) -> None:
-    """Raise ValueError unless these are adapters of such weights."""
-    for weight, a_name, b_name in ((w_up, "up_a", "up_b"), (w_down, "down_a", "down_b")):
-        a, b = getattr(adapters, a_name), getattr(adapters, b_name)
-        if a is None and b is None:
-            continue
-        if a is None or b is None:
-            raise ValueError(f"{op}: adapters must have {a_name} and {b_name} or neither, got one of them")
-        num_experts, size_out, size_in = weight.shape
-        rank = a.shape[1] if a.dim() == 3 else 0
-        # The factor on the side of the tokens may be shared by all experts.
-        shared = {a_name: 1} if a_name == "up_a" else {b_name: 1}
-        for name, factor, rest in ((a_name, a, (rank, size_in)), (b_name, b, (size_out, rank))):
-            allowed = {(num_experts, *rest), (shared.get(name, num_experts), *rest)}
-            if rank < 1 or tuple(factor.shape) not in allowed:
-                raise ValueError(
-                    f"{op}: {name} must be {' or '.join(str(list(shape)) for shape in sorted(allowed))} with a rank of "
-                    f"at least 1, got {list(factor.shape)}"
-                )
-            if factor.device != weight.device or not factor.is_floating_point():
-                raise ValueError(
-                    f"{op}: {name} must be of floating point on {weight.device}, got {factor.dtype} on {factor.device}"
-                )
+def _check_adapters(adapters: ExpertAdapters, w_up: Tensor, w_down: Tensor) -> None:
+    up_a, up_b, down_a, down_b, _ = adapters
+    for a, b, weight, names in ((up_a, up_b, w_up, ("up_a", "up_b")), (down_a, down_b, w_down, ("down_a", "down_b"))):
+        if (a is None) != (b is None):
+            raise ValueError(f"fused_experts: adapters must have {names[0]} and {names[1]} or neither, got one of them")
+        if a is not None and b is not None:
+            num_experts, size_out, size_in = weight.shape
+            rank = a.shape[1] if a.dim() == 3 else 0
+            _check_factor(names[0], a, (num_experts, rank, size_in), weight.device)
+            _check_factor(names[1], b, (num_experts, size_out, rank), weight.device)
+
+
+def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    # All experts may share the factor on the side of the tokens.
+    allowed = [[1, *shape[1:]], list(shape)] if name in ("up_a", "down_b") else [list(shape)]
+    if 0 in shape[1:] or list(factor.shape) not in allowed:
+        wanted = " or ".join(map(str, allowed))
+        raise ValueError(f"fused_experts: {name} must be {wanted} with a rank of at least 1, got {list(factor.shape)}")
+    if factor.device != device or not factor.is_floating_point():
+        raise ValueError(
+            f"fused_experts: {name} must be of floating point on {device}, got {factor.dtype} on {factor.device}"
+        )
 
 
 def _check_router_gradient(permutation: Permutation, weight_on_input: bool, batch_invariant: bool) -> None:

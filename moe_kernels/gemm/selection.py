@@ -171,16 +171,17 @@ def get_kernels(
     table then decides nothing. Without `cc`, only kernels that run on the device of `args` are listed.
     """
     epilogue = None if args is None else args.epilogue
-    kernels = [
-        kernel
-        for kernel in (_taking(epilogue, listed) for listed in ALL_KERNELS)
-        if (cc is None or kernel.supports_cc(cc))
-        and (metadata_filter is None or metadata_filter(kernel.metadata))
-        and (args is None or (kernel.supports(args) if cc is None else kernel.obstacle is None and kernel.takes(args)))
-    ]
-    if args is None or not kernels:
+    kernels = [_taking(epilogue, listed) for listed in ALL_KERNELS]
+    if cc is not None:
+        kernels = [kernel for kernel in kernels if kernel.supports_cc(cc)]
+    if metadata_filter is not None:
+        kernels = [kernel for kernel in kernels if metadata_filter(kernel.metadata)]
+    if args is None:
         return kernels
-    return best_first(kernels, args, measured_best(args) if cc is None else None)
+    if cc is None:
+        kernels = [kernel for kernel in kernels if kernel.supports(args)]
+        return best_first(kernels, args, measured_best(args)) if kernels else []
+    return best_first([kernel for kernel in kernels if kernel.obstacle is None and kernel.takes(args)], args, None)
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:

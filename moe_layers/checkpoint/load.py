@@ -118,10 +118,7 @@ def _load(
         published = published_layouts(model_config.model_type)
         plan = planner.plan(config, shapes, experts, published=published, recorded=values.get(RECORD))
         if dtype is None:
-            module.to(_stored_dtype(plan, values, model_config))
-            router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
-            if router.encoding == "plain" and router.dtype == torch.float32:  # some models keep the router in float32
-                module.router.weight = nn.Parameter(module.router.weight.float())
+            _take_stored_dtypes(module, plan, values, model_config)
         module.to_empty(device=torch.get_default_device() if device is None else device)
         for parameter in module.parameters():
             prefer_huge_pages(parameter)
@@ -130,6 +127,13 @@ def _load(
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
     return module, report
+
+
+def _take_stored_dtypes(module: Any, plan: Plan, values: dict, model_config: ModelConfig) -> None:
+    module.to(_stored_dtype(plan, values, model_config))
+    router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
+    if router.encoding == "plain" and router.dtype == torch.float32:  # some models keep the router in float32
+        module.router.weight = nn.Parameter(module.router.weight.float())
 
 
 @torch.no_grad()

@@ -269,18 +269,22 @@ def merge_lora(layer: nn.Module, names: str | Sequence[str] | None = None, *, ke
         raise ValueError(f"merge_lora: there must be an adapter to merge, got {sorted(experts.lora or {})}")
     merged = joined([_factors(name, experts.lora[name], experts.local_share) for name in names])
     assert merged is not None
-    kept = experts.unmerged or Unmerged({}, {})
-    for projection in TARGETS:
-        a, b = getattr(merged, f"{projection}_a"), getattr(merged, f"{projection}_b")
-        if a is not None:
-            weight = _local_weight(experts, projection)
-            if keep_base:
-                kept.weights.setdefault(projection, weight.to("cpu", copy=True))
-            _add_product(weight, a, b, merged.scale)
-    if keep_base:
-        kept.adapters.update({name: experts.lora[name] for name in names})
-    experts.unmerged = kept if keep_base else None
+    changed = [projection for projection in TARGETS if getattr(merged, f"{projection}_a") is not None]
+    experts.unmerged = _keep_base(experts, changed, names) if keep_base else None
+    for projection in changed:
+        factors = getattr(merged, f"{projection}_a"), getattr(merged, f"{projection}_b")
+        _add_product(_local_weight(experts, projection), *factors, merged.scale)
     remove_lora(layer, names)
+
+
+def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerged:
+    """Return what undoes this merge and earlier ones."""
+    kept = experts.unmerged or Unmerged({}, {})
+    for projection in projections:
+        if projection not in kept.weights:
+            kept.weights[projection] = _local_weight(experts, projection).to("cpu", copy=True)
+    kept.adapters.update({name: experts.lora[name] for name in names})
+    return kept
 
 
 @torch.no_grad()
