@@ -386,14 +386,9 @@ class MoEFeedForward(nn.Module):
         return self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
 
     def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        layout: str | None = None,
-        max_shard_bytes: int = 5_000_000_000,
+        self, directory: str | os.PathLike[str], *, layout: str | None = None, max_shard_bytes: int = 5_000_000_000
     ) -> None:
-        """Write a directory that `from_checkpoint` reads, with every value bit by bit.
-        `moe_layers.checkpoint.save.save_layer` describes the arguments."""
+        """Write a directory that `from_checkpoint` reads, with every value bit by bit. See `checkpoint.save_layer`."""
         save_layer(self, directory, layout, max_shard_bytes)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:

@@ -121,13 +121,7 @@ def read_peft_adapter(
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"lora: orientation must be one of {ORIENTATIONS} or None, got {orientation!r}")
-    directory = Path(directory)
-    config = read_json(directory / ADAPTER_CONFIG)
-    if not (directory / ADAPTER_FILE).is_file():
-        raise ValueError(f"lora: {directory} must hold {ADAPTER_FILE}, which is missing")
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise ValueError(f"lora: {directory} must hold plain LoRA, got {config.get('peft_type')} or DoRA")
-    tensors = load_file(directory / ADAPTER_FILE)
+    config, tensors = _read_files(Path(directory))
     pairs = _pairs(tensors, config)
     found, told_by = _orientation(pairs, config, orientation)
     layers, shapes = {}, {}
@@ -143,6 +137,15 @@ def read_peft_adapter(
     report = AdapterReport(str(directory), found, told_by, used, tuple(others), shapes)
     gated = any(pair.parameter == "gate_up_proj" for pair in pairs)
     return PeftAdapter(layers, {pair.layer: pair.prefix for pair in pairs}, gated, others, config, report)
+
+
+def _read_files(directory: Path) -> tuple[dict, dict[str, Tensor]]:
+    config = read_json(directory / ADAPTER_CONFIG)
+    if not (directory / ADAPTER_FILE).is_file():
+        raise ValueError(f"lora: {directory} must hold {ADAPTER_FILE}, which is missing")
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
+        raise ValueError(f"lora: {directory} must hold plain LoRA, got {config.get('peft_type')} or DoRA")
+    return config, load_file(directory / ADAPTER_FILE)
 
 
 def _pairs(tensors: dict[str, Tensor], config: dict) -> list[_Pair]:
@@ -266,19 +269,12 @@ def write_adapter(
         ValueError: an argument is unknown, the directory holds files, or the layout needs parameters that have no
             adapter.
     """
-    if layout not in ADAPTER_LAYOUTS or orientation not in ORIENTATIONS:
-        raise ValueError(
-            f"lora: layout must be in {ADAPTER_LAYOUTS}, orientation in {ORIENTATIONS}, got {layout!r}, {orientation!r}"
-        )
-    if layout != "peft" and orientation != "0.19":
-        raise ValueError(f"lora: layout {layout!r} has orientation '0.19', got {orientation!r}")
+    _check_layout(adapter, layout, orientation)
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"lora: {directory} must be an empty directory or not exist")
     tensors = dict(adapter.others)
     for layer, adapters in adapter.layers.items():
-        if layout != "peft" and (adapters.up_a is None or adapters.down_a is None):
-            raise ValueError(f"lora: layout {layout!r} needs adapters of both weights, layer {layer} has one")
         if layout == "per_expert":
             tensors |= _per_expert(adapter.prefixes[layer], adapters, adapter.gated)
         else:
@@ -291,6 +287,20 @@ def write_adapter(
     if orientation != adapter.report.orientation:
         config = {**config, "peft_version": {"0.19": "0.19.0", "0.18": "0.18.0"}[orientation]}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _check_layout(adapter: PeftAdapter, layout: str, orientation: str) -> None:
+    if layout not in ADAPTER_LAYOUTS or orientation not in ORIENTATIONS:
+        raise ValueError(
+            f"lora: layout must be in {ADAPTER_LAYOUTS}, orientation in {ORIENTATIONS}, got {layout!r}, {orientation!r}"
+        )
+    if layout == "peft":
+        return
+    if orientation != "0.19":
+        raise ValueError(f"lora: layout {layout!r} has orientation '0.19', got {orientation!r}")
+    for layer, adapters in adapter.layers.items():
+        if adapters.up_a is None or adapters.down_a is None:
+            raise ValueError(f"lora: layout {layout!r} needs adapters of both weights, layer {layer} has one")
 
 
 def _peft(prefix: str, adapters: ExpertAdapters, orientation: str, interleaved: bool) -> dict[str, Tensor]:
