@@ -156,6 +156,10 @@ class Kernel(abc.ABC):
             return Status(obstacle)
         return self.supports_cc(device_cc(args.A.device)) if args.A.is_cuda else SUPPORTED
 
+    def would_support(self, args: Arguments) -> bool:
+        """Return whether the kernel computes these arguments with the installed software, whatever their device."""
+        return self.obstacle is None and bool(self.takes(args))
+
     def takes(self, args: Arguments) -> Status:
         """Like `supports`, but ignores the installed software and GPU: tensors may be on any device."""
         if not isinstance(args, self.arguments_class):

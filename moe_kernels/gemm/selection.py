@@ -178,10 +178,9 @@ def get_kernels(
         kernels = [kernel for kernel in kernels if metadata_filter(kernel.metadata)]
     if args is None:
         return kernels
-    if cc is None:
-        kernels = [kernel for kernel in kernels if kernel.supports(args)]
-        return best_first(kernels, args, measured_best(args)) if kernels else []
-    return best_first([kernel for kernel in kernels if kernel.obstacle is None and kernel.takes(args)], args, None)
+    runs = Kernel.supports if cc is None else Kernel.would_support
+    kernels = [kernel for kernel in kernels if runs(kernel, args)]
+    return best_first(kernels, args, measured_best(args) if cc is None and kernels else None)
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:

@@ -139,14 +139,16 @@ def _checkpoints(directory: Path) -> list[Path]:
 
 def _row(found: BlockSurvey) -> tuple[str, ...]:
     sizes = found.sizes[0] if found.sizes else None
+    num_experts, d_model = (str(sizes.num_experts), str(sizes.d_model)) if sizes else ("?", "?")
+    widths = {sizes.d_ff for sizes in found.sizes}
     layouts = " or ".join(f"{layout.name} ({layout.family})" for layout in found.layouts) or "unknown"
     return (
         str(found.block.layer),
         found.block.prefix.rstrip(".") or "(top)",
         layouts,
-        str(sizes.num_experts) if sizes else "?",
-        str(sizes.d_model) if sizes else "?",
-        str(sizes.d_ff) if sizes and len({sizes.d_ff for sizes in found.sizes}) == 1 else "?",
+        num_experts,
+        d_model,
+        str(*widths) if len(widths) == 1 else "?",
         "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in found.dtypes)) or "?",
         "/".join(sorted(found.encodings - {"plain"})) or "none",
         f"{found.num_bytes / 2**20:.1f}",

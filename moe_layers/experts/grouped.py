@@ -153,12 +153,6 @@ class GroupedExperts(nn.Module):
                 f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
                 "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
             )
-        parameters: dict[str, Tensor] = {"w_up": self.w_up, "w_down": self.w_down}
-        if self.b_up is not None and self.b_down is not None:
-            parameters |= {"b_up": self.b_up, "b_down": self.b_down}
-        if self.local_share is not None:
-            parameters = {name: self.local_share(name, parameter) for name, parameter in parameters.items()}
-        weights = ExpertWeights(**parameters)
         adapters = active_adapters(self.lora, self.local_share)
         if any(dropout for _, dropout in adapters) and self.batch_invariant:
             raise ValueError("GroupedExperts: batch_invariant needs adapters without dropout in training, got dropout")
@@ -194,7 +188,16 @@ class GroupedExperts(nn.Module):
                 implementation=self.implementation,
             )
 
-        return call_with_autocast_rules(experts, rows.tokens, *weights, rows.w_router)
+        return call_with_autocast_rules(experts, rows.tokens, *self._weights(), rows.w_router)
+
+    def _weights(self) -> ExpertWeights:
+        """Return this rank's weights."""
+        parameters: dict[str, Tensor] = {"w_up": self.w_up, "w_down": self.w_down}
+        if self.b_up is not None and self.b_down is not None:
+            parameters |= {"b_up": self.b_up, "b_down": self.b_down}
+        if self.local_share is not None:
+            parameters = {name: self.local_share(name, parameter) for name, parameter in parameters.items()}
+        return ExpertWeights(**parameters)
 
     def extra_repr(self) -> str:
         num_experts, d_model, d_ff = self.w_down.shape

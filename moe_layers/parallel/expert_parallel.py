@@ -104,10 +104,7 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
         share = expert_share(device_mesh, module.num_experts)
         _check_held("ExpertParallel", module, share)
-        by_traffic = "allgather" if device_mesh.size() <= module.router.top_k else "alltoall"
-        chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
-        if chosen == "overlapped":
-            check_overlaps(experts)
+        chosen = self._chosen(module, device_mesh)
         for adapter in (experts.lora or {}).values():
             assert isinstance(adapter, ExpertLoRA)
             check_shardable("ExpertParallel", adapter.settings)
@@ -117,17 +114,27 @@ class ExpertParallel(ParallelStyle):
             experts.replace_parameter(name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
+        self._set_dispatcher(module, device_mesh, chosen)
+        return module
+
+    def _chosen(self, module: Any, mesh: DeviceMesh) -> str:
+        by_traffic = "allgather" if mesh.size() <= module.router.top_k else "alltoall"
+        chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
+        if chosen == "overlapped":
+            check_overlaps(module.experts)
+        return chosen
+
+    def _set_dispatcher(self, module: Any, mesh: DeviceMesh, chosen: str) -> None:
         chunks, reserved_sms = 1, 0
         if chosen == "overlapped":
-            chunks, reserved_sms = 2 if device_mesh.size() >= 4 else 1, 2
-        experts.reserved_sms = reserved_sms if self.reserved_sms is None else self.reserved_sms
+            chunks, reserved_sms = 2 if mesh.size() >= 4 else 1, 2
+        module.experts.reserved_sms = reserved_sms if self.reserved_sms is None else self.reserved_sms
         module.dispatcher = _DISPATCHERS[chosen](
-            Ranks.of(device_mesh.get_group()),
+            Ranks.of(mesh.get_group()),
             max_rows_factor=self.max_rows_factor,
             chunks=chunks if self.chunks is None else self.chunks,
-            gradient_scale=1 / device_mesh.size() if self.average_gradients else 1.0,
+            gradient_scale=1 / mesh.size() if self.average_gradients else 1.0,
         )
-        return module
 
     def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
         held = parameter.detach()
