@@ -16,6 +16,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,8 @@ from torch import Tensor
 from moe_kernels import ExpertAdapters
 
 from .files import read_json
+
+Number = TypeVar("Number", int, float)
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -190,7 +193,7 @@ def _parameters(experts: str, config: dict) -> list[str]:
     return [name for name in ("gate_up_proj", "up_proj", "down_proj") if name in names]
 
 
-def _of_pattern(config: dict, kind: str, name: str, default: float) -> float:
+def _of_pattern(config: dict, kind: str, name: str, default: Number) -> Number:
     """Return the first value whose pattern matches the end of a name, as PEFT does."""
     patterns = config.get(kind) or {}
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
@@ -307,7 +310,7 @@ def _peft(prefix: str, adapters: ExpertAdapters, orientation: str, interleaved: 
     up_a, up_b, down_a, down_b, _ = adapters
     if interleaved and up_b is not None:
         up_b = up_b.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    pairs = [(a, b) for a, b in ((down_a, down_b), (up_a, up_b)) if a is not None]
+    pairs = [(a, b) for a, b in ((down_a, down_b), (up_a, up_b)) if a is not None and b is not None]
     tensors = {}
     for depth, (a, b) in enumerate(pairs):
         slow, fast = (a, b.transpose(1, 2)) if orientation == "0.19" else (b.transpose(1, 2), a)
@@ -321,10 +324,12 @@ def _per_expert(prefix: str, adapters: ExpertAdapters, gated: bool) -> dict[str,
     """Return the tensors of each expert. Gate and up have the same lora_A."""
     tensors = {}
     names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-    for expert in range(len(adapters.up_b)):
-        parts = zip(names, adapters.up_b[expert].chunk(len(names)), strict=True)
-        projections = [(name, adapters.up_a[expert], b) for name, b in parts]
-        for name, a, b in [*projections, ("down_proj", adapters.down_a[expert], adapters.down_b[expert])]:
+    up_a, up_b, down_a, down_b, _ = adapters
+    assert up_a is not None and up_b is not None and down_a is not None and down_b is not None
+    for expert in range(len(up_b)):
+        parts = zip(names, up_b[expert].chunk(len(names)), strict=True)
+        projections = [(name, up_a[expert], b) for name, b in parts]
+        for name, a, b in [*projections, ("down_proj", down_a[expert], down_b[expert])]:
             tensors[f"{prefix}.{expert}.{name}.lora_A.weight"] = a.clone()
             tensors[f"{prefix}.{expert}.{name}.lora_B.weight"] = b
     return tensors

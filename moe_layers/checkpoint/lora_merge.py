@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,7 +28,7 @@ def merge_adapter(
     *,
     orientation: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    progress: Callable[[list[Output]], Iterator[Output]] = iter,
+    progress: Callable[[list[Output]], Iterable[Output]] = iter,
 ) -> AdapterReport:
     """Write the model in `source` to `target` with PEFT's adapter added to the experts' weights.
 
@@ -68,7 +68,7 @@ class _MergedReader(ExpertReader):
         weight = super().part(files, part, expert, bias=bias)
         up_a, up_b, down_a, down_b, scale = self.adapters
         a, b = (down_a, down_b) if part == "down" else (up_a, up_b)
-        if bias or a is None:
+        if bias or a is None or b is None:
             return weight
         b = b[expert]
         if part != "down" and self.layout.gated:
@@ -122,7 +122,7 @@ def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gat
     wanted = {"up": (sizes.num_experts, d_up, sizes.d_model), "down": (sizes.num_experts, sizes.d_model, sizes.d_ff)}
     pairs = {"up": (adapters.up_a, adapters.up_b), "down": (adapters.down_a, adapters.down_b)}
     for name, (a, b) in pairs.items():
-        if a is not None and (len(a), b.shape[1], a.shape[2]) != wanted[name]:
+        if a is not None and b is not None and (len(a), b.shape[1], a.shape[2]) != wanted[name]:
             raise ValueError(
                 f"lora: the adapter of {found.block.prefix} must be of {name} weights {list(wanted[name])}, "
                 f"got {[len(a), b.shape[1], a.shape[2]]}"
