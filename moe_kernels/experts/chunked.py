@@ -20,13 +20,17 @@ from ..types import ExpertWeights, Permutation
 from .rows import Rows
 from .steps import (
     Activated,
+    Adapters,
     Experts,
     activate,
     b_down_gradient,
     b_up_gradient,
     copy_dout,
     down,
+    down_adapter_gradients,
     hidden_gradients,
+    up_adapter_gradients,
+    up_input_gradient,
     w_down_gradient,
     w_up_gradient,
 )
@@ -48,9 +52,10 @@ class ExpertsInParts:
         activation: Activation,
         parts: list[Permutation],
         *,
+        adapters: Adapters | None = None,
         reserved_sms: int = 0,
     ):
-        self.experts = Experts.of(weights, activation)
+        self.experts = Experts.of(weights, activation)._replace(adapters=adapters or Adapters())
         self.parts = [Rows.of(part, reserved_sms=reserved_sms) for part in parts]
         self.reserved_sms = reserved_sms
 
@@ -81,7 +86,10 @@ def _columns_of(experts: Experts, columns: slice) -> Experts:
     """The experts as far as they write these columns of their outputs."""
     weights = experts.weights
     b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
-    return experts._replace(weights=weights._replace(w_down=weights.w_down[:, columns], b_down=b_down))
+    down_b = experts.adapters.down_b
+    adapters = experts.adapters._replace(down_b=None if down_b is None else down_b[:, columns])
+    weights = weights._replace(w_down=weights.w_down[:, columns], b_down=b_down)
+    return experts._replace(weights=weights, adapters=adapters)
 
 
 class BackwardInParts:
@@ -95,6 +103,7 @@ class BackwardInParts:
         self.parts = parts
         self.whole = whole
         self._hidden: Destination | None = None  # dH and A_w of all chunks
+        self._up_low: Tensor | None = None  # dH @ up_b [R, r] of all chunks
 
     def backward_part(
         self,
@@ -108,12 +117,13 @@ class BackwardInParts:
         hidden = hidden_gradients(experts, rows, dout, topk_weights, preactivation, destination=destination)
         if destination is None:
             self._hidden = Destination(hidden.dpreactivation, hidden.weighted, rows.slot_to_row)
+            self._up_low = hidden.up_low
         return hidden.dtopk_weights
 
     def tokens_gradient(self) -> Tensor:  # [T, D] of all chunks' tokens
-        whole, experts = self.whole, self.experts
         assert self._hidden is not None
-        return whole.combine(whole.gemm(self._hidden.dpreactivation, experts.weights.w_up), None)
+        dup_input = up_input_gradient(self.experts, self.whole, self._hidden.dpreactivation, self._up_low_of_all())
+        return self.whole.combine(dup_input, None)
 
     def weight_gradients(
         self,
@@ -135,6 +145,32 @@ class BackwardInParts:
         if needed.b_down:
             db_down = b_down_gradient(experts, whole, dout, topk_weights)
         return dw_up, dw_down, db_up, db_down
+
+    def adapter_gradients(
+        self,
+        tokens: Tensor,  # [T, D] of all chunks, contiguous
+        dout: Tensor,  # [T, D] of all chunks, contiguous
+        needed: Adapters,  # of bools
+    ) -> tuple[Tensor | None, ...]:  # in the order of `Adapters`
+        """The needed pairs of factors, the others None. The narrow products of all chunks are computed anew."""
+        experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
+        up_a, _, _, down_b = experts.adapters
+        assert hidden is not None
+        dup_a = dup_b = ddown_a = ddown_b = None
+        if up_a is not None and up_low is not None and (needed.up_a or needed.up_b):
+            low = whole.gemm(tokens, up_a.transpose(1, 2), gather=True)
+            dup_a, dup_b = up_adapter_gradients(experts, whole, tokens, hidden.dpreactivation, low, up_low)
+        if down_b is not None and (needed.down_a or needed.down_b):
+            down_low = whole.gemm(dout, down_b, gather=True)
+            ddown_a, ddown_b = down_adapter_gradients(experts, whole, dout, hidden.weighted, down_low)
+        transposed = [None if db is None else db.transpose(1, 2) for db in (dup_b, ddown_b)]
+        return dup_a, transposed[0], ddown_a, transposed[1]
+
+    def _up_low_of_all(self) -> Tensor | None:
+        up_b = self.experts.adapters.up_b
+        if self._up_low is None and up_b is not None and self._hidden is not None:
+            self._up_low = self.whole.gemm(self._hidden.dpreactivation, up_b)
+        return self._up_low
 
     def _destination(self, part: int, preactivation: Tensor) -> Destination:
         """Where a chunk's rows of dH and A_w go among those of all chunks."""

@@ -133,7 +133,7 @@ class HiddenGradients(NamedTuple):
     dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
     drows: Tensor | None  # [R, D] from `copy_dout`
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
-    up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters
+    up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
 
 
 def hidden_gradients(
@@ -154,6 +154,7 @@ def hidden_gradients(
     """
     dout, (_, w_down, b_up, b_down) = rows.as_read(dout), experts.weights
     _, up_b, down_a, down_b = experts.adapters
+    of_other_rows = destination is not None  # dH then follows another permutation
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
@@ -173,7 +174,7 @@ def hidden_gradients(
     )
     if b_down is not None and needs_topk_weights and not experts.weight_on_input:
         dtopk_weights += launch_slot_products(dout, b_down, rows.slot_experts())
-    up_low = None if up_b is None else rows.gemm(dpreactivation, up_b)
+    up_low = None if up_b is None or of_other_rows else rows.gemm(dpreactivation, up_b)
     return HiddenGradients(dpreactivation, dactivated, dtopk_weights, drows, down_low, up_low)
 
 

@@ -17,7 +17,7 @@ from moe_kernels import Activation, Permutation
 from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts.fused import RECOMPUTE, compute_experts
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
-from moe_kernels.types import ExpertWeights
+from moe_kernels.types import ExpertAdapters, ExpertWeights
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
@@ -28,7 +28,9 @@ from .lora_dropout import compute_with_dropout
 class ChunkPlan(Protocol):
     """Computes the experts' outputs chunk by chunk, while other chunks are in flight."""
 
-    def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor: ...
+    def __call__(
+        self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights, adapters: ExpertAdapters | None
+    ) -> Tensor: ...
 
 
 class ExpertRows(NamedTuple):
@@ -154,15 +156,18 @@ class GroupedExperts(nn.Module):
                 "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
             )
         adapters = active_adapters(self.lora, self.local_share)
-        if any(dropout for _, dropout in adapters) and self.batch_invariant:
-            raise ValueError("GroupedExperts: batch_invariant needs adapters without dropout in training, got dropout")
+        drops = any(dropout for _, dropout in adapters)
+        if drops and (self.batch_invariant or rows.plan is not None):
+            option = "batch_invariant" if self.batch_invariant else "the overlapped dispatcher"
+            raise ValueError(f"GroupedExperts: {option} needs adapters without dropout in training, got dropout")
 
         def experts(tokens: Tensor, *operands: Any) -> Tensor:  # the weights and w_router
             *given, w_router = operands
             if rows.plan is not None:
-                return rows.plan(tokens, topk_weights, ExpertWeights(*given))
+                factors = joined([factors for factors, _ in adapters])
+                return rows.plan(tokens, topk_weights, ExpertWeights(*given), factors)
             assert rows.permutation is not None
-            if any(dropout for _, dropout in adapters):
+            if drops:
                 return compute_with_dropout(
                     tokens,
                     topk_weights,

@@ -68,7 +68,7 @@ class ExpertParallel(ParallelStyle):
             for "overlapped".
 
     Raises:
-        NotImplementedError: "overlapped" with weights on the input, `recompute`, `batch_invariant` or adapters, when
+        NotImplementedError: "overlapped" with weights on the input, `recompute` or `batch_invariant`, when
             applied or called; adapters with factors that all experts share.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size

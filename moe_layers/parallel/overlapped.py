@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from moe_kernels import Permutation, sort_by_expert
 from moe_kernels.experts.chunked import ExpertsInParts
+from moe_kernels.experts.steps import Adapters
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import unseen_by_modes
-from moe_kernels.types import ExpertWeights, TileTable
+from moe_kernels.types import ExpertAdapters, ExpertWeights, TileTable
 
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
@@ -81,11 +82,6 @@ def check_overlaps(experts: GroupedExperts) -> None:
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
         raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
-    if experts.lora is not None:
-        raise NotImplementedError(
-            'ExpertParallel: the overlapped dispatcher computes no adapters, use "allgather" or "alltoall", '
-            f"got {sorted(experts.lora)}"
-        )
 
 
 class _Plan:
@@ -111,10 +107,13 @@ class _Plan:
         # Chunks and columns of the outputs in flight.
         self.scatterings: list[tuple[int, slice, Scattering]] = []
 
-    def __call__(self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights) -> Tensor:  # [T, D]
+    def __call__(
+        self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights, adapters: ExpertAdapters | None
+    ) -> Tensor:  # [T, D]
         """Compute the experts. The result is written by `wait`."""
+        factors = Adapters() if adapters is None else Adapters.of(adapters, weights)
         with torch.cuda.device_of(tokens):
-            return _Overlapped.apply(self, tokens, topk_weights.float(), *weights)
+            return _Overlapped.apply(self, tokens, topk_weights.float(), *weights, *factors)
 
     def wait(self, out: Tensor) -> Tensor:
         with torch.no_grad(), torch.cuda.device_of(out):
@@ -165,11 +164,13 @@ class _Plan:
         return permutation._replace(row_to_token=permutation.row_to_token[:num_rows])
 
     def experts(self, weights: Sequence[Any], parts: list[Permutation]) -> ExpertsInParts:
-        return ExpertsInParts(ExpertWeights(*weights), self.activation, parts, reserved_sms=self.reserved_sms)
+        options = {"adapters": Adapters(*weights[4:]), "reserved_sms": self.reserved_sms}
+        return ExpertsInParts(ExpertWeights(*weights[:4]), self.activation, parts, **options)
 
 
 class _Overlapped(torch.autograd.Function):
-    """(plan, tokens [T, D], topk_weights [T, K], weights of the experts) -> their sums [T, D], once they arrive."""
+    """(plan, tokens [T, D], topk_weights [T, K], weights and adapters of the experts) -> their sums [T, D], once they
+    arrive."""
 
     @staticmethod
     def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
@@ -201,7 +202,7 @@ class _Overlapped(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         plan, dout = ctx.plan, dout.contiguous()
         tokens, *saved = ctx.saved_tensors
-        weights, saved, num_parts, transport = saved[:4], saved[4:], len(plan.lengths), plan.transport
+        weights, saved, num_parts, transport = saved[:8], saved[8:], len(plan.lengths), plan.transport
         of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
         topk_weights, preactivations, choices, *integers = of_parts
         ctx.maybe_clear_saved_tensors()  # so that the pre-activations are free as soon as they are dropped here
@@ -223,8 +224,10 @@ class _Overlapped(torch.autograd.Function):
                 shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
             of_tokens = list(map(transport.scatter, shares))
         with unseen_by_modes():
-            gradients = backward.weight_gradients(
-                tokens, gathering.whole, torch.cat(topk_weights), ExpertWeights(*needed)
+            of_weights = ExpertWeights(*needed[:4])
+            gradients = (
+                *backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), of_weights),
+                *backward.adapter_gradients(tokens, gathering.whole, Adapters(*needed[4:])),
             )
         _arrive(of_topk_weights, dtopk_weights, plan.lengths)
         dtokens = torch.empty_like(dout) if needs_tokens else None

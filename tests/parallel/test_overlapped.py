@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
 from moe_kernels.gemm import selection
-from moe_layers import save_communication, save_routing
+from moe_layers import LoRA, save_communication, save_routing
 from moe_layers.parallel.overlapped import _Plan
 from moe_layers.parallel.symmetric_memory import CollectiveTransport
 
@@ -94,6 +94,18 @@ def layers_equal_one_process(device):
             continue
         one, many = (make_layer(device, **KERNELS, **LAYERS[name]) for _ in "ab")
         compare_layers(name, one, many, OVERLAPPED, device)
+
+
+def adapters_equal_one_process(device):
+    """Adapters beside weights that are trained, too; every gradient is compared."""
+    one, many = (make_layer(device, **KERNELS) for _ in "ab")
+    for layer in (one, many):
+        torch.manual_seed(4)
+        layer.add_lora(LoRA(3, 6))
+        for name, parameter in layer.requires_grad_(True).named_parameters():
+            if name.endswith("_b"):
+                nn.init.normal_(parameter, std=0.3)
+    compare_layers("adapters", one, many, OVERLAPPED, device)
 
 
 def wide_outputs_leave_in_pieces(device):
@@ -353,6 +365,7 @@ def wrong_numbers_of_tokens(device):
 
 
 TWO = [
+    adapters_equal_one_process,
     any_chunks_equal_one_process,
     the_first_chunk_is_the_smallest,
     without_gradients,

@@ -6,8 +6,9 @@ import torch
 from moe_kernels import fused_experts, reference, sort_by_expert
 from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts.chunked import ExpertsInParts
+from moe_kernels.experts.steps import Adapters
 from moe_kernels.testing import assert_accurate
-from moe_kernels.types import ExpertWeights
+from moe_kernels.types import ExpertAdapters, ExpertWeights
 
 from ..dtypes import DTYPES
 from ..tiers import default_tier
@@ -28,6 +29,16 @@ def draw(device, dtype, num_tokens, activation, bias, d_model=24, d_ff=20):
     chosen = torch.rand(num_tokens, NUM_EXPERTS + 4, generator=generator).argsort(1)[:, :TOP_K]
     topk_weights = torch.rand(num_tokens, TOP_K, generator=generator).to(device)
     return normal(num_tokens, d_model), topk_weights, chosen.int().to(device), weights, normal(num_tokens, d_model)
+
+
+def draw_adapters(weights, rank=3):
+    """Return factors as the kernels read them, and as the reference does."""
+    generator = torch.Generator().manual_seed(5)
+    (num_experts, d_up, d_model), d_ff = weights.w_up.shape, weights.w_down.shape[2]
+    shapes = (rank, d_model), (d_up, rank), (rank, d_ff), (d_model, rank)
+    factors = [0.3 * torch.randn(num_experts, *shape, generator=generator) for shape in shapes]
+    adapters = ExpertAdapters(*(factor.to(weights.w_up) for factor in factors), 0.5)
+    return Adapters.of(adapters, weights), adapters
 
 
 def permutation_of(chosen):
@@ -87,6 +98,37 @@ def test_are_the_experts(lengths, activation, bias, device, dtype):
         activation,
     )
     for a, b, e in zip(actual, baseline, exact, strict=True):
+        assert_accurate(actual=a, baseline=b, exact=e)
+
+
+@pytest.mark.parametrize("lengths", [[37], [20, 17]], ids=str)
+def test_adapters(lengths, device):
+    """Equal to all at once by the error budget: outputs, and gradients of tokens, weights, and factors."""
+    dtype = DTYPES[-1]
+    tokens, topk_weights, chosen, weights, dout = draw(device, dtype, sum(lengths), "swiglu", False)
+    padded, plain = draw_adapters(weights)
+    parts = [permutation_of(part) for part in chosen.split(lengths)]
+    experts = ExpertsInParts(weights, as_activation("test", "swiglu"), parts, adapters=padded)
+    split = list(zip(*(tensor.split(lengths) for tensor in (tokens, topk_weights, dout)), strict=True))
+    made = [experts.activate(n, x) for n, (x, _, _) in enumerate(split)]
+    out = torch.cat([experts.outputs(n, made[n].activated, w, slice(None)) for n, (_, w, _) in enumerate(split)])
+    backward = experts.backward(permutation_of(chosen) if len(lengths) > 1 else parts[0])
+    dweights = [backward.backward_part(n, d, w, made[n].preactivation) for n, (_, w, d) in enumerate(split)]
+    factors = backward.adapter_gradients(tokens, dout, Adapters(*[True] * 4))
+    dup_a, dup_b, ddown_a, ddown_b = factors
+    unpadded = dup_a[:, :3], 0.5 * dup_b[..., :3], ddown_a[:, :3], 0.5 * ddown_b[..., :3]  # the scale is in b
+    actual = [out, backward.tokens_gradient(), torch.cat(dweights), *unpadded]
+
+    def all_at_once(dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (tokens, *plain[:4])]
+        w = topk_weights.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        base, permutation = [weight.to(dtype) for weight in weights[:2]], reference.sort_by_expert(chosen, NUM_EXPERTS)
+        adapters = ExpertAdapters(*leaves[1:], 0.5)
+        out = reference.fused_experts(leaves[0], w, permutation, *base, adapters=adapters)
+        gradients = torch.autograd.grad(out, [leaves[0], w, *leaves[1:]], dout.to(out.dtype))
+        return [out.detach(), *gradients]
+
+    for a, b, e in zip(actual, all_at_once(dtype), all_at_once(torch.float64), strict=True):
         assert_accurate(actual=a, baseline=b, exact=e)
 
 

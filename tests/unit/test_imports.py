@@ -40,6 +40,7 @@ INTERNAL = {
     "moe_kernels.activation_spec",
     "moe_kernels.experts.chunked",
     "moe_kernels.experts.fused",
+    "moe_kernels.experts.steps",
     "moe_kernels.gemm.batch_invariance",
     "moe_kernels.permutation.partial_sums",
     "moe_kernels.routing.routers",
