@@ -212,24 +212,23 @@ class MoEFeedForward(nn.Module):
     def from_checkpoint(
         cls, directory: str | os.PathLike[str], layer: int | str = 0, **options: Any
     ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
-        """The layer of a published model, in a directory or on the Hugging Face Hub. `moe_layers.checkpoint.load_layer`
-        describes the options."""
+        """Return the layer of a published model. `moe_layers.checkpoint.load_layer` describes the options."""
         return load_layer(cls, directory, layer, **options)
 
     @property
     def num_experts(self) -> int:
-        """Those with parameters, here or elsewhere."""
+        """Number of experts with parameters, on this rank and others."""
         return self.router.num_experts - self.num_zero_experts
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether the other tokens of a call change no bit of a token's output; False unless set.
+        """Whether other tokens of a call change no bit of a token's output. Default False.
 
-        Nor do they change a bit of its gradient, without auxiliary losses; gradients of parameters are sums over all
-        tokens. For this every matrix product runs in one kernel whatever the number of tokens, none is cuBLAS's, and
-        the shared expert runs as a routed one: it costs most where tokens are few. The reference computes token by
-        token. Between processes that share the experts it is no promise: collectives sum in an order of their own.
-        A ValueError where a choice of experts looks at other tokens by design: with a capacity, an assignment or noise.
+        Without auxiliary losses they change no bit of its gradient either. Gradients of parameters are sums over all
+        tokens. Each matrix product runs in one kernel for any number of tokens, never in cuBLAS, and the shared expert
+        runs as a routed one. This costs most with few tokens. The reference computes token by token. Expert parallelism
+        does not keep the guarantee, because collectives sum in their own order. Raises ValueError with a capacity, an
+        assignment or noise, which look at other tokens by design.
         """
         return self.experts.batch_invariant
 
@@ -253,31 +252,30 @@ class MoEFeedForward(nn.Module):
     merge_lora, unmerge_lora = merge_lora, unmerge_lora
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes that a forward of so many tokens keeps for backward, beside parameters and input: see `saved_bytes`."""
+        """Return the bytes that a forward of `num_tokens` keeps for backward, without parameters and input."""
         return saved_bytes(self, num_tokens, dtype)
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Of the whole layer without adapters, wherever its experts are: see `MoEConfig.num_parameters`."""
+        """Return the number of parameters of the whole layer, without adapters: see `MoEConfig.num_parameters`."""
         return self.config.num_parameters(active=active)
 
     def flops_per_token(self) -> int:
-        """Of a forward: see `MoEConfig.flops_per_token`."""
+        """Return the FLOPs of a token's forward: see `MoEConfig.flops_per_token`."""
         return self.config.flops_per_token()
 
     def keep_local_experts(self, experts: range) -> None:
-        """Drop the parameters of all other experts: the layer then computes the share of these in the sum.
+        """Drop the parameters of all other experts. The layer then computes these experts' share of the sum.
 
-        Shared and zero experts stay; the outputs of layers with the other experts are to be added without them.
+        Shared and zero experts stay: add them once when the outputs of several layers are summed.
 
         Raises:
-            ValueError: not a range of neighbours within this layer's experts, or some were dropped before.
+            ValueError: not a range within this layer's experts, or some experts were dropped before.
         """
         self.experts.keep(experts, self.num_experts)
         self.dispatcher = LocalDispatcher(experts.start)
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw every weight from a normal distribution of mean 0 and standard deviation `std`; None for
-        `MoEConfig.init_std`."""
+        """Draw every weight from a normal distribution with standard deviation `std`, by default `config.init_std`."""
         for part in (self.router, self.experts, self.shared_expert):
             if part is not None:
                 part.reset_parameters(std)
@@ -301,19 +299,18 @@ class MoEFeedForward(nn.Module):
         """Send each token through its experts.
 
         Args:
-            return_routing: return (y, LayerRouting); gradients flow through its weights and logits.
-            token_mask: False for padding, which no routed expert computes and nothing counts; its logits are those of
-                a token of zeros. Shared experts see it. Takes a copy of x, which backward keeps.
-            sequence_lengths: of the sequences that are packed one after another into the leading axes, for
-                `BalanceLosses.sequence`. None: each row of the last axis but one, if there is an axis before it.
-            num_tokens: what the auxiliary losses are divided by, see `losses.py`; None for the tokens of this call.
-            topk_experts: a choice to use instead of the router's own, with its weights; see `RoutingReplay`. As wide as
-                the routing that this layer returns; -1 for no expert.
+            return_routing: return (y, LayerRouting). Gradients flow through its weights and logits.
+            token_mask: False for padding. Routed experts do not compute padding, and counts and losses leave it out.
+                Its logits are those of a zero token. Shared experts compute it. Backward keeps a masked copy of x.
+            sequence_lengths: lengths of sequences that are packed into the leading axes, for `BalanceLosses.sequence`.
+                Default: the last axis but one holds sequences, if there is an axis before it.
+            num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
+            topk_experts: choice of experts that replaces the router's, see `RoutingReplay`. It has the width of the
+                routing that this layer returns; -1 means no expert. The router computes its weights.
 
         Raises:
-            ValueError: the last axis is not d_model, dtype or device differ from the parameters', the mask or the
-                choice is of another shape or dtype, a loss needs lengths of sequences and there are none, or x is a
-                DTensor.
+            ValueError: x is a DTensor or does not end in d_model, its dtype or device differs from the parameters', the
+                mask or the choice has another shape or dtype, or a loss needs sequence lengths and there are none.
         """
         if self.batch_invariant:
             self._check_invariance()  # parts may have been replaced

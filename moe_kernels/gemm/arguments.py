@@ -21,7 +21,7 @@ from ..types import TileTable
 
 
 def rows_bucket(num_rows: int, num_groups: int) -> int:
-    """Rows per group, rounded up to a power of two."""
+    """Return the rows per group, rounded up to a power of two."""
     rows = -(-num_rows // (num_groups or 1))
     return 1 << (rows - 1).bit_length() if rows else 1
 
@@ -54,7 +54,6 @@ def _index_form(index: Tensor | None) -> bool | None:
 
 
 def epilogue_key(epilogue: str | None) -> str:
-    """Return the epilogue's part of a table key."""
     return "" if epilogue is None else f" epilogue={epilogue}"
 
 
