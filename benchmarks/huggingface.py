@@ -1,11 +1,13 @@
 """A Qwen3-MoE of transformers with its default experts, against the same model with ours.
 
     python -m benchmarks.huggingface --commit $(git rev-parse --short HEAD) --output benchmarks/results/huggingface.json
+    python -m benchmarks.huggingface --lora 16 --output benchmarks/results/huggingface_lora.json
 
 The model has the width of Qwen3-30B-A3B, four layers and random weights. The benchmark times one MoE block, router
 included, forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Timings
 take turns in rounds. Peak memory is the highest during a call minus the memory allocated before it, so it excludes
-parameters and optimizer states.
+parameters and optimizer states. With `--lora` both models have PEFT's adapters of that rank on the experts' weights,
+and only these are trained.
 
 Both are first checked against float32. The experts of a block are checked element by element, by the tests' error
 budget, with one choice of experts for all. In the step, near ties may choose other experts. It is checked by the norm
@@ -88,13 +90,26 @@ def make_model(shape: ModelShape, device: str, dtype: torch.dtype) -> nn.Module:
     return model.train()
 
 
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Return PEFT's model with adapters of the experts' weights that already change the output."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_parameters=targets))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return adapted
+
+
 def draw_tokens(shape: ModelShape, device: str) -> Tensor:  # [B, S]
     generator = torch.Generator(device).manual_seed(1)
     return torch.randint(shape.vocabulary, (shape.batch, shape.context), device=device, generator=generator)
 
 
 def block_of(model: nn.Module) -> nn.Module:
-    return model.model.layers[0].mlp
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner.model.layers[0].mlp
 
 
 def check_experts(default: nn.Module, ours: nn.Module, exact: nn.Module, tokens: Tensor) -> None:
@@ -127,7 +142,8 @@ def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Ten
     def run(model: nn.Module) -> dict[str, float]:
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
-        values = {name: parameter.grad.float().norm().item() for name, parameter in model.named_parameters()}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        values = {name: parameter.grad.float().norm().item() for name, parameter in trained.items()}
         model.zero_grad()
         return {"loss": loss.item(), **values}
 
@@ -136,24 +152,27 @@ def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Ten
 
     wanted = run(exact)
     of_default, of_ours = errors(run(default)), errors(run(ours))
-    one_ulp = torch.finfo(default.dtype).eps
+    one_ulp = torch.finfo(block_of(default).gate.weight.dtype).eps
     budgets = dict.fromkeys(wanted, 2 * max(of_default.values()) + one_ulp)
     budgets["loss"] = 2 * of_default["loss"] + one_ulp / 8
     for name, budget in budgets.items():
         assert of_ours[name] <= budget, f"{name}: relative error {of_ours[name]:.3e} exceeds {budget:.3e}"
 
 
-def check_models(default: nn.Module, ours: nn.Module, shape: ModelShape, batch: Tensor) -> None:
-    exact = copy.deepcopy(default).to(torch.float64 if default.dtype == torch.float32 else torch.float32)
+def check_models(default: nn.Module, ours: nn.Module, shape: ModelShape, batch: Tensor, rank: int | None) -> None:
+    dtype = block_of(default).gate.weight.dtype
+    exact = copy.deepcopy(default).to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact.set_experts_implementation("eager")
-    generator = torch.Generator(batch.device).manual_seed(3)
-    tokens = torch.randn(shape.context, shape.d_model, device=batch.device, generator=generator).to(default.dtype)
-    check_experts(default, ours, exact, tokens)
+    if rank is None:
+        generator = torch.Generator(batch.device).manual_seed(3)
+        tokens = torch.randn(shape.context, shape.d_model, device=batch.device, generator=generator).to(dtype)
+        check_experts(default, ours, exact, tokens)
     check_step(default, ours, exact, batch[:1])
 
 
 def block_pass(model: nn.Module, shape: ModelShape, device: str) -> Callable[[], None]:
-    block, dtype = block_of(model), model.dtype
+    block = block_of(model)
+    dtype = block.gate.weight.dtype
     generator = torch.Generator(device).manual_seed(4)
     x, dout = torch.randn(2, shape.batch, shape.context, shape.d_model, device=device, generator=generator).to(dtype)
     x.requires_grad_()
@@ -167,7 +186,8 @@ def block_pass(model: nn.Module, shape: ModelShape, device: str) -> Callable[[],
 
 
 def training_step(model: nn.Module, batch: Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
     def run() -> None:
         optimizer.zero_grad()
@@ -189,14 +209,18 @@ def peak_mib(run: Callable[[], None], model: nn.Module) -> float:
     return peak / MIB
 
 
-def bench_model(shape: ModelShape, device: str, implementation: str | None, rounds: int, round_ms: float) -> list[dict]:
+def bench_model(
+    shape: ModelShape, device: str, implementation: str | None, rounds: int, round_ms: float, rank: int | None = None
+) -> list[dict]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     default = make_model(shape, device, dtype)
+    if rank is not None:
+        default = with_adapters(default, rank)
     ours = copy.deepcopy(default)
     print(enable(ours, implementation=implementation))
     models = {f"transformers {default.config._experts_implementation}": default, OURS: ours}
     batch = draw_tokens(shape, device)
-    check_models(default, ours, shape, batch)
+    check_models(default, ours, shape, batch, rank)
     if device == "cuda":
         torch.cuda.empty_cache()
     passes = {
@@ -220,6 +244,7 @@ def bench_model(shape: ModelShape, device: str, implementation: str | None, roun
                 "K": shape.top_k,
                 "layers": shape.num_layers,
                 "vocabulary": shape.vocabulary,
+                "lora_rank": rank,
                 "pass": which,
                 "implementation": name,
                 **timing._asdict(),
@@ -240,13 +265,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train PEFT's adapters of the experts instead")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=1000.0, help="least milliseconds per timing and round")
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     measured = bench_model(
-        SHAPES[options.shape], options.device, options.implementation, options.rounds, options.round_ms
+        SHAPES[options.shape],
+        options.device,
+        options.implementation,
+        options.rounds,
+        options.round_ms,
+        options.lora,
     )
     where = {**environment(options.device, options.commit), "transformers": transformers.__version__}
     print_rows(measured, COLUMNS)

@@ -1,15 +1,23 @@
 import json
 
+import pytest
+
 from benchmarks import huggingface
 
 
-def test_small_run_writes_a_results_file(tmp_path, capsys):
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("rank", [None, 2])
+def test_small_run_writes_a_results_file(rank, tmp_path, capsys):
+    if rank is not None:
+        pytest.importorskip("peft", reason="needs peft")
     path = tmp_path / "results.json"
     quick = ["--shape", "tiny", "--device", "cpu", "--rounds", "1", "--round-ms", "1", "--implementation", "reference"]
+    quick += [] if rank is None else ["--lora", str(rank)]
     huggingface.main([*quick, "--commit", "abc", "--output", str(path)])
     rows = json.loads(path.read_text())
     assert [row["pass"] for row in rows] == ["block forward+backward"] * 2 + ["training step"] * 2
     assert [row["implementation"] for row in rows][1::2] == ["moe_layers"] * 2
+    assert all(row["lora_rank"] == rank for row in rows)
     assert all(row["commit"] == "abc" and row["ms"] > 0 and row["transformers"] for row in rows)
     printed = capsys.readouterr().out
     assert "the experts of 2 blocks" in printed and "training step" in printed
