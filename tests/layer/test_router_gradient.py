@@ -186,7 +186,7 @@ class OtherRouter(TopKRouter):
 class Noted:
     """An observer that does nothing."""
 
-    def add(self, routing):
+    def add(self, routing, aux_loss):
         self.routing = routing
 
 
