@@ -112,9 +112,11 @@ def _produce_gathered(
             ready = ring.full.index(slot)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
             load_block(ready, extra_b_desc, b_at, ring.b.index(slot))
-            extra_row = gl.minimum(row + r, max(end - 1, 0)).to(gl.int64)
             k = extra * BLOCK_K + c
-            extra_pointers = extra_a_ptr + (extra_row * (extra_a_stride // 8 * 8))[:, None] + k[None, :]
+            extra_stride = extra_a_stride // 8 * 8
+            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # rows of a tile follow one another
+            within = gl.minimum(r, max(end - 1 - row, 0)) * extra_stride
+            extra_pointers = first + (within[:, None] + k[None, :])
             gather_block(ready, extra_pointers, (k < extra_depth // 8 * 8)[None, :], ring.a.index(slot))
             step += 1
         group = next_group
