@@ -67,6 +67,10 @@ def test_readmes_numbers_are_in_the_results():
     assert f"| our speedup | 1 | {min(speedups):.2f}-{max(speedups):.2f} |" in readme
     saved = [found["qwen3-30b-a3b", name]["saved_mib"] for name in ("triton", "torch_grouped_mm")]
     assert f"saves {saved[0]:.0f} MiB for backward instead of {saved[1]:.0f}." in readme
+    lora = json.loads((RESULTS / "lora_h200_ea3f83a_qwen3-30b-a3b.json").read_text())
+    wanted = {"num_tokens": 16384, "rank": 8, "form": "materialised"}
+    (row,) = (row for row in lora if wanted.items() <= row.items())
+    assert f"take {row['lora_over_form']:.2f} of the time of a materialised weight" in readme
     sonic = json.loads((RESULTS / "h200_d0550fb_beside_sonicmoe.json").read_text())
     ratios = [mean(r["sonic"]["fwdbwd"]) / mean(r["ours"]["fwdbwd"]) for r in sonic.values() if isinstance(r, dict)]
     assert f"| {min(ratios):.2f}-{max(ratios):.2f}¹ |" in readme
