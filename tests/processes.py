@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -90,6 +92,18 @@ def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subproc
     return subprocess.run(
         [*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
+
+
+@contextmanager
+def gloo_group(folder: Path, rank: int = 0, num_processes: int = 1, timeout: timedelta = TIMEOUT) -> Iterator[None]:
+    """Make this process a rank of a group of gloo inside the context. The ranks meet in a file in `folder`."""
+    with mock.patch.object(distributed.distributed_c10d, "ProcessGroupGloo", OneThread):
+        store = f"file://{folder}/store"
+        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes, timeout=timeout)
+        try:
+            yield
+        finally:
+            distributed.destroy_process_group()
 
 
 def _failure(folder: Path, name: str) -> str:

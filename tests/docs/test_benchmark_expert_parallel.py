@@ -23,7 +23,7 @@ from benchmarks.parallel_layers import (
 )
 from benchmarks.shapes import TINY
 
-from ..processes import make_test
+from ..processes import gloo_group, make_test
 from ..tiers import slow
 
 ARGUMENTS = ["--shapes", "tiny", "--routing", "zipf", "--rounds", "1", "--round-ms", "1", "--commit", "abc"]
@@ -110,7 +110,6 @@ test_two_processes = slow(make_test(CASES, 2))
 def test_a_stopped_run_leaves_whole_results(tmp_path):
     """The run is stopped in its second configuration."""
     path = tmp_path / "results" / "some.json"
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     measure, calls = expert_parallel.measure, []
 
     def stopped(configuration, *arguments):
@@ -119,20 +118,17 @@ def test_a_stopped_run_leaves_whole_results(tmp_path):
             raise KeyboardInterrupt
         return measure(configuration, *arguments)
 
-    try:
-        with mock.patch.object(expert_parallel, "measure", stopped), pytest.raises(KeyboardInterrupt):
-            run(
-                torch.device("cpu"),
-                "--routing",
-                "even",
-                "zipf",
-                "--implementations",
-                "allgather",
-                "--output",
-                str(path),
-            )
-    finally:
-        distributed.destroy_process_group()
+    with gloo_group(tmp_path), mock.patch.object(expert_parallel, "measure", stopped), pytest.raises(KeyboardInterrupt):
+        run(
+            torch.device("cpu"),
+            "--routing",
+            "even",
+            "zipf",
+            "--implementations",
+            "allgather",
+            "--output",
+            str(path),
+        )
     rows = json.loads(path.read_text())
     assert [(row["routing"], row["pass"]) for row in rows] == [("even", "forward"), ("even", "forward+backward")]
 

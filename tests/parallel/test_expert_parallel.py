@@ -16,7 +16,7 @@ from moe_layers.experts import grouped
 from moe_layers.experts.dispatcher import LocalDispatcher
 from moe_layers.routing.capacity import Slots
 
-from ..processes import eight_gpus, make_test
+from ..processes import eight_gpus, gloo_group, make_test
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
@@ -361,8 +361,7 @@ def test_bad_arguments(options, message):
 
 def test_a_process_group_of_one_needs_no_other(tmp_path):
     """With one rank, the style computes the same as a layer without it, with either dispatcher."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with gloo_group(tmp_path):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         device = torch.device("cpu")
         one = make_layer(device)
@@ -371,5 +370,3 @@ def test_a_process_group_of_one_needs_no_other(tmp_path):
         for style in STYLES:
             layer = parallelize_module(make_layer(device), mesh["ep"], ExpertParallel(**style))
             assert_close(layer(x), one(x))
-    finally:
-        distributed.destroy_process_group()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_layers import CapacityFactor, CustomAssignment, MoEFeedForward, TokenExpertPairs, clip_grad_norm_, save_routing
 
-from ..processes import make_test
+from ..processes import gloo_group, make_test
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
@@ -202,8 +202,7 @@ test_two_processes_slowly = slow(make_test(SLOW, 2))
 
 def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
     """Experts are moved there in any case, so the rest of the layer must follow."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with gloo_group(tmp_path):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         make_layer(torch.device("cpu"), shared_d_ff=8).save_checkpoint(tmp_path / "layer")
         with mock.patch.object(DeviceMesh, "device_type", "meta"):
@@ -211,28 +210,25 @@ def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
         assert {full(parameter).device.type for parameter in layer.parameters()} == {"meta"}
         layer = MoEFeedForward.from_checkpoint(tmp_path / "layer", mesh=mesh)
         assert {full(parameter).device.type for parameter in layer.parameters()} == {"cpu"}
-    finally:
-        distributed.destroy_process_group()
 
 
 def run_until_one_dies(rank, folder, dispatcher, when):
     torch.set_num_threads(1)
-    store, device = f"file://{folder}/store", torch.device("cpu")
-    timeout = timedelta(seconds=20)
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
-    layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
-    x = draw(device, 5)
-    layer(x).sum().backward()
-    if when == "forward" and rank == 1:
-        os._exit(7)
-    try:
-        y = layer(x)
-        if rank == 1:
+    device = torch.device("cpu")
+    with gloo_group(folder, rank, 2, timeout=timedelta(seconds=20)):
+        layer = shard_experts(make_layer(device), expert_mesh(device), dispatcher)
+        x = draw(device, 5)
+        layer(x).sum().backward()
+        if when == "forward" and rank == 1:
             os._exit(7)
-        y.sum().backward()
-    except RuntimeError:
-        os._exit(3)
-    os._exit(0)
+        try:
+            y = layer(x)
+            if rank == 1:
+                os._exit(7)
+            y.sum().backward()
+        except RuntimeError:
+            os._exit(3)
+        os._exit(0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL's watchdog ends the process, and says so in its log")
