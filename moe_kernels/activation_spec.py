@@ -45,13 +45,19 @@ class Activation:
 
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
+    Args:
+        interleaved: gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates come first. Holds
+            for the columns of the pre-activation, and so for the rows of w_up and b_up.
+
     Raises:
-        ValueError: the name is unknown, the activation has no such number, or the number is not positive.
+        ValueError: the name is unknown, the activation has no such number, the number is not positive, or a plain
+            activation is interleaved.
     """
 
     name: str
     limit: float | None = None
     alpha: float | None = None
+    interleaved: bool = False
     gated: bool = field(init=False, repr=False, compare=False)
     published: bool = field(init=False, repr=False, compare=False)  # the numbers are the published ones
 
@@ -67,12 +73,15 @@ class Activation:
                 raise ValueError(f"activation {self.name!r} has no {number}, got {value}")
             elif not value > 0:
                 raise ValueError(f"{number} of an activation must be positive, got {value}")
+        if self.interleaved and not kind.gated:
+            raise ValueError(f"activation {self.name!r} has no gate, got interleaved=True")
         object.__setattr__(self, "gated", kind.gated)
         object.__setattr__(self, "published", (self.limit, self.alpha) == (kind.limit, kind.alpha))
 
     def __str__(self) -> str:
         numbers = [f"{name}={value}" for name in ("limit", "alpha") if (value := getattr(self, name)) is not None]
-        return f"{self.name}({', '.join(numbers)})" if numbers and not self.published else self.name
+        settings = [*([] if self.published else numbers), *(["interleaved"] if self.interleaved else [])]
+        return f"{self.name}({', '.join(settings)})" if settings else self.name
 
 
 def is_gated(name: str | None) -> bool:

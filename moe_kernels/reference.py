@@ -323,12 +323,13 @@ _ACTIVATIONS = {
 
 
 def apply_activation(
-    preactivation: Tensor,  # [R, 2F] gate columns, then up columns; [R, F] for a plain activation
+    preactivation: Tensor,  # [R, 2F] gate columns, then up columns, or interleaved; [R, F] for a plain activation
     activation: str | Activation = "swiglu",
 ) -> Tensor:  # [R, F]
     activation = as_activation("apply_activation", activation)
     values = preactivation.to(torch.promote_types(preactivation.dtype, torch.float32))
-    parts = rearrange(values, "... (parts f) -> parts ... f", parts=1 + activation.gated)
+    columns = "(f parts)" if activation.interleaved else "(parts f)"
+    parts = rearrange(values, f"... {columns} -> parts ... f", parts=1 + activation.gated)
     numbers = [number for number in (activation.limit, activation.alpha) if number is not None]
     return _ACTIVATIONS[activation.name](*parts, *numbers).to(preactivation.dtype)
 
@@ -362,7 +363,7 @@ def fused_experts(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K] float32
     permutation: Permutation,
-    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows; [E, F, D] with a plain activation
+    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows, or interleaved; [E, F, D] with a plain activation
     w_down: Tensor,  # [E, D, F]
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]

@@ -276,10 +276,12 @@ class MoEConfig:
 
 
 def _as_activation(name: str, value: str | Activation) -> Activation:
-    if isinstance(value, Activation):
-        return value
-    check_choice("MoEConfig", name, value, tuple(ACTIVATIONS))
-    return Activation(value)
+    if not isinstance(value, Activation):
+        check_choice("MoEConfig", name, value, tuple(ACTIVATIONS))
+        return Activation(value)
+    if value.interleaved:  # checkpoints and adapters of a layer hold gates first
+        raise ValueError(f"MoEConfig: {name} must have its gates first, got {value}")
+    return value
 
 
 _PARTS = {

@@ -21,7 +21,7 @@ def fused_experts(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K] float32
     permutation: Permutation,
-    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows; [E, F, D] with a plain activation
+    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows, or interleaved; [E, F, D] with a plain activation
     w_down: Tensor,  # [E, D, F]
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]

@@ -80,7 +80,8 @@ class Rows(NamedTuple):
         extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(product [R, 2F or F], the activation [R, F] of product plus bias)."""
-        fusible = activation.published and activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
+        in_epilogue = activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
+        fusible = in_epilogue and activation.published and not activation.interleaved
         if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
             return fused
         preactivation = self.gemm(a, b, gather=gather, extra=extra)

@@ -61,6 +61,7 @@ class Experts(NamedTuple):
     activation: str
     limit: float | None
     alpha: float | None
+    interleaved: bool
     weight_on_input: bool = False
 
     @classmethod
@@ -76,10 +77,11 @@ class Experts(NamedTuple):
         b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
         weights = ExpertWeights(w_up, w_down, b_up, b_down)
         factors = Adapters() if adapters is None else Adapters.of(adapters, weights)
-        return cls(weights, factors, activation.name, activation.limit, activation.alpha, weight_on_input)
+        settings = activation.name, activation.limit, activation.alpha, activation.interleaved
+        return cls(weights, factors, *settings, weight_on_input)
 
     def kind(self) -> Activation:
-        return _activation(self.activation, self.limit, self.alpha)
+        return _activation(self.activation, self.limit, self.alpha, self.interleaved)
 
     def input_weights(self, topk_weights: Tensor | None) -> Tensor | None:
         """The routing weights where they multiply the tokens."""

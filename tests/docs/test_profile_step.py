@@ -36,9 +36,9 @@ def test_gemms_and_bytes_are_those_of_the_variant(variant, device):
     bias = num_experts * width + rows if has_bias else 0  # and the expert of each row
     # H, dA', dH and A_w; per slot its row, its weight and the gradient of the weight.
     middle = 4 * (2 * rows * width + 2 * rows * d_ff + 3 * rows + bias)
-    assert moved["_weighted_activation_backward_kernel"] == [middle]
-    if "_activation_kernel" in moved:  # if no GEMM applies the activation
-        assert moved["_activation_kernel"] == [4 * (rows * width + rows * d_ff + bias)]
+    assert moved["weighted_activation_backward_kernel"] == [middle]
+    if "activation_kernel" in moved:  # if no GEMM applies the activation
+        assert moved["activation_kernel"] == [4 * (rows * width + rows * d_ff + bias)]
     if has_bias:
         # Gradient by the rows' tokens and weights of dout, and of dH.
         bounds = num_experts + 2
@@ -56,12 +56,12 @@ def test_labels_follow_the_order_of_the_launches():
     gemms = [Gemm("gemm_kernel", "gemm K=4 N=2", 8, 4, 2)]
     added = "at::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>"
     names = ["_permute_kernel", "gemm_kernel", "_permute_kernel", "_combine_dweights_kernel", added, "nvjet"]
-    names += ["_activation_kernel", "at::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"]
+    names += ["activation_kernel", "at::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"]
     launches = [(name, 1.0) for name in names]
     moved = {
         "_permute_kernel": [100, 7],
         "_combine_dweights_kernel": [50],
-        "_activation_kernel": [9],
+        "activation_kernel": [9],
         "gemm_kernel": [3],
     }
     assert label(launches, gemms, moved, 60) == [

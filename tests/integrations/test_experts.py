@@ -8,11 +8,11 @@ import torch
 from torch.func import functional_call
 
 from moe_kernels.testing import check_accuracy
-from moe_layers.integrations.transformers import enable, experts_forward
+from moe_layers.integrations.transformers import blocks, enable
 
 from ..dtypes import DTYPES
 from ..tiers import default_tier
-from .models import build
+from .models import build, skip_old_dbrx
 
 # Gated; biases, interleaved and transposed; biases, transposed; and plain.
 LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h"]
@@ -105,30 +105,38 @@ def test_compiles_without_a_break(model_type, device):
 
 
 @pytest.fixture
-def interleaved(device, monkeypatch):
-    """Return GPT-OSS's experts on the kernels, and a list that records each reordering of their weights."""
+def rebuilt(device, monkeypatch):
+    """Return DBRX's experts on the kernels, and a list that records each copy of their gate and up weights."""
+    skip_old_dbrx("dbrx")
     copies = []
-    gates_first = experts_forward._gates_first
-    monkeypatch.setattr(experts_forward, "_gates_first", lambda t: copies.append(t.shape) or gates_first(t))
-    _, ours = both("gpt_oss", device, implementation="triton")
+    w_up = blocks._FlatSpec.w_up
+    monkeypatch.setattr(blocks._FlatSpec, "w_up", lambda *args: copies.append(args) or w_up(*args))
+    _, ours = both("dbrx", device, implementation="triton")
     copies.clear()
     return ours, copies
 
 
-def test_ordered_copy_is_not_kept_for_backward(interleaved):
-    ours, copies = interleaved
-    tokens, ids, weights = draw_routing(ours, torch.float32)
-    out = ours(tokens, ids, weights)
-    assert len(copies) == 2  # weights and biases
+def draw_dbrx(experts):
+    generator = torch.Generator().manual_seed(0)
+    device = experts.mlp.w1.device
+    tokens = torch.randn(NUM_TOKENS, experts.hidden_size, generator=generator).to(device)
+    ids = torch.rand(NUM_TOKENS, experts.num_experts, generator=generator).argsort(-1)[:, :TOP_K].to(device)
+    return tokens, ids, torch.randn(NUM_TOKENS, TOP_K, generator=generator).softmax(-1).to(device)
+
+
+def test_copy_is_not_kept_for_backward(rebuilt):
+    ours, copies = rebuilt
+    out = ours(*draw_dbrx(ours))
+    assert len(copies) == 1
     out.sum().backward()
-    assert len(copies) == 3
+    assert len(copies) == 2
 
 
-def test_changed_parameters_do_not_reach_backward(interleaved):
-    ours, _ = interleaved
-    tokens, ids, weights = draw_routing(ours, torch.float32)
+def test_changed_parameters_do_not_reach_backward(rebuilt):
+    ours, _ = rebuilt
+    tokens, ids, weights = draw_dbrx(ours)
     out = ours(tokens.requires_grad_(), ids, weights)
     with torch.no_grad():
-        ours.gate_up_proj += 1
+        ours.mlp.w1 += 1
     with pytest.raises(RuntimeError, match="changed in place"):
         out.sum().backward()

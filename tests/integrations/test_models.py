@@ -14,7 +14,7 @@ from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
 INTERFACE = {
     "qwen3_moe": "swiglu",
     "mixtral": "swiglu",
-    "gpt_oss": "gpt_oss(limit=1.5, alpha=1.702)",
+    "gpt_oss": "gpt_oss(limit=1.5, alpha=1.702, interleaved)",
     "openai_privacy_filter": "gpt_oss(limit=1.5, alpha=1.702)",
     "qwen2_moe": "swiglu",
     "olmoe": "swiglu",

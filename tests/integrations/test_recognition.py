@@ -41,7 +41,7 @@ def test_gated(name, interleaved):
         gate, up = split(columns, interleaved)
         return GATES[name](gate) * up
 
-    assert recognise_gated(experts(), apply_gate, interleaved=interleaved) == Activation(name)
+    assert recognise_gated(experts(), apply_gate, interleaved=interleaved) == Activation(name, interleaved=interleaved)
     with pytest.raises(ValueError, match="the activation of SimpleNamespace"):
         recognise_gated(experts(), apply_gate, interleaved=not interleaved)
 

@@ -249,7 +249,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     swiglu = mk.Activation("swiglu")
     activated = run_activation(swiglu, None, len(rows), d_ff, routed[0], slot_to_row, dtype)
     mk.activation.ops._activation_backward_op(
-        torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None
+        torch.empty(len(rows), 2 * d_ff, dtype=dtype), activated, "swiglu", None, None, False
     )
     bias = RowBias(torch.empty(num_experts, 2 * d_ff, dtype=dtype), torch.zeros(len(rows), dtype=torch.int32))
     # This covers the same code and more: rows of some slots, written to other places.
@@ -270,6 +270,9 @@ def run_activations() -> None:
     weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
     for name in ACTIVATION_KINDS:
         run_activation(mk.Activation(name), None, 512, 1024, weights, slot_to_row, torch.bfloat16)
+    bias = RowBias(torch.empty(32, 2 * 2880, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32))
+    interleaved = mk.Activation("gpt_oss", interleaved=True)
+    run_activation(interleaved, bias, 512, 2880, weights, slot_to_row, torch.bfloat16)
 
 
 SMALL_OP_SIZES = {

@@ -15,7 +15,15 @@ from ..dtypes import DTYPES
 
 # Limits within the range of the inputs, so that inputs reach both sides of every clamp.
 KINDS = [Activation(name, limit=None if kind.limit is None else 2.0) for name, kind in ACTIVATION_KINDS.items()] + [
-    Activation("gpt_oss", limit=1.5, alpha=0.7)
+    Activation("gpt_oss", limit=1.5, alpha=0.7),
+    Activation("swiglu", interleaved=True),
+    Activation("gpt_oss", limit=1.5, interleaved=True),
+]
+ROW_KINDS = [
+    (Activation("swiglu"), 47),
+    (Activation("gpt_oss"), 130),
+    (Activation("gpt_oss", interleaved=True), 130),
+    (Activation("relu"), 47),
 ]
 
 
@@ -34,6 +42,22 @@ def test_matches_reference(num_rows, d_ff, dtype, activation, device):
         lambda seed: (make_preactivation(num_rows, d_ff, dtype, device, seed, activation.gated),),
         ("out", "dpreactivation"),
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_interleaved_columns_give_the_same_bits(dtype, device):
+    gates_first = make_preactivation(7, 47, dtype, device)
+    interleaved = gates_first.unflatten(1, (2, 47)).transpose(1, 2).flatten(1)
+    inputs = [h.detach().requires_grad_() for h in (gates_first, interleaved)]
+    outs = [
+        apply_activation(h, Activation("gpt_oss", limit=1.5, interleaved=h is inputs[1]), implementation="triton")
+        for h in inputs
+    ]
+    expected, actual = (
+        torch.autograd.grad(out, h, torch.ones_like(out))[0] for out, h in zip(outs, inputs, strict=True)
+    )
+    assert torch.equal(outs[0], outs[1]) and outs[0].any()
+    assert torch.equal(actual[:, 0::2], expected[:, :47]) and torch.equal(actual[:, 1::2], expected[:, 47:])
 
 
 def test_gelu_of_negative_values_keeps_its_digits(device):
@@ -124,11 +148,11 @@ def _few_rows(d_ff, dtype, activation, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "d_ff"), [("swiglu", 47), ("gpt_oss", 130), ("relu", 47)])
-def test_weighted_backward_by_row_is_that_by_slot(name, d_ff, dtype, device):
+@pytest.mark.parametrize(("activation", "d_ff"), ROW_KINDS, ids=str)
+def test_weighted_backward_by_row_is_that_by_slot(activation, d_ff, dtype, device):
     """Results are bitwise equal with fewer rows than slots: dropped slots get zeros, rows without a slot do not
     change."""
-    (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, Activation(name), device)
+    (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, activation, device)
     by_slot, by_row = dweighted.clone(), dweighted.clone()
     expected, expected_dweights = launch_weighted_activation_backward(preactivation, by_slot, *rest)
     actual, dweights = launch_weighted_activation_backward(preactivation, by_row, *rest, row_to_token=row_to_token)
@@ -141,10 +165,10 @@ def test_weighted_backward_by_row_is_that_by_slot(name, d_ff, dtype, device):
 
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "d_ff"), [("swiglu", 47), ("gpt_oss", 130), ("relu", 47)])
-def test_weighted_backward_to_a_destination(name, d_ff, dtype, by_row, device):
+@pytest.mark.parametrize(("activation", "d_ff"), ROW_KINDS, ids=str)
+def test_weighted_backward_to_a_destination(activation, d_ff, dtype, by_row, device):
     """Writing to other rows of other tensors gives the same bits, and changes neither further rows nor operands."""
-    (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, Activation(name), device)
+    (preactivation, dweighted, *rest), row_to_token = _few_rows(d_ff, dtype, activation, device)
     weighted, slot_to_row = dweighted.clone(), rest[1]
     expected, expected_dweights = launch_weighted_activation_backward(preactivation, weighted, *rest)
     place = torch.tensor([7, 2, 11, 0, 5, 3], dtype=torch.int32, device=device)  # destination of each row
@@ -234,7 +258,11 @@ def test_gradcheck_of_reference(activation):
 
 
 def test_opcheck(device):
-    for activation in (("swiglu", None, None), ("gpt_oss", 1.5, 1.702), ("relu_squared", None, None)):
+    for activation in (
+        ("swiglu", None, None, False),
+        ("gpt_oss", 1.5, 1.702, True),
+        ("relu_squared", None, None, False),
+    ):
         torch.library.opcheck(
             _activation_op.overload, (torch.randn(3, 8, device=device, requires_grad=True), *activation)
         )
@@ -252,7 +280,7 @@ def test_compiles_without_graph_break(device):
     ("preactivation", "activation", "message"),
     [
         (torch.zeros(3, 4), "swish", r"apply_activation: activation must be one of .*, got 'swish'"),
-        (torch.zeros(3, 5), "swiglu", "'swiglu' needs an even number of columns, gate then up, got 5"),
+        (torch.zeros(3, 5), "swiglu", "'swiglu' needs an even number of columns, gate and up, got 5"),
         (torch.zeros(3), "relu", r"preactivation must be \[R, N\]"),
     ],
 )
@@ -267,6 +295,7 @@ def test_bad_input(preactivation, activation, message):
         ({"name": "swish"}, "activation must be one of .*, got 'swish'"),
         ({"name": "swiglu", "limit": 7.0}, "activation 'swiglu' has no limit, got 7.0"),
         ({"name": "clamped_swiglu", "alpha": 1.0}, "activation 'clamped_swiglu' has no alpha, got 1.0"),
+        ({"name": "relu", "interleaved": True}, "activation 'relu' has no gate, got interleaved=True"),
         ({"name": "gpt_oss", "limit": -1.0}, "limit of an activation must be positive, got -1.0"),
     ],
 )
@@ -279,3 +308,4 @@ def test_numbers_are_published_unless_given():
     assert Activation("gpt_oss") == Activation("gpt_oss", limit=7.0, alpha=1.702)
     assert str(Activation("gpt_oss")) == "gpt_oss" and Activation("gpt_oss").published
     assert str(Activation("gpt_oss", limit=1.5)) == "gpt_oss(limit=1.5, alpha=1.702)"
+    assert str(Activation("gpt_oss", interleaved=True)) == "gpt_oss(interleaved)"

@@ -26,6 +26,7 @@ VARIANTS = {
     "batch_invariant": {"batch_invariant": True},
     "weight_on_input": {"weight_on_input": True},
     "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5)},
+    "interleaved": {"activation": Activation("gpt_oss", limit=0.5, interleaved=True)},
     "relu": {"activation": "relu"},
 }
 

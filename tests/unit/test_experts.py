@@ -148,6 +148,7 @@ VARIANTS = {
     "plain": {},
     "geglu": {"activation": "geglu"},
     "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
+    "interleaved": {"activation": Activation("gpt_oss", limit=0.5, interleaved=True), "bias": True},
     "relu_squared": {"activation": "relu_squared"},
     "relu_bias": {"activation": "relu", "bias": True},
     "bias": {"bias": True},

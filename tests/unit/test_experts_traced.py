@@ -11,7 +11,7 @@ from moe_kernels.types import ExpertWeights
 
 OPTIONS = {
     "plain": {},
-    "bias": {"bias": True, "activation": Activation("gpt_oss")},
+    "bias": {"bias": True, "activation": Activation("gpt_oss", interleaved=True)},
     "weight_on_input": {"weight_on_input": True},
     "router": {"w_router": True},
     "by_token": {"batch_invariant": True},

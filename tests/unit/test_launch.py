@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_kernels import fused_experts
-from moe_kernels.activation.ops import _activation_kernel
+from moe_kernels.activation.kernels import activation_kernel
 from moe_kernels.permutation.permute import _permute_kernel, launch_permute
 from moe_kernels.runtime import launch as launching
 from moe_kernels.runtime.launch import Launch, signature, static_properties
@@ -56,7 +56,7 @@ def test_static_properties_tell_apart_what_triton_compiles_for(facts):
 
 def activation_launch(preactivation, num_rows, limit):
     arguments = (preactivation, preactivation.stride(), None, None, preactivation, num_rows, 16, limit, None)
-    return Launch(_activation_kernel, (1,), arguments, {"FORWARD": None, "GATED": True, "BLOCK_R": 1, "BLOCK_F": 16})
+    return Launch(activation_kernel, (1,), arguments, {"FORWARD": None, "GATED": True, "BLOCK_R": 1, "BLOCK_F": 16})
 
 
 def test_signatures_of_numbers():

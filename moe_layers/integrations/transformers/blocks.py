@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,8 @@ from .recognition import recognise_gated
 class _FlatSpec(ExpertsSpec):
     """DBRX: `mlp.w1` (gate), `v1` (up) and `w2` (down, transposed) are [E * F, D]."""
 
+    copies: ClassVar[bool] = True  # gate and up are two tensors
     num_experts: int = 0
-
-    @property
-    def copies(self) -> bool:
-        return True
 
     @property
     def adaptable(self) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def _interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
         activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
     else:
         activation = recognise_plain(experts, experts.act_fn)
-    return ExpertsSpec(activation, implementation, experts.is_transposed, interleaved, experts.has_bias)
+    return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias)
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:

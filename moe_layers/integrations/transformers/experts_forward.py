@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +34,15 @@ class ExpertsSpec:
 
     Attributes:
         transposed: matrices are [in, out].
-        interleaved: rows (columns if transposed) of the up projection are gate 0, up 0, gate 1, ...
         implementation: "triton", "reference", or None to choose by device.
     """
 
+    copies: ClassVar[bool] = False  # `w_up` is a copy of the parameters instead of a view
     activation: Activation
     implementation: str | None
     transposed: bool = False
-    interleaved: bool = False
     bias: bool = False
     weight_on_input: bool = False
-
-    @property
-    def copies(self) -> bool:
-        """Return whether `w_up` is a copy of the parameters instead of a view."""
-        return self.interleaved
 
     @property
     def _up_name(self) -> str:
@@ -62,10 +56,9 @@ class ExpertsSpec:
     def up_parameters(self, experts: Any) -> tuple[Tensor, ...]:
         return (getattr(experts, self._up_name),)
 
-    def w_up(self, *parameters: Tensor) -> Tensor:  # [E, 2F, D] gate rows, then up rows; [E, F, D]
+    def w_up(self, *parameters: Tensor) -> Tensor:  # [E, 2F, D] in the activation's order of rows; [E, F, D]
         (stored,) = parameters
-        rows = stored.transpose(1, 2) if self.transposed else stored
-        return _gates_first(rows) if self.interleaved else rows
+        return stored.transpose(1, 2) if self.transposed else stored
 
     def w_down(self, experts: Any) -> Tensor:  # [E, D, F]
         return experts.down_proj.transpose(1, 2) if self.transposed else experts.down_proj
@@ -73,15 +66,11 @@ class ExpertsSpec:
     def biases(self, experts: Any) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
         if not self.bias:
             return ()
-        b_up = getattr(experts, f"{self._up_name}_bias")
-        return _gates_first(b_up) if self.interleaved else b_up, experts.down_proj_bias
+        return getattr(experts, f"{self._up_name}_bias"), experts.down_proj_bias
 
     def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
         """Convert changes of the stored parameters, by name, to changes of `w_up` and `w_down`."""
-        up_a, up_b = self._factors(changes.get(self._up_name))
-        if self.interleaved and up_b is not None:
-            up_b = _gates_first(up_b)
-        return ExpertAdapters(up_a, up_b, *self._factors(changes.get("down_proj")))
+        return ExpertAdapters(*self._factors(changes.get(self._up_name)), *self._factors(changes.get("down_proj")))
 
     def _factors(self, change: LowRank | None) -> tuple[Tensor | None, Tensor | None]:  # a [E, r, in], b [E, out, r]
         if change is None:
@@ -89,13 +78,6 @@ class ExpertsSpec:
         if self.transposed:
             return change.left.transpose(1, 2), change.right.transpose(1, 2)
         return change.right, change.left
-
-
-def _gates_first(
-    interleaved: Tensor,  # [E, 2F, ...]
-) -> Tensor:  # [E, 2F, ...]
-    """Return a copy with the even rows first, then the odd rows."""
-    return torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], 1)
 
 
 def experts_forward(

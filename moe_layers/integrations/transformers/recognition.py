@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,10 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
     values = _probe(experts)
     gate, up = (grid.reshape(-1, 1).repeat(1, _NUM_COLUMNS) for grid in torch.meshgrid(values, values, indexing="ij"))
     gate[:, 1:] *= 0.5
-    columns = torch.cat([gate, up], 1)
-    given = torch.stack([gate, up], 2).flatten(1) if interleaved else columns
+    columns = torch.stack([gate, up], 2).flatten(1) if interleaved else torch.cat([gate, up], 1)
     with torch.no_grad():
-        wanted = apply_gate(given)
-    candidates = _candidates(experts, gated=True)
+        wanted = apply_gate(columns)
+    candidates = [replace(activation, interleaved=interleaved) for activation in _candidates(experts, gated=True)]
     computed = {a: apply_activation(columns, a, implementation="reference") for a in candidates}
     return _match(experts, wanted, computed, (1 + gate.abs()) * (1 + up.abs()))
 

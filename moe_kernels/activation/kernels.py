@@ -1,0 +1,198 @@
+"""Kernels that apply activations to rows, forward and backward."""
+
+from __future__ import annotations
+
+from ..runtime.triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def activation_kernel(
+    preactivation_ptr,
+    preactivation_strides,  # [R, 2F], or [R, F] if not GATED
+    bias_ptr,  # [E, 2F or F] contiguous, or None
+    row_to_expert_ptr,  # [R], with a bias
+    out_ptr,  # [R, F] contiguous
+    num_rows,
+    F,
+    limit,
+    alpha,
+    FORWARD: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program writes out[r:r + BLOCK_R, f:f + BLOCK_F]. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    first = tl.program_id(1).to(tl.int64) * BLOCK_F
+    is_row = r < num_rows
+    pointer = preactivation_ptr + r * preactivation_strides[0]
+    gate, up = _load_pair(pointer, preactivation_strides[1], is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+    if bias_ptr is not None:
+        expert = tl.load(row_to_expert_ptr + r, mask=is_row, other=0).to(tl.int64)  # [BLOCK_R, 1]
+        gate, up = _add_bias(gate, up, bias_ptr, expert, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+    f = first + tl.arange(0, BLOCK_F)[None, :]
+    value = FORWARD(gate, up, limit, alpha).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + r * F + f, value, mask=is_row & (f < F))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def activation_backward_kernel(
+    preactivation_ptr,
+    preactivation_strides,  # [R, 2F], or [R, F] if not GATED
+    dactivated_ptr,
+    dactivated_strides,  # [R, F]
+    dpreactivation_ptr,  # as preactivation, contiguous
+    num_rows,
+    F,
+    limit,
+    alpha,
+    BACKWARD: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program writes the gate's and the up gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    first = tl.program_id(1).to(tl.int64) * BLOCK_F
+    f = first + tl.arange(0, BLOCK_F)[None, :]
+    is_row = r < num_rows
+    pointer = preactivation_ptr + r * preactivation_strides[0]
+    gate, up = _load_pair(pointer, preactivation_strides[1], is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+    dactivated_ptr += r * dactivated_strides[0] + f * dactivated_strides[1]
+    dactivated = tl.load(dactivated_ptr, mask=is_row & (f < F), other=0.0).to(tl.float32)
+    _, dgate, dup = BACKWARD(gate, up, dactivated, limit, alpha)
+    out = dpreactivation_ptr + r * (F * (2 if GATED else 1))
+    _store_pair(out, dgate, dup, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def weighted_activation_backward_kernel(
+    preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
+    bias_ptr,  # [E, 2F or F] contiguous, or None
+    row_to_expert_ptr,  # [R], with a bias
+    dweighted_ptr,  # [R, F] contiguous
+    weights_ptr,  # [T * K]
+    slot_to_row_ptr,  # [T * K]
+    row_to_token_ptr,  # [R], or None to handle slots
+    dpreactivation_ptr,  # as preactivation, contiguous
+    weighted_ptr,  # [R, F] contiguous, or dweighted_ptr
+    destination_ptr,  # [T * K]: each slot's row in the two results, or None if slot_to_row holds for them
+    dweights_ptr,  # [T * K]; zeros if programs handle rows
+    num_items,  # slots or rows
+    F,
+    limit,
+    alpha,
+    BACKWARD: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOP_K: tl.constexpr,  # None if programs handle slots
+    BLOCK_S: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program writes the rows of BLOCK_S slots, or BLOCK_S rows, and their weights' gradients.
+
+    Grid: (cdiv(num_items, BLOCK_S),).
+    """
+    item = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+    if row_to_token_ptr is None:
+        slot, is_kept = item, item < num_items
+        row = tl.load(slot_to_row_ptr + slot, mask=is_kept, other=-1).to(tl.int64)[:, None]
+    else:
+        first = tl.load(row_to_token_ptr + item, mask=item < num_items, other=0).to(tl.int64) * TOP_K
+        slot = tl.full((BLOCK_S,), -1, tl.int64)
+        for k in tl.static_range(TOP_K):
+            slot = tl.where(tl.load(slot_to_row_ptr + first + k) == item, first + k, slot)
+        is_kept = (slot >= 0) & (item < num_items)
+        row = tl.where(is_kept, item, -1)[:, None]
+    weight = tl.load(weights_ptr + slot, mask=is_kept, other=0.0)
+    dtype: tl.constexpr = dweighted_ptr.dtype.element_ty
+    products = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)  # [BLOCK_S, BLOCK_F]
+    if bias_ptr is not None:
+        expert = tl.load(row_to_expert_ptr + row, mask=row >= 0, other=0).to(tl.int64)  # [BLOCK_S, 1]
+    out_row = row
+    if destination_ptr is not None:
+        out_row = tl.load(destination_ptr + slot, mask=is_kept, other=-1).to(tl.int64)[:, None]
+    width = F * (2 if GATED else 1)
+    for first in range(0, F, BLOCK_F):
+        f = first + tl.arange(0, BLOCK_F)[None, :]
+        is_row = row >= 0
+        pointer = preactivation_ptr + row * width
+        gate, up = _load_pair(pointer, 1, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+        if bias_ptr is not None:
+            gate, up = _add_bias(gate, up, bias_ptr, expert, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+        dweighted = tl.load(dweighted_ptr + row * F + f, mask=is_row & (f < F), other=0.0).to(tl.float32)
+        activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
+        # Forward multiplied the rounded activation, so the weight's gradient uses the rounded value.
+        activated = activated.to(dtype).to(tl.float32)
+        products += dweighted * activated
+        is_row = is_row & (out_row >= 0)
+        tl.store(weighted_ptr + out_row * F + f, (weight[:, None] * activated).to(dtype), mask=is_row & (f < F))
+        out = dpreactivation_ptr + out_row * width
+        _store_pair(out, dgate, dup, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+    tl.store(dweights_ptr + slot, tl.sum(products, 1), mask=is_kept)
+
+
+@triton.jit
+def _load_pair(
+    pointer,  # [BLOCK_R, 1]: column 0 of each row
+    stride,  # of a column
+    is_row,  # [BLOCK_R, 1]
+    first,
+    F,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32; without a gate, twice the value.
+
+    Reads interleaved columns as they lie in memory and separates them in registers.
+    """
+    if INTERLEAVED:
+        c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
+        pairs = tl.load(pointer + c * stride, mask=is_row & (c < 2 * F), other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, (pairs.shape[0], BLOCK_F, 2)))
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+    else:
+        f = first + tl.arange(0, BLOCK_F)[None, :]
+        gate = tl.load(pointer + f * stride, mask=is_row & (f < F), other=0.0).to(tl.float32)
+        up = gate
+        if GATED:
+            up = tl.load(pointer + (F + f) * stride, mask=is_row & (f < F), other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _store_pair(
+    pointer,  # [BLOCK_R, 1]: column 0 of each row, contiguous
+    gate,  # [BLOCK_R, BLOCK_F] float32
+    up,
+    is_row,  # [BLOCK_R, 1]
+    first,
+    F,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Write what `_load_pair` reads."""
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    if INTERLEAVED:
+        c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
+        pairs = tl.reshape(tl.join(gate.to(dtype), up.to(dtype)), (gate.shape[0], 2 * BLOCK_F))
+        tl.store(pointer + c, pairs, mask=is_row & (c < 2 * F))
+    else:
+        f = first + tl.arange(0, BLOCK_F)[None, :]
+        tl.store(pointer + f, gate.to(dtype), mask=is_row & (f < F))
+        if GATED:
+            tl.store(pointer + F + f, up.to(dtype), mask=is_row & (f < F))
+
+
+@triton.jit
+def _add_bias(
+    gate, up, bias_ptr, expert, is_row, first, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr
+):
+    """Gate and up of rows and columns, with their experts' biases."""
+    pointer = bias_ptr + expert * (F * (2 if GATED else 1))
+    bias_gate, bias_up = _load_pair(pointer, 1, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+    return gate + bias_gate, up + bias_up
