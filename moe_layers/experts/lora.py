@@ -105,6 +105,10 @@ class ExpertLoRA(nn.Module):
         self.down_b = factor("down", num_outer, d_model, rank)
         self.reset_parameters()
 
+    def is_shared(self, factor: str) -> bool:
+        """Return whether all experts share the factor of this name."""
+        return self.settings.shared_outer and factor in ("up_a", "down_b")
+
     def reset_parameters(self) -> None:
         for a in (self.up_a, self.down_a):
             if a is not None:
@@ -196,12 +200,12 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     factory = {"device": experts.w_up.device, "dtype": experts.w_up.dtype if dtype is None else dtype}
     adapter = ExpertLoRA(lora, d_model, d_up, d_ff, len(experts.w_up), **factory)
     if is_dtensor(experts.w_up):
-        from torch.distributed.tensor import Shard, distribute_tensor  # half as long as importing PyTorch
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # half as long as importing PyTorch
 
-        check_shardable("add_lora", lora)
         for key, factor in list(adapter.named_parameters()):
             # All ranks draw the factors of all experts and keep their own.
-            sharded = distribute_tensor(factor.detach(), experts.w_up.device_mesh, [Shard(0)], src_data_rank=None)
+            placement = Replicate() if adapter.is_shared(key) else Shard(0)
+            sharded = distribute_tensor(factor.detach(), experts.w_up.device_mesh, [placement], src_data_rank=None)
             setattr(adapter, key, nn.Parameter(sharded))
     adapters = set() if experts.lora is None else set(experts.lora.parameters())
     for parameter in layer.parameters():
@@ -328,12 +332,6 @@ def _add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in (a, b))
     for expert, matrix in enumerate(weight):
         matrix.copy_(torch.addmm(matrix.to(dtype), b[expert], a[expert], alpha=scale))
-
-
-def check_shardable(op: str, lora: LoRA) -> None:
-    """Raise NotImplementedError if the adapter has factors that ranks would share."""
-    if lora.shared_outer:
-        raise NotImplementedError(f"{op}: adapters of sharded experts must have shared_outer=False, got {lora}")
 
 
 def _check_before_fully_shard(op: str, experts: Any) -> None:

@@ -22,13 +22,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..checks import check_choice, check_positive
 from ..experts.dispatcher import LocalDispatcher
 from ..experts.grouped import GroupedExperts
-from ..experts.lora import ExpertLoRA, check_shardable
 from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
@@ -43,7 +42,8 @@ class ExpertParallel(ParallelStyle):
     A layer that holds all experts keeps its share of them. The values come from the first rank, or with
     `parallelize_module(..., src_data_rank=None)` from each rank's own parameters, without communication. A layer built
     or loaded with `keep_local_experts` of exactly this share keeps what it holds. Parameters that two layers share
-    become two parameters. Adapters are sharded as their experts. `reset_parameters` afterwards draws different experts
+    become two parameters. Adapters are sharded as their experts; factors that all experts share are replicated, and
+    backward sums their gradients over the ranks. `reset_parameters` afterwards draws different experts
     on each rank on GPUs, but the same on all ranks on CPUs, as PyTorch then warns.
 
     The layer synchronises the host only where stated below. All ranks of the mesh must call the layer equally often, in
@@ -69,7 +69,7 @@ class ExpertParallel(ParallelStyle):
 
     Raises:
         NotImplementedError: "overlapped" with weights on the input, `recompute` or `batch_invariant`, when
-            applied or called; adapters with factors that all experts share.
+            applied or called.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or they are sharded already. When called: a plain parameter has
@@ -105,11 +105,20 @@ class ExpertParallel(ParallelStyle):
         share = expert_share(device_mesh, module.num_experts)
         _check_held("ExpertParallel", module, share)
         chosen = self._chosen(module, device_mesh)
-        for adapter in (experts.lora or {}).values():
-            assert isinstance(adapter, ExpertLoRA)
-            check_shardable("ExpertParallel", adapter.settings)
+        replicated = {
+            f"lora.{adapter_name}.{factor}"
+            for adapter_name, adapter in (experts.lora or {}).items()
+            for factor, _ in adapter.named_parameters()
+            if adapter.is_shared(factor)
+        }
         for name, parameter in list(experts.named_parameters()):
-            sharded = nn.Parameter(self._shard(parameter, device_mesh, share), requires_grad=parameter.requires_grad)
+            if name in replicated:
+                tensor = distribute_tensor(
+                    parameter.detach(), device_mesh, [Replicate()], src_data_rank=self.src_data_rank
+                )
+            else:
+                tensor = self._shard(parameter, device_mesh, share)
+            sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             vars(sharded).update(vars(parameter))  # keep attributes set by others
             experts.replace_parameter(name, sharded)
         experts.num_experts = module.num_experts
@@ -186,12 +195,17 @@ def _check_held(op: str, module: Any, share: range) -> None:
 
 
 def local_share(name: str, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a sharded parameter. FSDP2 gathers the experts before their forward and leaves a
-    DTensor. Raise ValueError if the parameter is not a DTensor."""
+    """Return this rank's part of a sharded parameter, or a parameter that all experts share.
+
+    FSDP2 gathers the experts before their forward and leaves a DTensor. Raise ValueError if the parameter is not a
+    DTensor.
+    """
     if not isinstance(parameter, DTensor):
         raise ValueError(
             f"ExpertParallel: {name} must be a DTensor, got {type(parameter).__name__} {list(parameter.shape)}; "
             "load_state_dict(..., assign=True) of plain tensors replaces sharded parameters; instead, fill them by "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
         )
+    if parameter.placements == (Replicate(),):  # each rank has the gradient of its experts
+        return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return parameter.to_local()

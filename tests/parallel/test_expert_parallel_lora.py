@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from moe_layers import LoRA, clip_grad_norm_
 
@@ -19,19 +19,18 @@ from .expert_parallel_cases import (
     draw,
     expert_mesh,
     full,
-    make_layer,
     own_data,
     shard_experts,
 )
 
-SETTINGS = LoRA(3, 6)
+SETTINGS = [LoRA(3, 6), LoRA(3, 6, shared_outer=True)]
 
 
-def adapted(device):
+def adapted(device, settings=SETTINGS[0]):
     """Return a model whose adapters are float32, beside float64 weights on a CPU."""
     model = Model(device)
     for layer in model.layers:
-        layer["moe"].add_lora(SETTINGS)
+        layer["moe"].add_lora(settings)
     with_effect(model)
     return model
 
@@ -43,15 +42,15 @@ def with_effect(model):
             nn.init.normal_(parameter.data, std=0.3, generator=generator)
 
 
-def adapted_after_sharding(device, mesh, dispatcher):
+def adapted_after_sharding(device, mesh, dispatcher, settings):
     """Return the same model, whose adapters were added to sharded experts."""
-    one, model = adapted(device), Model(device)  # in this order, so that both draw from the same state
+    one, model = adapted(device, settings), Model(device)  # in this order, so that both draw from the same state
     for layer in model.layers:
         shard_experts(layer["moe"], mesh, dispatcher)
-        layer["moe"].add_lora(SETTINGS)
+        layer["moe"].add_lora(settings)
     for (name, parameter), whole in zip(model.named_parameters(), one.parameters(), strict=True):
         if name.endswith("_b"):  # `a` was drawn alike
-            part = distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+            part = distribute_tensor(whole.detach(), mesh["ep"], parameter.placements, src_data_rank=None)
             parameter.to_local().data.copy_(part.to_local())
     return model
 
@@ -68,18 +67,20 @@ def train_step(model, optimizer, x, target):
 def steps_equal_one_process(device):
     """Two steps with experts over all ranks or under FSDP2 alone, with adapters added before or after sharding."""
     everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
-    for experts_over, dispatcher, before in (
-        (1, "alltoall", True),
-        (None, "alltoall", True),
-        (None, "allgather", False),
+    for experts_over, dispatcher, before, settings in (
+        (1, "alltoall", True, SETTINGS[1]),
+        (None, "alltoall", True, SETTINGS[0]),
+        (None, "alltoall", True, SETTINGS[1]),
+        (None, "allgather", False, SETTINGS[0]),
+        (None, "allgather", False, SETTINGS[1]),
     ):
-        one, mesh = adapted(device), expert_mesh(device, experts_over)
+        one, mesh = adapted(device, settings), expert_mesh(device, experts_over)
         if before:
-            many = adapted(device)
+            many = adapted(device, settings)
             for layer in many.layers:
                 shard_experts(layer["moe"], mesh, dispatcher)
         else:
-            many = adapted_after_sharding(device, mesh, dispatcher)
+            many = adapted_after_sharding(device, mesh, dispatcher, settings)
         for layer in many.layers:
             fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
             fully_shard(layer["moe"], mesh=everywhere)
@@ -99,11 +100,22 @@ def steps_equal_one_process(device):
 
 
 def merging_equals_one_process(device):
-    """Merging and undoing it on sharded experts; what is not supported is named."""
+    """Gradients without FSDP2, merging, and undoing it on sharded experts."""
+    for settings in SETTINGS:
+        _merging_equals_one_process(device, settings)
+
+
+def _merging_equals_one_process(device, settings):
     mesh = expert_mesh(device)
-    one = adapted(device).layers[0]["moe"]
+    one = adapted(device, settings).layers[0]["moe"]
     many = shard_experts(copy.deepcopy(one), mesh)
     base = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+    x = draw(device, 12)  # equal on all ranks, so that the mean over them is one rank's gradient
+    for module in (one, many):
+        module(x).square().sum().backward()
+    for (name, expected), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(full(parameter.grad), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
     x = draw(device, 12, seed=distributed.get_rank())
     for module in (one, many):
         module.merge_lora(keep_base=True)
@@ -114,16 +126,6 @@ def merging_equals_one_process(device):
     assert all(map(torch.equal, base, (full(many.experts.w_up), full(many.experts.w_down))))
     one.unmerge_lora()
     torch.testing.assert_close(many(x), one(x), rtol=1e-5, atol=1e-6)
-    with pytest.raises(
-        NotImplementedError, match=r"add_lora: adapters of sharded experts must have shared_outer=False"
-    ):
-        many.add_lora(LoRA(2, 2, shared_outer=True), "second")
-    layer = make_layer(device)
-    layer.add_lora(LoRA(2, 2, shared_outer=True))
-    with pytest.raises(
-        NotImplementedError, match=r"ExpertParallel: adapters of sharded experts must have shared_outer"
-    ):
-        shard_experts(layer, mesh)
 
 
 test_two_processes = make_test([steps_equal_one_process, merging_equals_one_process], 2)
