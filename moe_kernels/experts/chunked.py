@@ -137,7 +137,7 @@ class BackwardInParts:
         assert hidden is not None
         dw_up = dw_down = db_up = db_down = None
         if needed.w_down:
-            dw_down = w_down_gradient(whole, dout, copy_dout(experts, whole, dout), hidden.weighted)
+            dw_down = w_down_gradient(experts, whole, dout, copy_dout(experts, whole, dout), hidden.weighted)
         if needed.w_up:
             dw_up = w_up_gradient(experts, whole, tokens, hidden.dpreactivation)
         if needed.b_up:

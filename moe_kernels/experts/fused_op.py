@@ -53,6 +53,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..permutation.permute import launch_slot_products
@@ -243,12 +244,12 @@ def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: 
         copied = None
     elif copied is None:
         copied = copy_dout(experts, rows, dout)
-    return w_down_gradient(rows, dout, copied, weighted)
+    return w_down_gradient(experts, rows, dout, copied, weighted)
 
 
 @_w_down_gradient_op.register_fake
 def _(dout, drows, weighted, experts, rows):
-    return dout.new_empty(experts.weights.w_down.shape)
+    return torch.empty_like(experts.weights.w_down, dtype=dout.dtype, requires_grad=False)
 
 
 class _FactorGradients(NamedTuple):
@@ -297,7 +298,7 @@ def _w_up_gradient_op(
 
 @_w_up_gradient_op.register_fake
 def _(dpreactivation, tokens, topk_weights, experts, rows):
-    return dpreactivation.new_empty(experts.weights.w_up.shape)
+    return torch.empty_like(experts.weights.w_up, dtype=dpreactivation.dtype, requires_grad=False)
 
 
 class _InputGradients(NamedTuple):

@@ -192,6 +192,7 @@ def copy_dout(experts: Experts, rows: Rows, dout: Tensor) -> Tensor | None:  # [
 
 
 def w_down_gradient(
+    experts: Experts,
     rows: Rows,
     dout: Tensor,  # [T, D]
     drows: Tensor | None,  # [R, D] from `copy_dout`
@@ -199,6 +200,8 @@ def w_down_gradient(
 ) -> Tensor:  # [E, D, F]
     """gather(dout)^T @ A_w."""
     a = rows.as_read(dout).contiguous() if drows is None else drows
+    if _is_transposed(experts.weights.w_down):
+        return rows.wgrad(weighted, a, gather_dout=drows is None).transpose(1, 2)
     return rows.wgrad(a, weighted, gather_a=drows is None)
 
 
@@ -213,7 +216,15 @@ def w_up_gradient(
     tokens = rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
+    if _is_transposed(experts.weights.w_up):
+        return rows.wgrad(rows_in, dpreactivation, gather_a=not copy).transpose(1, 2)
     return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy)
+
+
+def _is_transposed(weight: Tensor) -> bool:
+    """Return whether a weight [E, out, in] is a view of [E, in, out]. Its gradient then has the same strides, which
+    spares autograd a transposing copy into the parameter's layout."""
+    return weight.stride(1) == 1 != weight.stride(2)
 
 
 def up_adapter_gradients(

@@ -104,6 +104,26 @@ def test_any_strides_of_the_permutation(device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_gradients_of_transposed_weights_lie_as_their_parameters(device):
+    """The layout [E, in, out], as in GPT-OSS: autograd keeps the gradients without a copy."""
+    case = CASES["odd_sizes"]
+
+    def transposed(tokens, weights, experts, *stored, op=triton_experts):
+        return run(tokens, weights, experts, *(weight.transpose(1, 2) for weight in stored), op=op)
+
+    def draw_stored(seed):
+        *given, w_up, w_down = draw(case, DTYPES[-1], device, seed)
+        return *given, *(weight.transpose(1, 2).contiguous() for weight in (w_up, w_down))
+
+    names = ("out", "dtokens", "dweights", "dw_up", "dw_down")
+    check_accuracy(transposed, partial(transposed, op=reference.fused_experts), draw_stored, names)
+    *given, w_up, w_down = draw(case, DTYPES[-1], device)
+    w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
+    gradients = torch.autograd.grad(run(*given, w_up, w_down).sum(), (w_up, w_down))
+    for gradient, weight in zip(gradients, (w_up, w_down), strict=True):
+        assert gradient.stride() == weight.stride() and gradient.stride(1) == 1
+
+
 def test_backward_twice_on_a_kept_graph(device):
     leaves = [t.requires_grad_() if t.is_floating_point() else t for t in draw(CASES["odd_sizes"], DTYPES[-1], device)]
     wanted = [t for t in leaves if t.requires_grad]
@@ -270,7 +290,8 @@ def test_opcheck(device):
     permutation = reference.sort_by_expert(experts, 3)
     operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
     gpt_oss = Activation("gpt_oss", limit=0.5, alpha=1.702)
-    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands[:4], permutation))
+    transposed = [weight.detach().mT.contiguous().mT.requires_grad_() for weight in operands[2:4]]
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands[:2], *transposed, permutation))
     torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands, permutation, activation=gpt_oss))
     options = {"reserved_sms": 2, "weight_on_input": True, "recompute": True, "batch_invariant": True}
     torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands, permutation, **options))
