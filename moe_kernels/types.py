@@ -6,8 +6,10 @@ choice with the flat index t * K + k. A *row* is a slot moved to expert order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -38,11 +40,68 @@ class Permutation(NamedTuple):
     tile_table: TileTable
 
 
-class ExpertWeights(NamedTuple):
-    """Expert weights in the layout of `fused_experts`."""
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a quantised weight is stored. `moe_kernels.quantization.formats` defines the formats and checks them.
 
-    w_up: Tensor  # [E, 2F, D], or [E, F, D] if not gated
-    w_down: Tensor  # [E, D, F]
+    Attributes:
+        name: "fp8", "mxfp4", "nf4" or "int8".
+        block: (rows, columns) of one expert's [out, in] matrix that share a scale. No columns: the whole row. NF4's
+            blocks lie in the flattened tensor.
+        nested_block: the number of NF4's scales that share a scale of their own; None: scales are float32.
+    """
+
+    name: str
+    block: tuple[int, int]
+    nested_block: int | None = None
+
+    def __str__(self) -> str:
+        rows, columns = self.block
+        nested = "" if self.nested_block is None else f", scales in blocks of {self.nested_block}"
+        return f"{self.name} ({rows}x{columns or 'row'}{nested})"
+
+
+class QuantizedWeight(NamedTuple):
+    """A frozen weight [E, out, in] as its format stores it. All tensors are contiguous.
+
+    | format | values | scales |
+    | --- | --- | --- |
+    | fp8 | [E, out, in] float8_e4m3fn | [E, out / 128, in / 128], rounded up: float32, 16 bits or e8m0 |
+    | mxfp4 | [E, out, in / 2] or [E, out, in / 32, 16] uint8 | [E, out, in / 32] uint8 or float8_e8m0fnu |
+    | nf4 | out * in * E / 2 bytes of any shape | one per block of 64, any shape: float32, or nested uint8 |
+    | int8 | [E, out, in] int8 | the largest size of each row, E * out float32 |
+    """
+
+    values: Tensor
+    scales: Tensor
+    format: WeightFormat
+    shape: torch.Size  # [E, out, in]
+    codes: Tensor | None = None  # [16] float32, NF4's table ("quant_map" of bitsandbytes)
+    nested_codes: Tensor | None = None  # [256] float32: the values of nested scales
+    nested_scales: Tensor | None = None  # [blocks of scales] float32
+    nested_offset: Tensor | None = None  # [] float32, added to nested scales
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+Weight = Tensor | QuantizedWeight
+
+
+class ExpertWeights(NamedTuple):
+    """Expert weights in the layout of `fused_experts`. Both matrices are tensors, or both are quantised."""
+
+    w_up: Weight  # [E, 2F, D], or [E, F, D] if not gated
+    w_down: Weight  # [E, D, F]
     b_up: Tensor | None = None  # [E, 2F], or [E, F]
     b_down: Tensor | None = None  # [E, D]
 

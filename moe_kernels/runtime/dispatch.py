@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
+from ..types import QuantizedWeight
 from .triton import HAS_TRITON, INTERPRET
 
 IMPLEMENTATIONS = ("triton", "reference")
@@ -58,7 +59,7 @@ def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
 _VALUES = {type(None), bool, int, float, str, torch.dtype}
 
 
-def _form(operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _form(operands: Collection[Any]) -> tuple[Any, ...] | None:
     """Return all that a check can read; None if an operand is neither a plain tensor nor a plain value."""
     form = []
     for operand in operands:
@@ -67,6 +68,10 @@ def _form(operands: tuple[Any, ...]) -> tuple[Any, ...] | None:
             form += (operand.dtype, operand.shape, operand.device)
         elif kind in _VALUES:
             form.append(operand)
+        elif kind is QuantizedWeight:
+            if (parts := _form(operand.tensors.values())) is None:
+                return None
+            form += (operand.format, operand.shape, *operand.tensors, *parts)
         else:
             return None
     return tuple(form)

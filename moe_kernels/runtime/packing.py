@@ -7,7 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+import torch
 from torch import Tensor
+
+from ..types import QuantizedWeight, Weight, WeightFormat
 
 
 def is_packed(kind: Any) -> bool:
@@ -15,10 +18,42 @@ def is_packed(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
+_TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")  # of a quantised weight
+_LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}, "_layout": str | None}
+_NOT_QUANTIZED = (None,) * (len(_LEAVES) - 1)
+
+
+def _weight_to_leaves(weight: Weight) -> tuple[Tensor | str | None, ...]:
+    """Return the leaves of a weight: the tensor, or the tensors of a quantised weight and the rest as a string."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight, *_NOT_QUANTIZED
+    return None, *[getattr(weight, name) for name in _TENSORS], _layout_to_string(weight.format, weight.shape)
+
+
+def _weight_of_leaves(tensor: Tensor | None, values: Tensor, scales: Tensor, *rest: Any) -> Weight:
+    if tensor is not None:
+        return tensor
+    *tables, layout = rest
+    return QuantizedWeight(values, scales, *_layout_of_string(layout), *tables)
+
+
+def _layout_to_string(format: WeightFormat, shape: torch.Size) -> str:
+    # Not cached, because torch.compile warns of caches.
+    return " ".join(map(str, (format.name, *format.block, format.nested_block or 0, *shape)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_string(layout: str) -> tuple[WeightFormat, torch.Size]:
+    name, *numbers = layout.split()
+    rows, columns, nested, *shape = map(int, numbers)
+    return WeightFormat(name, (rows, columns), nested or None), torch.Size(shape)
+
+
 class Packing:
     """Conversion between values and their leaves: NamedTuples are replaced by their fields, recursively.
 
-    A leaf has the name of its field, so field names must be unique.
+    A leaf has the name of its field, so field names must be unique. A weight that may be quantised has a leaf of its
+    own name, None if it is quantised, and leaves for the parts of a quantised weight: `w_up`, `w_up_values`, ...
     """
 
     def __init__(self, hints: dict[str, Any]):
@@ -27,11 +62,17 @@ class Packing:
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name) for name, kind in hints.items()]
         # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
-        self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)")  # values -> leaves
-        self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", dict(self._kinds))  # the inverse
+        split = {"weight_to_leaves": _weight_to_leaves}
+        join = {"weight_of_leaves": _weight_of_leaves, **self._kinds}
+        self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves
+        self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", join)  # the inverse
 
     def _visit(self, name: str, kind: Any, path: str) -> str:
         """Add the leaves below `path`. Return the expression that packs them again."""
+        if kind in (Weight, QuantizedWeight):
+            self.types |= {f"{name}{leaf}": leaf_type for leaf, leaf_type in _LEAVES.items()}
+            self._paths.append(f"*weight_to_leaves({path})")
+            return f"weight_of_leaves({', '.join(f'{name}{leaf}' for leaf in _LEAVES)})"
         if not is_packed(kind):
             assert name not in self.types, name
             self.types[name] = kind
@@ -51,7 +92,7 @@ class PackedSignature(Packing):
         hints = get_type_hints(function)
         result = hints.pop("return")
         super().__init__(hints)
-        self.has_packed = bool(self._kinds)
+        self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
         self.result = result if is_packed(result) else None
         parameters = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)

@@ -1,0 +1,1 @@
+"""Weights stored in few bits: their formats, quantisation and exact dequantisation."""

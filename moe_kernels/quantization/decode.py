@@ -1,0 +1,107 @@
+"""Exact dequantisation in plain PyTorch: the specification of the kernels, and what checkpoints are read with.
+
+Every format is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
+
+    fp8     code e4m3. The multiplier is called `weight_scale_inv` on disk (DeepSeek-V3).
+    mxfp4   code e2m1, two in a byte, the low bits first; the scale is a power of two (e8m0, a bias of 127).
+            https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+    nf4     code from a table of 16, two in a byte, the high bits first. A nested scale is a code from a table of 256
+            times the scale of its own block, plus an offset (https://arxiv.org/abs/2305.14314).
+    int8    code * largest * (1 / 127), in this order, with the largest size of the row.
+
+The number 255 is the NaN of e8m0. It is read so only where the dtype of scales is e8m0. As a byte it is infinity for fp8
+and 2 ** 128 for mxfp4, as in transformers. bfloat16 results of fp8 equal those of transformers' loader (`Fp8Dequantize`);
+its backward rounds scales to bfloat16 first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..types import QuantizedWeight
+
+_TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
+_SUBNORMAL = 1 << 22  # the bits of 2 ** -127
+ONE_127TH = 0.00787401574803149  # as bitsandbytes writes it
+
+
+def decode_scales(scales: Tensor) -> Tensor:  # float32
+    """Return scales of any dtype as float32. Bytes are e8m0 exponents."""
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return scales.float()
+    # By bits, because some devices cannot convert e8m0.
+    stored = scales.view(torch.uint8)
+    exponent = stored.int() << 23
+    powers = torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)  # of 255: infinity
+    return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
+
+
+def _half_powers(scales: Tensor) -> Tensor:  # float32
+    """Return half of each e8m0 number. Of 255 as a byte it is 2 ** 127, the largest power in float32."""
+    stored = scales.view(torch.uint8)
+    exponent = stored.int()
+    # Halves of the two smallest are subnormal.
+    bits = torch.where(exponent < 2, (_SUBNORMAL >> 1) << exponent, (exponent - 1) << 23)
+    powers = bits.view(torch.float32)
+    return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
+
+
+def multiply_blocks(
+    codes: Tensor,  # [..., out, in] float32, overwritten
+    scales: Tensor,  # [..., ceil(out / block[0]), ceil(in / block[1])] float32
+    block: tuple[int, int],
+) -> Tensor:  # [..., out, in] float32
+    """Multiply every block by its scale."""
+    size_out, size_in = codes.shape[-2:]
+    rows = scales.repeat_interleave(block[0], dim=-2)[..., :size_out, :]
+    return codes.mul_(rows.repeat_interleave(block[1], dim=-1)[..., :size_in])
+
+
+def decode_mxfp4(
+    blocks: Tensor,  # [..., in / 32, 16] uint8
+    scales: Tensor,  # [..., in / 32] uint8 or float8_e8m0fnu
+) -> Tensor:  # [..., in] float32
+    """Multiply twice each number by half of its group's power of two: exact, and every half fits float32."""
+    table = torch.tensor(_TWICE_E2M1, device=blocks.device)
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [..., in / 32, 32]
+    return (table[nibbles.int()] * _half_powers(scales).unsqueeze(-1)).flatten(-2)
+
+
+def decode_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E, out, in]
+    """Return the dequantised weight, rounded once."""
+    return _DECODERS[weight.format.name](weight).to(dtype)
+
+
+def _fp8(weight: QuantizedWeight) -> Tensor:
+    return multiply_blocks(weight.values.float(), decode_scales(weight.scales), weight.format.block)
+
+
+def _mxfp4(weight: QuantizedWeight) -> Tensor:
+    return decode_mxfp4(weight.values.view(*weight.scales.shape, 16), weight.scales)
+
+
+def _int8(weight: QuantizedWeight) -> Tensor:
+    # The constant is rounded to float32 first, as a scalar beside a tensor is.
+    return weight.values.float() * weight.scales.view(*weight.shape[:2], 1) * ONE_127TH
+
+
+def _nf4(weight: QuantizedWeight) -> Tensor:
+    assert weight.codes is not None
+    scales, size = weight.scales.flatten(), math.prod(weight.shape)
+    if weight.nested_scales is not None:
+        assert weight.nested_codes is not None and weight.nested_offset is not None
+        scales = _times_block(weight.nested_codes[scales.int()], weight.nested_scales, weight.format.nested_block or 1)
+        scales += weight.nested_offset
+    packed = weight.values.flatten().view(torch.uint8)
+    nibbles = torch.stack([packed >> 4, packed & 15], dim=-1).flatten()[:size]
+    return _times_block(weight.codes[nibbles.int()], scales, weight.format.block[1]).view(weight.shape)
+
+
+def _times_block(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    return codes.mul_(scales.flatten().repeat_interleave(block)[: len(codes)])
+
+
+_DECODERS = {"fp8": _fp8, "mxfp4": _mxfp4, "nf4": _nf4, "int8": _int8}

@@ -1,0 +1,229 @@
+"""Device functions that decode tiles of quantised weights, and the kernel that dequantises whole weights.
+
+Codes become float32 by integer operations, not by the GPU's conversions: these need Hopper or Ada for e4m3, and the
+interpreter cannot do them. A product of a code and a scale is exact to the bit as `decode.py` defines it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.launch import launch_kernel
+from ..runtime.triton import INTERPRET as _INTERPRET
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..types import QuantizedWeight
+from .decode import ONE_127TH
+
+INTERPRET = tl.constexpr(_INTERPRET)
+_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
+_ONE_127TH: tl.constexpr = tl.constexpr(ONE_127TH)
+
+
+@triton.jit
+def _e4m3(byte):
+    """Return e4m3 bits as float32. Moved to where a float32's bits end, they are a number 2 ** 120 times too small."""
+    bits = byte.to(tl.int32)
+    value = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _twice_e2m1(nibble):
+    """Return twice the value of e2m1 bits as float32: 0, 1, 2, 3, 4, 6, 8, 12, then the negative ones."""
+    return (((nibble & 7) << 22) | ((nibble & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**127
+
+
+@triton.jit
+def _power(byte, HALF: tl.constexpr, NAN_255: tl.constexpr):
+    """Return an e8m0 number, or half of it, as float32."""
+    stored = byte.to(tl.int32)
+    exponent = stored - HALF
+    # 2 ** -127 and 2 ** -128 are subnormal.
+    subnormal = tl.where(exponent < 0, 1 << 21, 1 << 22)
+    bits = tl.where(exponent < 1, subnormal, exponent << 23)
+    if NAN_255:
+        bits = tl.where(stored == 255, _NAN, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add(a, b):
+    """Return a + b. Hidden from the compiler, which would fuse it with a multiplication and round once, not twice."""
+    if INTERPRET:
+        return a + b
+    else:
+        return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
+def _scale(ptr, index, inside, nested_codes_ptr, nested_scales_ptr, nested_offset_ptr, FORM: tl.constexpr):
+    """Return scales as float32; `index` counts them from the weight's first."""
+    stored = tl.load(ptr + index, mask=inside, other=0)
+    NESTED: tl.constexpr = FORM[2]
+    if NESTED > 0:
+        code = tl.load(nested_codes_ptr + stored, mask=inside, other=0.0)
+        size = tl.load(nested_scales_ptr + index // NESTED, mask=inside, other=0.0)
+        return _add(code * size, tl.load(nested_offset_ptr))
+    elif FORM[3] == "bfloat16":
+        return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif FORM[3] is not None:
+        return _power(stored, FORM[0] == "mxfp4", FORM[3] == "power_or_nan")
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def decode_tile(
+    values_ptr,
+    scales_ptr,
+    codes_ptr,
+    nested_codes_ptr,
+    nested_scales_ptr,
+    nested_offset_ptr,
+    expert,  # int64
+    first_out,  # a multiple of BLOCK_OUT
+    first_in,  # a multiple of BLOCK_IN
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    FORM: tl.constexpr,  # from `form_of`
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """Return the tile [BLOCK_OUT, BLOCK_IN] of one expert's matrix as float32; zeros, or any values of scales that are
+    no numbers, outside of the matrix."""
+    KIND: tl.constexpr = FORM[0]
+    ROWS: tl.constexpr = FORM[1][0]
+    COLUMNS: tl.constexpr = FORM[1][1]
+    o = first_out + tl.arange(0, BLOCK_OUT)
+    i = first_in + tl.arange(0, BLOCK_IN)
+    inside = (o < OUT)[:, None] & (i < IN)[None, :]
+    if KIND == "nf4" and IN % COLUMNS != 0:
+        # Blocks, and pairs in a byte, run over the ends of rows.
+        index = (expert * OUT + o[:, None]) * IN + i[None, :]
+        packed = tl.load(values_ptr + index // 2, mask=inside, other=0).to(tl.int32)
+        nibble = tl.where(index % 2 == 0, packed >> 4, packed & 15)
+        code = tl.load(codes_ptr + nibble, mask=inside, other=0.0)
+        return code * _scale(
+            scales_ptr, index // COLUMNS, inside, nested_codes_ptr, nested_scales_ptr, nested_offset_ptr, FORM
+        )
+    else:
+        row = expert * OUT + o[:, None]
+        if KIND == "mxfp4" or KIND == "nf4":
+            pair = first_in // 2 + tl.arange(0, BLOCK_IN // 2)
+            pair_inside = (o < OUT)[:, None] & (pair < IN // 2)[None, :]
+            packed = tl.load(values_ptr + row * (IN // 2) + pair[None, :], mask=pair_inside, other=0).to(tl.int32)
+            if KIND == "mxfp4":
+                code = tl.join(_twice_e2m1(packed & 15), _twice_e2m1(packed >> 4)).reshape(BLOCK_OUT, BLOCK_IN)
+            else:
+                code = tl.join(tl.load(codes_ptr + (packed >> 4)), tl.load(codes_ptr + (packed & 15)))
+                code = code.reshape(BLOCK_OUT, BLOCK_IN)
+        else:
+            stored = tl.load(values_ptr + row * IN + i[None, :], mask=inside, other=0)
+            code = _e4m3(stored) if KIND == "fp8" else stored.to(tl.float32)
+        # One scale for each block that the tile touches.
+        NUM_ROWS: tl.constexpr = max(BLOCK_OUT // ROWS, 1)
+        NUM_COLUMNS: tl.constexpr = max(BLOCK_IN // COLUMNS, 1)
+        SCALE_ROWS: tl.constexpr = (OUT + ROWS - 1) // ROWS
+        SCALE_COLUMNS: tl.constexpr = (IN + COLUMNS - 1) // COLUMNS
+        scale_row = first_out // ROWS + tl.arange(0, NUM_ROWS)
+        scale_column = first_in // COLUMNS + tl.arange(0, NUM_COLUMNS)
+        exists = (scale_row < SCALE_ROWS)[:, None] & (scale_column < SCALE_COLUMNS)[None, :]
+        index = (expert * SCALE_ROWS + scale_row[:, None]) * SCALE_COLUMNS + scale_column[None, :]
+        # [NUM_ROWS, NUM_COLUMNS]
+        scale = _scale(scales_ptr, index, exists, nested_codes_ptr, nested_scales_ptr, nested_offset_ptr, FORM)
+        scale = tl.broadcast_to(
+            scale.reshape(NUM_ROWS, 1, NUM_COLUMNS, 1),
+            (NUM_ROWS, BLOCK_OUT // NUM_ROWS, NUM_COLUMNS, BLOCK_IN // NUM_COLUMNS),
+        ).reshape(BLOCK_OUT, BLOCK_IN)
+        value = code * scale
+        return value * _ONE_127TH if KIND == "int8" else value
+
+
+@triton.jit
+def _dequantize_kernel(
+    values_ptr,
+    scales_ptr,
+    codes_ptr,
+    nested_codes_ptr,
+    nested_scales_ptr,
+    nested_offset_ptr,
+    out_ptr,  # [E, OUT, IN] contiguous
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """One program writes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * cdiv(OUT, BLOCK_OUT) * cdiv(IN, BLOCK_IN),)."""
+    NUM_OUT: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    NUM_IN: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
+    program = tl.program_id(0)
+    expert = (program // (NUM_OUT * NUM_IN)).to(tl.int64)
+    first_out = program // NUM_IN % NUM_OUT * BLOCK_OUT
+    first_in = program % NUM_IN * BLOCK_IN
+    value = decode_tile(
+        values_ptr,
+        scales_ptr,
+        codes_ptr,
+        nested_codes_ptr,
+        nested_scales_ptr,
+        nested_offset_ptr,
+        expert,
+        first_out,
+        first_in,
+        OUT,
+        IN,
+        FORM,
+        BLOCK_OUT,
+        BLOCK_IN,
+    )
+    o = first_out + tl.arange(0, BLOCK_OUT)
+    i = first_in + tl.arange(0, BLOCK_IN)
+    ptrs = out_ptr + (expert * OUT + o[:, None]) * IN + i[None, :]
+    tl.store(ptrs, value.to(out_ptr.dtype.element_ty), mask=(o < OUT)[:, None] & (i < IN)[None, :])
+
+
+def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E, out, in] contiguous
+    """Return the dequantised weight. The caller has checked it."""
+    num_experts, size_out, size_in = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if not out.numel():
+        return out
+    block_in = min(max(next_power_of_2(size_in), 64), 256)  # whole blocks of 4-bit formats
+    block_out = min(next_power_of_2(size_out), 8192 // block_in)
+    launch_kernel(
+        _dequantize_kernel,
+        (num_experts * cdiv(size_out, block_out) * cdiv(size_in, block_in),),
+        *kernel_arguments(weight),
+        out,
+        OUT=size_out,
+        IN=size_in,
+        FORM=form_of(weight),
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        num_warps=8,
+    )
+    return out
+
+
+def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Return the pointers of `decode_tile`."""
+    values = weight.values if weight.values.dtype == torch.int8 else weight.values.view(torch.uint8)
+    # The interpreter knows neither e8m0 nor every number of bfloat16.
+    as_bits = {torch.float8_e8m0fnu: torch.uint8, torch.bfloat16: torch.int16}.get(weight.scales.dtype)
+    scales = weight.scales if as_bits is None else weight.scales.view(as_bits)
+    return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
+
+
+# How scales are read from the bits of their dtype. The number 255 is NaN only where the dtype says e8m0.
+_SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch.bfloat16: "bfloat16"}
+
+
+def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Return (name, block, nested block or 0, how scales are read from bits or None) as one compile-time value."""
+    (rows, columns), size_in = weight.format.block, weight.shape[2]
+    block = rows, columns or max(next_power_of_2(size_in), 256)  # no columns: one block covers the row
+    return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)
