@@ -9,9 +9,9 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
             times the scale of its own block, plus an offset (https://arxiv.org/abs/2305.14314).
     int8    code * largest * (1 / 127), in this order, with the largest size of the row.
 
-The number 255 is the NaN of e8m0. It is read so only where the dtype of scales is e8m0. As a byte it is infinity for fp8
-and 2 ** 128 for mxfp4, as in transformers. bfloat16 results of fp8 equal those of transformers' loader (`Fp8Dequantize`);
-its backward rounds scales to bfloat16 first.
+The number 255 is the NaN of e8m0. It is read so only where the dtype of scales is e8m0. As a byte it is infinity for
+fp8 and 2 ** 128 for mxfp4, as in transformers. fp8 has the bits of transformers' loader (`Fp8Dequantize`). For bfloat16
+its backward has others, because it rounds scales to bfloat16 first.
 """
 
 from __future__ import annotations

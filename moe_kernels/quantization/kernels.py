@@ -157,7 +157,7 @@ def _dequantize_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """One program writes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * cdiv(OUT, BLOCK_OUT) * cdiv(IN, BLOCK_IN),)."""
+    """One program writes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * its tiles,)."""
     NUM_OUT: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     NUM_IN: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     program = tl.program_id(0)
