@@ -72,7 +72,9 @@ class ExpertsInParts:
     ) -> Tensor:  # [T, columns]
         """The second half: all columns, or a slice of them that can be sent before the others."""
         rows, experts = self.parts[part], self.experts
-        return rows.combine(down(_columns_of(experts, columns), rows, activated), topk_weights)
+        if columns != slice(None):
+            experts = _columns_of(experts, columns, rows.dense(experts.weights.w_down, activated.dtype))
+        return rows.combine(down(experts, rows, activated), topk_weights)
 
     def backward(self, whole: Permutation) -> BackwardInParts:
         """
@@ -82,13 +84,13 @@ class ExpertsInParts:
         return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
 
 
-def _columns_of(experts: Experts, columns: slice) -> Experts:
-    """The experts as far as they write these columns of their outputs."""
+def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
+    """The experts as far as they write these columns of their outputs. `w_down` is theirs, or a dequantised copy."""
     weights = experts.weights
     b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
     down_b = experts.adapters.down_b
     adapters = experts.adapters._replace(down_b=None if down_b is None else down_b[:, columns])
-    weights = weights._replace(w_down=weights.w_down[:, columns], b_down=b_down)
+    weights = weights._replace(w_down=w_down[:, columns], b_down=b_down)
     return experts._replace(weights=weights, adapters=adapters)
 
 

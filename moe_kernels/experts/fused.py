@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..activation_spec import Activation, as_activation
+from ..quantization.formats import check_quantized
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, is_traced, once_per_form
-from ..types import ExpertAdapters, ExpertWeights, Permutation
+from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
 from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows
 from .steps import Experts
@@ -21,8 +22,8 @@ def fused_experts(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K] float32
     permutation: Permutation,
-    w_up: Tensor,  # [E, 2F, D] gate rows, then up rows, or interleaved; [E, F, D] with a plain activation
-    w_down: Tensor,  # [E, D, F]
+    w_up: Weight,  # [E, 2F, D] gate rows, then up rows, or interleaved; [E, F, D] with a plain activation
+    w_down: Weight,  # [E, D, F]
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
@@ -40,7 +41,13 @@ def fused_experts(
     and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without host
     synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
+    Quantised weights are frozen. Each is dequantised to the dtype of the tokens into a temporary right before the GEMM
+    that reads it, in forward and again in backward, and dropped after it. PyTorch's caching allocator gives the same
+    memory to the next one and to the next layer: it is a workspace that all layers share, without state, rules of
+    lifetime or a size to choose. Only the stored bytes are saved. The result has the bits of dequantised weights.
+
     Args:
+        w_up: a tensor, or a `QuantizedWeight` if `w_down` is one of the same format.
         permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
         adapters: low-rank changes of the weights, in the weights' dtype or another that is rounded to it. No tensor of
             the size of the weights is made. Saves [R, r] more for backward.
@@ -54,8 +61,8 @@ def fused_experts(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown, or
-            reserved_sms is negative.
+        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown,
+            reserved_sms is negative, or only one weight is quantised, or both are in different formats.
     """
     return compute_experts(
         tokens,
@@ -100,6 +107,7 @@ def compute_experts(
     """
     activation = as_activation("fused_experts", activation)
     _check_settings(recompute, reserved_sms)
+    is_quantized = _check_formats(weights)
     _check_operands(
         tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, w_router, activation.gated
     )
@@ -107,14 +115,16 @@ def compute_experts(
         _check_adapters(adapters, weights.w_up, weights.w_down)
     if w_router is not None:
         _check_router_gradient(permutation, weight_on_input, batch_invariant)
+    options = {"adapters": adapters, "weight_on_input": weight_on_input, "dtype": tokens.dtype}
+    experts = Experts.of(weights, activation, **options)
     if choose("fused_experts", implementation, tokens) == "reference":
-        experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input)
-        run = reference_experts_op if is_traced(tokens) else run_reference
+        # Autograd through the reference would save dequantised weights; the op saves its operands.
+        run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         return run(ReferenceOperands(tokens, topk_weights, experts, w_router, permutation, batch_invariant))
     operands = ExpertOperands(
         tokens,
         topk_weights.float().contiguous(),
-        Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input),
+        experts,
         w_router,
         Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
         recompute == "up",
@@ -129,7 +139,20 @@ def _check_settings(recompute: str | None, reserved_sms: int) -> None:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
 
 
-def _check_adapters(adapters: ExpertAdapters, w_up: Tensor, w_down: Tensor) -> None:
+def _check_formats(weights: ExpertWeights) -> bool:
+    """Return whether the weights are quantised, both in one format."""
+    quantized = [isinstance(weight, QuantizedWeight) for weight in weights[:2]]
+    if not any(quantized):
+        return False
+    formats = [str(weight.format) if isinstance(weight, QuantizedWeight) else "a tensor" for weight in weights[:2]]
+    if formats[0] != formats[1]:
+        raise ValueError(f"fused_experts: w_up and w_down must be of one format, got {formats[0]} and {formats[1]}")
+    for name, weight in zip(("w_up", "w_down"), weights, strict=False):
+        check_quantized("fused_experts", name, weight)
+    return True
+
+
+def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> None:
     up_a, up_b, down_a, down_b, _ = adapters
     for a, b, weight, names in ((up_a, up_b, w_up, ("up_a", "up_b")), (down_a, down_b, w_down, ("down_a", "down_b"))):
         if (a is None) != (b is None):
@@ -168,8 +191,8 @@ def _check_operands(
     topk_weights: Tensor,
     slot_to_row: Tensor,
     offsets: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_up: Weight,
+    w_down: Weight,
     b_up: Tensor | None,
     b_down: Tensor | None,
     w_router: Tensor | None,
@@ -194,7 +217,8 @@ def _check_operands(
             f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
             f"got {list(w_up.shape)} and {list(w_down.shape)}"
         )
-    check_same_dtype("fused_experts", tokens=tokens, w_up=w_up, w_down=w_down, **optional)
+    plain = {name: weight for name, weight in (("w_up", w_up), ("w_down", w_down)) if isinstance(weight, Tensor)}
+    check_same_dtype("fused_experts", tokens=tokens, **plain, **optional)
     check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
     check_same_device(
         "fused_experts",

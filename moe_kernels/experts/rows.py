@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
@@ -12,9 +13,11 @@ from ..activation_spec import Activation
 from ..gemm import selection
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
+from ..gemm.decoding import MAX_ROWS, QuantizedMatrices, launch_decoding_gemm
 from ..gemm.epilogue import launch_product
 from ..permutation.permute import launch_combine, launch_permute
-from ..types import ExpertWeights, Permutation, TileTable
+from ..quantization.kernels import launch_dequantize
+from ..types import ExpertWeights, Permutation, QuantizedWeight, TileTable, Weight
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
 
 
@@ -37,10 +40,28 @@ class Rows(NamedTuple):
         """The tokens in the memory layout that the kernels read."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
+    def matrices(
+        self, weight: Weight, dtype: torch.dtype, *, transposed: bool = False
+    ) -> Tensor | QuantizedMatrices:  # [E, out, in], or [E, in, out]
+        """The weight as the second operand of a GEMM of rows. A quantised one stays so for few rows."""
+        if isinstance(weight, QuantizedWeight) and self.decodes(weight):
+            return QuantizedMatrices(weight, transposed)
+        dense = self.dense(weight, dtype)
+        return dense.transpose(1, 2) if transposed else dense
+
+    def dense(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """The weight, or a dequantised copy."""
+        return weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
+
+    def decodes(self, weight: QuantizedWeight) -> bool:
+        """Whether GEMMs decode the weight while they load it, by the average number of rows. Dequantised weights have
+        the kernels of plain ones, which batch invariance needs."""
+        return self.assumed_rows is None and self.row_to_token.shape[0] < MAX_ROWS * weight.shape[0]
+
     def gemm(
         self,
         a: Tensor,
-        b: Tensor,
+        b: Tensor | QuantizedMatrices,
         *,
         bias: Tensor | None = None,  # [E, N]
         gather: bool = False,
@@ -53,18 +74,19 @@ class Rows(NamedTuple):
         extra_a, extra_b = extra or (None, None)
         out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
+        operands = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
+        if isinstance(b, QuantizedMatrices):
+            launch_decoding_gemm(a, b, out, self.table, **operands)
+            return out
         args = GroupedGemmArguments(
             a,
             b,
             out,
-            row_to_token=index,
             tile_table=self.table,
             zero_tail=False,
-            bias=bias,
-            extra_a=extra_a,
-            extra_b=extra_b,
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
+            **operands,
         )
         launch_product(args)
         return out
@@ -72,7 +94,7 @@ class Rows(NamedTuple):
     def activated_gemm(
         self,
         a: Tensor,
-        b: Tensor,
+        b: Tensor | QuantizedMatrices,
         activation: Activation,
         bias: Tensor | None,
         *,
@@ -82,7 +104,7 @@ class Rows(NamedTuple):
         """(product [R, 2F or F], the activation [R, F] of product plus bias)."""
         in_epilogue = activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
         fusible = in_epilogue and activation.published and not activation.interleaved
-        if fusible and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
+        if fusible and isinstance(b, Tensor) and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
             return fused
         preactivation = self.gemm(a, b, gather=gather, extra=extra)
         return preactivation, launch_activation(preactivation, activation, self.row_bias(bias))
@@ -134,8 +156,12 @@ class Rows(NamedTuple):
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
         """Which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
-        d_ff = weights.w_down.shape[2]
-        return selection.choose_copies(tokens, weights.w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
+        d_ff, w_up = weights.w_down.shape[2], weights.w_up
+        if isinstance(w_up, QuantizedWeight):
+            if self.decodes(w_up):
+                return selection.Copies(False, False, False)
+            w_up = w_up.shape
+        return selection.choose_copies(tokens, w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
 
     def permute(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
         """Each token, times the slot's weight, copied to its rows."""

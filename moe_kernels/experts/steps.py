@@ -34,10 +34,10 @@ class Adapters(NamedTuple):
     down_b: Tensor | None = None  # [E, D, r]
 
     @classmethod
-    def of(cls, adapters: ExpertAdapters, weights: ExpertWeights) -> Adapters:
-        """Autograd differentiates through this."""
+    def of(cls, adapters: ExpertAdapters, weights: ExpertWeights, dtype: torch.dtype | None = None) -> Adapters:
+        """Autograd differentiates through this. `dtype` replaces that of weights, which quantised ones lack."""
         up_a, up_b, down_a, down_b, scale = adapters
-        shape = len(weights.w_up), weights.w_up.dtype
+        shape = weights.w_up.shape[0], weights.w_up.dtype if isinstance(weights.w_up, Tensor) else dtype
         return cls(
             None if up_a is None else _factor(up_a, 1, 1.0, *shape),
             None if up_b is None else _factor(up_b, 2, scale, *shape),
@@ -72,11 +72,12 @@ class Experts(NamedTuple):
         *,
         adapters: ExpertAdapters | None = None,
         weight_on_input: bool = False,
+        dtype: torch.dtype | None = None,  # of the tokens; for adapters of quantised weights
     ) -> Experts:
         w_up, w_down, b_up, b_down = weights
         b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
         weights = ExpertWeights(w_up, w_down, b_up, b_down)
-        factors = Adapters() if adapters is None else Adapters.of(adapters, weights)
+        factors = Adapters() if adapters is None else Adapters.of(adapters, weights, dtype)
         settings = activation.name, activation.limit, activation.alpha, activation.interleaved
         return cls(weights, factors, *settings, weight_on_input)
 
@@ -113,7 +114,7 @@ def activate(
         scaled = experts.weight_on_input
         low = rows.gemm(rows_in if scaled else tokens.contiguous(), up_a.transpose(1, 2), gather=not scaled)
         extra = low, up_b.transpose(1, 2)
-    w_up = weights.w_up.transpose(1, 2)
+    w_up = rows.matrices(weights.w_up, tokens.dtype, transposed=True)
     hidden = rows.activated_gemm(rows_in, w_up, experts.kind(), weights.b_up, gather=not copy, extra=extra)
     return Activated(*hidden, low)
 
@@ -124,7 +125,8 @@ def down(experts: Experts, rows: Rows, activated: Tensor) -> Tensor:  # [R, F] -
     extra = None
     if down_a is not None and down_b is not None:
         extra = rows.gemm(activated, down_a.transpose(1, 2)), down_b.transpose(1, 2)
-    return rows.gemm(activated, weights.w_down.transpose(1, 2), bias=weights.b_down, extra=extra)
+    w_down = rows.matrices(weights.w_down, activated.dtype, transposed=True)
+    return rows.gemm(activated, w_down, bias=weights.b_down, extra=extra)
 
 
 class HiddenGradients(NamedTuple):
@@ -161,7 +163,8 @@ def hidden_gradients(
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
     given = dout.contiguous() if drows is None else drows
-    dactivated = rows.gemm(given, w_down, gather=drows is None, extra=extra)  # dA' [R, F]
+    # Not a local name, so that a dequantised weight is free after the GEMM.
+    dactivated = rows.gemm(given, rows.matrices(w_down, dout.dtype), gather=drows is None, extra=extra)  # dA' [R, F]
     if overwrite:
         destination = Destination(preactivation, dactivated, rows.slot_to_row)
     dpreactivation, dtopk_weights = launch_weighted_activation_backward(
@@ -272,7 +275,7 @@ def up_input_gradient(
     """dX = dH @ w_up."""
     up_a = experts.adapters.up_a
     extra = None if up_low is None or up_a is None else (up_low, up_a)
-    return rows.gemm(dpreactivation, experts.weights.w_up, extra=extra)
+    return rows.gemm(dpreactivation, rows.matrices(experts.weights.w_up, dpreactivation.dtype), extra=extra)
 
 
 def tokens_gradient(

@@ -2,7 +2,8 @@
 
 The reference cuts rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
 data: they see this op, whose shapes are known. It runs the reference, and its backward runs the reference again to
-differentiate it. Without a tracer the reference runs by itself, differentiated by autograd.
+differentiate it. Without a tracer the reference runs by itself, differentiated by autograd, unless weights are
+quantised: autograd would save them dequantised.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from .. import reference
 from ..gemm.batch_invariance import token_by_token
+from ..quantization.decode import decode_weight
 from ..runtime.dispatch import without_autocast
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
-from ..types import ExpertAdapters, ExpertWeights, Permutation
+from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight
 from .steps import Adapters, Experts
 
 
@@ -51,9 +53,10 @@ _DIFFERENTIABLE = ReferenceGradients._fields
 
 
 def run_reference(operands: ReferenceOperands) -> Tensor:  # [T, D]
-    """Compute `fused_experts` by the reference."""
+    """Compute `fused_experts` by the reference. Quantised weights are dequantised to the dtype of the tokens."""
     tokens, topk_weights, experts, w_router, permutation, batch_invariant = operands
-    w_up, w_down, b_up, b_down = experts.weights
+    *stored, b_up, b_down = experts.weights
+    w_up, w_down = (decode_weight(w, tokens.dtype) if isinstance(w, QuantizedWeight) else w for w in stored)
     options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input, "b_up": b_up, "b_down": b_down}
     options |= {} if w_router is None else {"w_router": w_router}
     if any(factor is not None for factor in experts.adapters):

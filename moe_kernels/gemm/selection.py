@@ -200,7 +200,9 @@ def measured_best(args: Arguments) -> str | None:
     return table_for(args.A.device).kernels.get(args.table_key())
 
 
-def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
+def choose_copies(
+    tokens: Tensor, w_up: Tensor | torch.Size, d_ff: int, num_rows: int, assumed_rows: int | None = None
+) -> Copies:
     """Return the table's choice of copies; without an entry, a rule decides.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
@@ -209,8 +211,11 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
     Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
+        w_up: a shape stands for a contiguous weight in the dtype of the tokens.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
+    if not isinstance(w_up, Tensor):
+        w_up = _shaped_like(w_up, tokens.dtype)
     num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
     key = (*_copies_key(tokens, w_up, d_ff, num_rows), assumed_rows)
     copies = _copies.get(key)
@@ -219,11 +224,16 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
         # Expanded tensors have the shape of the rows without their memory.
         rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
         offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
-        b = w_up.transpose(1, 2)
+        b = (torch.empty_like(w_up, device=tokens.device) if w_up.is_meta else w_up).transpose(1, 2)
         kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, d_ff, num_rows))
         copies = _copies[key] = decide_copies(kernel, d_ff, num_columns, entry)
     return copies
+
+
+@functools.lru_cache(maxsize=256)
+def _shaped_like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:

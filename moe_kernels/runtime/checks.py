@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..types import QuantizedWeight, Weight
 from .dispatch import FLOAT8, FLOAT8_CC
 
 
 def check_shapes(
-    op: str, known_sizes: dict[str, int] | None = None, /, **operands: tuple[Tensor, str]
+    op: str, known_sizes: dict[str, int] | None = None, /, **operands: tuple[Weight, str]
 ) -> dict[str, int]:
     """Match each tensor with its pattern of size names, and return the sizes.
 
@@ -23,7 +24,7 @@ def check_shapes(
     sizes = dict(known_sizes or {})
     for name, (tensor, pattern) in operands.items():
         letters = pattern.split()
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor | QuantizedWeight):
             raise ValueError(f"{op}: {name} must be a tensor [{', '.join(letters)}], got {type(tensor).__name__}")
         num_known, shape = len(sizes), tensor.shape
         if len(shape) != len(letters) or not _sizes_fit(shape, letters, sizes):
@@ -40,7 +41,7 @@ def _sizes_fit(shape: torch.Size, letters: list[str], sizes: dict[str, int]) -> 
     return all([size == sizes.setdefault(letter, size) for letter, size in zip(letters, shape, strict=True)])
 
 
-def check_same_device(op: str, **tensors: Tensor) -> None:
+def check_same_device(op: str, **tensors: Weight) -> None:
     """Raise ValueError unless all tensors are on one device."""
     device = next(iter(tensors.values())).device
     if any([tensor.device != device for tensor in tensors.values()]):
