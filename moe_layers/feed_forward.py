@@ -24,7 +24,8 @@ from .checks import check_choice, check_kind
 from .config import MoEConfig
 from .experts.dispatcher import LocalDispatcher
 from .experts.grouped import GroupedExperts
-from .experts.lora import add_lora, merge_lora, remove_lora, set_lora, unmerge_lora
+from .experts.lora import add_lora, remove_lora, set_lora
+from .experts.lora_merging import merge_lora, unmerge_lora
 from .experts.router_gradient import can_fuse_router_gradient
 from .experts.shared import SharedExpert
 from .experts.token_checks import check_tokens

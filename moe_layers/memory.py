@@ -32,12 +32,13 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
         )
     if layer.experts.local_share is not None:
         raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
-    if not runs_kernels(layer.experts.implementation, layer.experts.w_up):
+    w_up = layer.experts.w_up  # a parameter, or quantised
+    if not runs_kernels(layer.experts.implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
         raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
     tensors = *layer.named_parameters(), *layer.named_buffers()
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
-    parameter, loss_scale, last_loss = layer.experts.w_up, layer.aux_loss_scale, layer.aux_loss
+    loss_scale, last_loss = layer.aux_loss_scale, layer.aux_loss
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
     kept: dict[int, Tensor] = {}  # by storage; holding the tensors keeps the storages alive
 
@@ -47,7 +48,7 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
 
     with mode, torch.inference_mode(False), torch.enable_grad():
         sizes = num_tokens, layer.d_model
-        x = torch.empty(sizes, dtype=dtype or parameter.dtype, device=parameter.device, requires_grad=True)
+        x = torch.empty(sizes, dtype=dtype or w_up.dtype, device=w_up.device, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             try:
                 layer.aux_loss_scale = fake_scale

@@ -8,22 +8,25 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
+from moe_kernels.types import QuantizedWeight, Weight
+
 Result = TypeVar("Result")
 
 
 def call_with_autocast_rules(
-    function: Callable[..., Result], tokens: Tensor, weight: Tensor, *others: Tensor | None
+    function: Callable[..., Result], tokens: Tensor, weight: Weight, *others: Weight | None
 ) -> Result:
     """Call `function` as autocast calls a matrix product: operands in autocast's dtype, autocast off inside.
 
-    As in autocast, float64 stays float64. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's
-    usual error.
+    As in autocast, float64 stays float64. Quantised weights stay as they are, because the op computes in the dtype of
+    the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
     """
     device_type = weight.device.type
     if not autocast_is_enabled(device_type):
         return function(tokens, weight, *others)
     with torch.autocast(device_type, enabled=False):
-        return function(*(autocast(operand, device_type) for operand in (tokens, weight, *others)))
+        operands = (tokens, weight, *others)
+        return function(*(op if isinstance(op, QuantizedWeight) else autocast(op, device_type) for op in operands))
 
 
 def autocast_is_enabled(device_type: str) -> bool:

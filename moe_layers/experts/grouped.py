@@ -21,8 +21,10 @@ from moe_kernels.types import ExpertAdapters, ExpertWeights
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
-from .lora import ExpertLoRA, Unmerged, active_adapters, joined
+from .lora import ExpertLoRA, active_adapters, joined
 from .lora_dropout import compute_with_dropout
+from .lora_merging import Unmerged
+from .quantized import QuantizedExperts
 
 
 class ChunkPlan(Protocol):
@@ -101,8 +103,9 @@ class GroupedExperts(nn.Module):
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
         d_up = (1 + self.activation.gated) * d_ff
-        self.w_up = parameter(d_up, d_model)
-        self.w_down = parameter(d_model, d_ff)
+        # `quantize_experts_` puts a QuantizedExperts in the place of each.
+        self.w_up: nn.Parameter | QuantizedExperts = parameter(d_up, d_model)
+        self.w_down: nn.Parameter | QuantizedExperts = parameter(d_model, d_ff)
         self.b_up = parameter(d_up) if bias else None
         self.b_down = parameter(d_model) if bias else None
         self.reset_parameters()
@@ -114,6 +117,8 @@ class GroupedExperts(nn.Module):
         """
         std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
+            if isinstance(weight, QuantizedExperts):
+                raise ValueError(f"reset_parameters: weights must not be quantised, got {weight.format}")
             nn.init.normal_(weight, std=std)
         if self.b_up is not None:
             nn.init.zeros_(self.b_up)
@@ -136,11 +141,18 @@ class GroupedExperts(nn.Module):
             raise ValueError(
                 f"keep_local_experts: experts must lie in {range(num_experts)}, all still here, got {experts}"
             )
+        self.check_divisible("keep_local_experts")
         for name, parameter in list(self.named_parameters()):
             if len(parameter) == num_experts:  # not a factor of adapters that all experts share
                 kept = parameter.detach()[experts.start : experts.stop].clone()
                 self.replace_parameter(name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
+
+    def check_divisible(self, op: str) -> None:
+        """Raise ValueError unless the stored bytes of quantised experts can be taken apart."""
+        for weight in (self.w_up, self.w_down):
+            if isinstance(weight, QuantizedExperts):
+                weight.check_divisible(op)
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Set the parameter of a name in `named_parameters`."""
@@ -197,14 +209,18 @@ class GroupedExperts(nn.Module):
 
     def _weights(self) -> ExpertWeights:
         """Return this rank's weights."""
-        parameters: dict[str, Tensor] = {"w_up": self.w_up, "w_down": self.w_down}
-        if self.b_up is not None and self.b_down is not None:
-            parameters |= {"b_up": self.b_up, "b_down": self.b_down}
-        if self.local_share is not None:
-            parameters = {name: self.local_share(name, parameter) for name, parameter in parameters.items()}
-        return ExpertWeights(**parameters)
+        share = self.local_share
+        given = {"w_up": self.w_up, "w_down": self.w_down, "b_up": self.b_up, "b_down": self.b_down}
+        weights: dict[str, Any] = {}
+        for name, weight in given.items():
+            if isinstance(weight, QuantizedExperts):
+                weights[name] = weight.weight(share, name)
+            else:
+                weights[name] = weight if share is None or weight is None else share(name, weight)
+        return ExpertWeights(**weights)
 
     def extra_repr(self) -> str:
         num_experts, d_model, d_ff = self.w_down.shape
         sizes = f"num_experts={num_experts}, d_model={d_model}, d_ff={d_ff}, activation={self.activation}"
-        return f"{sizes}, bias={self.b_up is not None}, weight_on_input={self.weight_on_input}"
+        weights = f", weights={self.w_up.format}" if isinstance(self.w_up, QuantizedExperts) else ""
+        return f"{sizes}, bias={self.b_up is not None}, weight_on_input={self.weight_on_input}{weights}"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from moe_kernels import ExpertAdapters
 
 from ..checks import check_kind, check_positive, is_dtensor
+from .quantized import stored
 
 TARGETS = ("up", "down")
 
@@ -135,11 +136,11 @@ def active_adapters(lora: Any, local_share: Callable[[str, Tensor], Tensor] | No
     for name, adapter in () if lora is None else lora.items():
         if adapter.is_active:
             dropout = adapter.settings.dropout if adapter.training else 0.0
-            found.append(ActiveAdapter(_factors(name, adapter, local_share), dropout))
+            found.append(ActiveAdapter(factors_of(name, adapter, local_share), dropout))
     return found
 
 
-def _factors(name: str, adapter: ExpertLoRA, local_share: Callable[[str, Tensor], Tensor] | None) -> ExpertAdapters:
+def factors_of(name: str, adapter: ExpertLoRA, local_share: Callable[[str, Tensor], Tensor] | None) -> ExpertAdapters:
     factors = {key: getattr(adapter, key) for key in ("up_a", "up_b", "down_a", "down_b")}
     if local_share is not None:
         factors = {
@@ -190,8 +191,8 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
     """
     check_kind("add_lora", "lora", lora, LoRA)
-    experts = _experts_of(layer)
-    _check_before_fully_shard("add_lora", experts)
+    experts = experts_of(layer)
+    check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
     taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` brings the others back
     if not isinstance(name, str) or not name or "." in name or name in taken or hasattr(held, name):
@@ -199,13 +200,14 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]
     factory = {"device": experts.w_up.device, "dtype": experts.w_up.dtype if dtype is None else dtype}
     adapter = ExpertLoRA(lora, d_model, d_up, d_ff, len(experts.w_up), **factory)
-    if is_dtensor(experts.w_up):
+    weight = stored(experts.w_up)
+    if is_dtensor(weight):
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # half as long as importing PyTorch
 
         for key, factor in list(adapter.named_parameters()):
             # All ranks draw the factors of all experts and keep their own.
             placement = Replicate() if adapter.is_shared(key) else Shard(0)
-            sharded = distribute_tensor(factor.detach(), experts.w_up.device_mesh, [placement], src_data_rank=None)
+            sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=None)
             setattr(adapter, key, nn.Parameter(sharded))
     adapters = set() if experts.lora is None else set(experts.lora.parameters())
     for parameter in layer.parameters():
@@ -222,8 +224,8 @@ def set_lora(layer: nn.Module, names: str | Sequence[str]) -> None:
     Raises:
         ValueError: there is no adapter of a name.
     """
-    experts = _experts_of(layer)
-    chosen = _known("set_lora", experts, names)
+    experts = experts_of(layer)
+    chosen = known_names("set_lora", experts, names)
     for name, adapter in (experts.lora or {}).items():
         adapter.is_active = name in chosen
 
@@ -234,113 +236,27 @@ def remove_lora(layer: nn.Module, names: str | Sequence[str] | None = None) -> N
     Raises:
         ValueError: there is no adapter of a name, or `fully_shard` was applied.
     """
-    experts = _experts_of(layer)
-    _check_before_fully_shard("remove_lora", experts)
-    for name in _known("remove_lora", experts, list(experts.lora or {}) if names is None else names):
+    experts = experts_of(layer)
+    check_before_fully_shard("remove_lora", experts)
+    for name in known_names("remove_lora", experts, list(experts.lora or {}) if names is None else names):
         del experts.lora[name]
     if not experts.lora:
         del experts.lora  # first, because a module's attribute that is set to None stays listed among its parts
         experts.lora = None
 
 
-class Unmerged(NamedTuple):
-    """The layer before its adapters were merged."""
-
-    weights: dict[str, Tensor]  # in the memory of the host
-    adapters: dict[str, ExpertLoRA]
-
-
-@torch.no_grad()
-def merge_lora(layer: nn.Module, names: str | Sequence[str] | None = None, *, keep_base: bool = False) -> None:
-    """Add adapters to the experts' weights, and remove them.
-
-    The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then costs and
-    stores what it did without adapters, and `save_checkpoint` takes it.
-
-    Args:
-        names: default: the active adapters.
-        keep_base: keep the adapters, and a copy of the weights in the memory of the host, for `unmerge_lora`.
-
-    Raises:
-        ValueError: there is no adapter, or none of a name, or `fully_shard` was applied.
-    """
-    experts = _experts_of(layer)
-    _check_before_fully_shard("merge_lora", experts)
-    if names is None:
-        names = [name for name, adapter in (experts.lora or {}).items() if adapter.is_active]
-    names = _known("merge_lora", experts, names)
-    if not names:
-        raise ValueError(f"merge_lora: there must be an adapter to merge, got {sorted(experts.lora or {})}")
-    merged = joined([_factors(name, experts.lora[name], experts.local_share) for name in names])
-    assert merged is not None
-    changed = [projection for projection in TARGETS if getattr(merged, f"{projection}_a") is not None]
-    experts.unmerged = _keep_base(experts, changed, names) if keep_base else None
-    for projection in changed:
-        factors = getattr(merged, f"{projection}_a"), getattr(merged, f"{projection}_b")
-        _add_product(_local_weight(experts, projection), *factors, merged.scale)
-    remove_lora(layer, names)
-
-
-def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerged:
-    """Return what undoes this merge and earlier ones."""
-    kept = experts.unmerged or Unmerged({}, {})
-    for projection in projections:
-        if projection not in kept.weights:
-            kept.weights[projection] = _local_weight(experts, projection).to("cpu", copy=True)
-    kept.adapters.update({name: experts.lora[name] for name in names})
-    return kept
-
-
-@torch.no_grad()
-def unmerge_lora(layer: nn.Module) -> None:
-    """Undo `merge_lora(keep_base=True)`: the weights get their bits back, and the adapters are there again.
-
-    Raises:
-        ValueError: the last merge kept no base, or the experts were sharded since.
-    """
-    experts = _experts_of(layer)
-    if experts.unmerged is None:
-        raise ValueError("unmerge_lora: adapters must have been merged by merge_lora(keep_base=True)")
-    _check_before_fully_shard("unmerge_lora", experts)
-    targets = {projection: _local_weight(experts, projection) for projection in experts.unmerged.weights}
-    for projection, base in experts.unmerged.weights.items():
-        if base.shape != targets[projection].shape or base.dtype != targets[projection].dtype:
-            was, now = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (base, targets[projection]))
-            raise ValueError(f"unmerge_lora: w_{projection} must be as it was merged, {was}, got {now}")
-    for projection, base in experts.unmerged.weights.items():
-        targets[projection].copy_(base)
-    held = nn.ModuleDict() if experts.lora is None else experts.lora
-    for name, adapter in experts.unmerged.adapters.items():
-        held[name] = adapter.to(experts.w_up.device).train(experts.training)
-    experts.lora, experts.unmerged = held, None
-
-
-def _experts_of(layer: nn.Module) -> Any:
+def experts_of(layer: nn.Module) -> Any:
     """Return the layer's `GroupedExperts`, a class that imports this module."""
     return layer.experts
 
 
-def _local_weight(experts: Any, projection: str) -> Tensor:
-    name = f"w_{projection}"
-    weight = getattr(experts, name)
-    return (weight if experts.local_share is None else experts.local_share(name, weight)).detach()
-
-
-def _add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """weight += scale * b @ a, rounded once. Expert by expert, because the sum is wider than the weight."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in (a, b))
-    for expert, matrix in enumerate(weight):
-        matrix.copy_(torch.addmm(matrix.to(dtype), b[expert], a[expert], alpha=scale))
-
-
-def _check_before_fully_shard(op: str, experts: Any) -> None:
-    weight = experts.w_up
+def check_before_fully_shard(op: str, experts: Any) -> None:
+    weight = stored(experts.w_up)
     if is_dtensor(weight) and (experts.local_share is None or weight.device_mesh.ndim > 1):
         raise ValueError(f"{op}: must be called before fully_shard, got w_up sharded over {weight.device_mesh}")
 
 
-def _known(op: str, experts: Any, names: str | Sequence[str]) -> list[str]:
+def known_names(op: str, experts: Any, names: str | Sequence[str]) -> list[str]:
     names = [names] if isinstance(names, str) else list(names)
     known = list(experts.lora or {})
     if unknown := [name for name in names if name not in known]:

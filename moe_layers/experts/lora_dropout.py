@@ -4,7 +4,8 @@
     Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T
 
 Each row, adapter and projection has its own mask, as with PEFT's adapters of experts that are linear layers. One op
-follows another, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A.
+follows another, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A. Of
+quantised weights it keeps the dequantised ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_kernels import Activation, ExpertAdapters, Permutation, apply_activation, combine, grouped_gemm, permute
-from moe_kernels.types import ExpertWeights
+from moe_kernels.quantization.ops import dequantize
+from moe_kernels.types import ExpertWeights, QuantizedWeight, Weight
 
 from .lora import ActiveAdapter
 
@@ -60,13 +62,15 @@ def _row_weights(topk_weights: Tensor, permutation: Permutation) -> Tensor:  # [
 
 def _adapted_product(
     rows: Tensor,  # [R, in]
-    weight: Tensor,  # [E, out, in]
+    weight: Weight,  # [E, out, in]
     bias: Tensor | None,  # [E, out]
     adapters: Sequence[tuple[tuple[Tensor, Tensor] | None, float]],  # factors, dropout
     offsets: Tensor,  # [E]
     *,
     implementation: str | None,
 ) -> Tensor:  # [R, out]
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, rows.dtype, implementation=implementation)
     out = grouped_gemm(rows, weight.transpose(1, 2), offsets, bias=bias, implementation=implementation)
     for factors, dropout in adapters:
         if factors is not None:

@@ -104,6 +104,7 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
         share = expert_share(device_mesh, module.num_experts)
         _check_held("ExpertParallel", module, share)
+        experts.check_divisible("ExpertParallel")
         chosen = self._chosen(module, device_mesh)
         replicated = {
             f"lora.{adapter_name}.{factor}"

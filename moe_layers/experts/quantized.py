@@ -1,0 +1,117 @@
+"""Expert weights that stay in their stored form: FP8, MXFP4, NF4 or int8.
+
+A quantised weight is a module in the place of a parameter: `experts.w_up.values`, `experts.w_up.scales`. State dicts,
+safetensors files, FSDP2 and DCP hold these stored bytes. The experts' op dequantises a weight for the GEMM that reads
+it, or decodes it while it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.quantization.ops import dequantize
+from moe_kernels.types import QuantizedWeight, WeightFormat
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+LocalShare = Callable[[str, Tensor], Tensor]  # a parameter that ranks share, with its name -> this rank's part
+
+
+class QuantizedExperts(nn.Module):
+    """A frozen weight [E, out, in] of E experts, as its format stores it.
+
+    `values` and `scales` are parameters whose first axis is the experts', so that ranks can share them. Tables of the
+    format are buffers. All hold the bits as integers: conversions such as `layer.bfloat16()`, mixed precision and
+    collectives then leave them alone. A conversion changes `dtype`.
+
+    Args:
+        weight: the stored weight.
+        dtype: that the layer computes in.
+
+    Raises:
+        ValueError: the matrices of nf4 are not whole blocks.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
+        super().__init__()
+        num_experts, *matrix = weight.shape
+        self.format: WeightFormat = weight.format
+        self.matrix_shape, self.dtype = tuple(matrix), dtype
+        # Whether each expert has blocks, and nested blocks, of its own.
+        self.is_divisible = True
+        if weight.format.name == "nf4":
+            block = weight.format.block[1]
+            num_blocks, rest = divmod(matrix[0] * matrix[1], block)
+            if rest:
+                raise ValueError(f"GroupedExperts: matrices of nf4 must be whole blocks of {block}, got {matrix}")
+            self.is_divisible = num_blocks % (weight.format.nested_block or 1) == 0
+        by_expert = ("values", "scales", "nested_scales") if self.is_divisible else ("values", "scales")
+        self._stored_dtypes = {name: tensor.dtype for name, tensor in weight.tensors.items()}
+        for name, tensor in weight.tensors.items():
+            bits = tensor.view(_BITS[tensor.element_size()])
+            if name in by_expert:
+                has_axis = bits.dim() > 1 and len(bits) == num_experts
+                held = bits if has_axis else bits.reshape(num_experts, -1)
+                self.register_parameter(name, nn.Parameter(held, requires_grad=False))
+            else:
+                self.register_buffer(name, bits.clone())  # tables may be shared, which safetensors refuses
+
+    @property
+    def shape(self) -> torch.Size:  # [E, out, in]
+        return torch.Size((len(self), *self.matrix_shape))
+
+    @property
+    def device(self) -> torch.device:
+        return self.get_parameter("values").device
+
+    def __len__(self) -> int:
+        return len(self.get_parameter("values"))
+
+    def weight(self, local_share: LocalShare | None = None, name: str = "w") -> QuantizedWeight:
+        """Return the stored weight of the experts that are here.
+
+        Args:
+            local_share: takes this rank's part of each parameter.
+            name: of this module, for errors.
+        """
+        tensors: dict[str, Any] = {n: getattr(self, n) for n in self._stored_dtypes}
+        if local_share is not None:
+            shared = [n for n, _ in self.named_parameters()]
+            tensors |= {n: local_share(f"{name}.{n}", tensors[n]) for n in shared}
+        shape = torch.Size((len(tensors["values"]), *self.matrix_shape))
+        stored_tensors = {n: t.view(self._stored_dtypes[n]) for n, t in tensors.items()}
+        return QuantizedWeight(format=self.format, shape=shape, **stored_tensors)
+
+    def dequantize(self) -> Tensor:  # [E, out, in]
+        """Return the weight in `dtype`, as the experts' op computes with it."""
+        return dequantize(self.weight(), self.dtype)
+
+    def check_divisible(self, op: str) -> None:
+        """Raise ValueError unless each expert's stored bytes can be taken apart from the others'."""
+        if not self.is_divisible:
+            raise ValueError(
+                f"{op}: each expert must hold whole blocks of {self.format}, got matrices of "
+                f"{list(self.matrix_shape)}; quantise them as 'nf4', without nested scales"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        super()._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.format}, shape={list(self.shape)}, dtype={self.dtype}"
+
+
+def stored(weight: Any) -> Tensor:
+    """Return the parameter whose first axis is the experts': a plain weight, or the values of a quantised one."""
+    return weight.get_parameter("values") if isinstance(weight, QuantizedExperts) else weight
+
+
+def replace_weight(experts: nn.Module, name: str, weight: nn.Parameter | QuantizedExperts) -> None:
+    """Set a weight of the experts in the place of another kind of weight."""
+    delattr(experts, name)  # first, because a module keeps parameters and modules apart
+    setattr(experts, name, weight)

@@ -1,0 +1,86 @@
+"""Quantised experts that ranks share, under FSDP2, and in distributed checkpoints: the bytes of one process."""
+
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from moe_kernels.types import WeightFormat
+from moe_layers import LoRA
+from moe_layers.experts.quantization import quantize_experts_
+
+from ..processes import make_test
+from .expert_parallel_cases import assert_close, draw, expert_mesh, full, make_layer, shard_experts
+
+FORMATS = [WeightFormat("fp8", (8, 16)), "int8", "nf4"]  # blocks of 128 would be larger than the matrices
+
+
+def quantized(device, format, dtype=torch.float32):
+    layer = make_layer(device, dtype=dtype)
+    quantize_experts_(layer, format)
+    layer.add_lora(LoRA(2, 4))
+    generator = torch.Generator().manual_seed(3)
+    for name, factor in layer.experts.lora.named_parameters():
+        if name.endswith("_b"):
+            nn.init.normal_(factor.data, std=0.3, generator=generator)
+    return layer
+
+
+def steps_equal_one_process(device):
+    for format in FORMATS:
+        for dispatcher, with_fsdp in (("alltoall", False), ("allgather", True)):
+            one, mesh = quantized(device, format), expert_mesh(device)
+            many = shard_experts(quantized(device, format), mesh, dispatcher)
+            if with_fsdp:
+                fully_shard(many.experts, mesh=mesh["efsdp"])
+            x = draw(device, 12).float()
+            outs = [layer(x) for layer in (one, many)]
+            assert_close(outs[1], outs[0])
+            for out in outs:
+                out.square().sum().backward()
+            for (name, expected), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
+                assert (expected.grad is None) == (parameter.grad is None), name
+                if expected.grad is not None:
+                    torch.testing.assert_close(full(parameter.grad), expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+                if name.startswith("experts.w_"):
+                    assert torch.equal(full(parameter), expected), name
+
+
+def fsdp_alone_gathers_stored_bytes(device):
+    one = quantized(device, FORMATS[0])
+    many = quantized(device, FORMATS[0])
+    fully_shard(many.experts, mesh=expert_mesh(device, 1)["efsdp"])
+    x = draw(device, 12).float()
+    assert torch.equal(many(x), one(x))
+    half = quantized(device, FORMATS[0])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    fully_shard(half.experts, mesh=expert_mesh(device, 1)["efsdp"], mp_policy=policy)
+    for factor in one.experts.lora.parameters():
+        factor.data = factor.data.bfloat16().float()
+    assert torch.equal(half(x), one(x))  # the policy rounds adapters, and no stored number
+
+
+def distributed_checkpoints_hold_the_bytes(device):
+    folders = [None]
+    if distributed.get_rank() == 0:
+        import tempfile
+
+        folders = [tempfile.mkdtemp()]
+    distributed.broadcast_object_list(folders)
+    mesh = expert_mesh(device)
+    saved = shard_experts(quantized(device, FORMATS[0]), mesh)
+    checkpoint.save(saved.state_dict(), checkpoint_id=folders[0])
+    other = make_layer(device, seed=1, dtype=torch.float32)
+    quantize_experts_(other, FORMATS[0])
+    other.add_lora(LoRA(2, 4))
+    shard_experts(other, mesh)
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folders[0])
+    other.load_state_dict(state)
+    x = draw(device, 12).float()
+    assert torch.equal(other(x), saved(x))
+
+
+test_two_processes = make_test(
+    [steps_equal_one_process, fsdp_alone_gathers_stored_bytes, distributed_checkpoints_hold_the_bytes], 2
+)
