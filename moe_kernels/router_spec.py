@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2_sum")
-SELECTION_BIASES = (None, "score")
+SELECTION_BIASES = (None, "score", "logit")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class RouterSpec:
         sparsemixer_jitter: a value makes the router a SparseMixer (evaluation form, top-2). SparseMixer takes the
             highest expert twice, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The
             settings below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
-        selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only.
+        selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds it to
+            the logits instead.
         num_groups: experts form this many groups of neighbours.
         topk_groups: only experts of this many best groups can be chosen.
         group_score: score of a group: the "max" of its experts, or the "top2_sum" of its two largest.
@@ -111,8 +112,10 @@ class RouterSpec:
 
     @property
     def chooses_by_logit(self) -> bool:
-        """Return whether the order of the logits alone decides which experts are chosen."""
-        return self.selection_bias is None and (self.num_groups == 1 or self.group_score == "max")
+        """Return whether the logits, with the selection bias if there is one, decide which experts are chosen."""
+        if self.selection_bias is not None:
+            return self.selection_bias == "logit"
+        return self.num_groups == 1 or self.group_score == "max"
 
     @property
     def is_softmax_of_chosen(self) -> bool:

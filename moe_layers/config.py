@@ -43,6 +43,8 @@ class MoEConfig:
             d_model. The router and the shared expert process x.
         capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order, or a
             `CapacityFactor`. Slots beyond the capacity add nothing. None for no limit.
+        separate_router_input: the router reads a tensor of its own, the argument `router_input` of the forward, as in
+            Gemma 4. Default: it reads x.
         recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
             one GEMM; None keeps them.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.
@@ -69,6 +71,7 @@ class MoEConfig:
     num_zero_experts: int = 0
     latent_dim: int | None = None
     capacity: int | CapacityFactor | None = None
+    separate_router_input: bool = False
     recompute: str | None = None
     balance_losses: BalanceLosses = field(default_factory=BalanceLosses)
     batch_invariant: bool = False
@@ -81,7 +84,7 @@ class MoEConfig:
             object.__setattr__(self, "shared_activation", shared)
         check_kind("MoEConfig", "router", self.router, RouterSpec)
         check_kind("MoEConfig", "balance_losses", self.balance_losses, BalanceLosses)
-        for name in ("bias", "shared_gate", "batch_invariant"):
+        for name in ("bias", "shared_gate", "separate_router_input", "batch_invariant"):
             check_kind("MoEConfig", name, getattr(self, name), bool)
         check_choice("MoEConfig", "recompute", self.recompute, RECOMPUTE)
         if not isinstance(self.init_std, int | float) or not 0 <= self.init_std < math.inf:

@@ -37,7 +37,7 @@ from .routing.custom_assignment import as_assignment
 from .routing.noise import RouterNoise
 from .routing.result import LayerRouting
 from .routing.router import TopKRouter
-from .routing.token_info import TokenInfo, flatten_tokens, restore_shape
+from .routing.token_info import TokenInfo, flatten_router_input, flatten_tokens, restore_shape
 
 
 class MoEFeedForward(nn.Module):
@@ -49,9 +49,8 @@ class MoEFeedForward(nn.Module):
     matrix products (computed and returned in its dtype). Router logits, routing weights and all sums are float32. The
     forward and backward are deterministic and never wait for the GPU.
 
-    All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (0.02, a common
-    choice for transformer language models), biases from zero and learned scales from one; `reset_parameters` does it
-    again.
+    All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (0.02), biases
+    from zero and learned scales from one; `reset_parameters` does it again.
 
     The constructor takes the common settings. `MoEConfig` holds all of them: `from_config` builds the layer that a
     configuration describes, and `config` is the configuration of a layer.
@@ -130,8 +129,7 @@ class MoEFeedForward(nn.Module):
     ) -> MoEFeedForward:
         """The layer that a configuration describes. The other arguments are those of the constructor.
 
-        A subclass with a constructor of its own overrides this method, too: the constructor does not run. A ValueError
-        says which argument is of a wrong kind or excludes a setting.
+        A subclass with a constructor of its own overrides this method, too: the constructor does not run.
         """
         check_kind("MoEFeedForward", "config", config, MoEConfig)
         layer = cls.__new__(cls)
@@ -154,6 +152,7 @@ class MoEFeedForward(nn.Module):
         self._config = config
         self.d_model = config.d_model
         self.num_zero_experts = config.num_zero_experts
+        self.separate_router_input = config.separate_router_input
         self.capacity = config.capacity
         self.balance_losses = config.balance_losses
         self.aux_loss_scale: Tensor | None = None
@@ -296,6 +295,7 @@ class MoEFeedForward(nn.Module):
         sequence_lengths: Tensor | None = None,  # [N] int32 or int64
         num_tokens: int | Tensor | None = None,
         topk_experts: Tensor | None = None,  # [T, K] int32
+        router_input: Tensor | None = None,  # [..., D]
     ) -> Tensor | tuple[Tensor, LayerRouting]:  # [..., D]
         """Send each token through its experts.
 
@@ -308,16 +308,18 @@ class MoEFeedForward(nn.Module):
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
             topk_experts: choice of experts that replaces the router's, see `RoutingReplay`. It has the width of the
                 routing that this layer returns; -1 means no expert. The router computes its weights.
+            router_input: what the router reads, with `MoEConfig.separate_router_input`.
 
         Raises:
             ValueError: x is a DTensor or does not end in d_model, its dtype or device differs from the parameters', the
-                mask or the choice has another shape or dtype, or a loss needs sequence lengths and there are none.
+                mask, choice or router's input has another shape or dtype, or a loss lacks its sequence lengths.
         """
         if self.batch_invariant:
             self._check_invariance()  # parts may have been replaced
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
-        slots = self._route(tokens, info, topk_experts, return_routing)
+        router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
+        slots = self._route(router_tokens, info, topk_experts, return_routing)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
         shared_out = None if self.shared_expert is None else self.shared_expert(info.all_tokens)
         out = self._from_latent(pending.wait(), tokens, slots)
@@ -348,8 +350,7 @@ class MoEFeedForward(nn.Module):
         if self.w_latent_out is not None:
             return self._linear(out, self.w_latent_out)
         if self.num_zero_experts:
-            identity = identity_output(tokens, slots, self.num_experts, self.experts.implementation)
-            out = out + identity.to(out.dtype)
+            out = out + identity_output(tokens, slots, self.num_experts, self.experts.implementation).to(out.dtype)
         return out
 
     def _linear(self, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -49,12 +49,13 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
     with mode, torch.inference_mode(False), torch.enable_grad():
         sizes = num_tokens, layer.d_model
         x = torch.empty(sizes, dtype=dtype or w_up.dtype, device=w_up.device, requires_grad=True)
+        inputs = {"router_input": torch.empty_like(x, requires_grad=True)} if layer.separate_router_input else {}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             try:
                 layer.aux_loss_scale = fake_scale
-                torch.func.functional_call(layer, own, x)
+                torch.func.functional_call(layer, own, x, inputs)
             finally:
                 layer.aux_loss_scale, layer.aux_loss = loss_scale, last_loss
-    for tensor in (x, *own.values(), *([] if fake_scale is None else [fake_scale])):
+    for tensor in (x, *inputs.values(), *own.values(), *([] if fake_scale is None else [fake_scale])):
         kept.pop(tensor.untyped_storage()._cdata, None)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

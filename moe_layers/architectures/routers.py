@@ -59,6 +59,40 @@ def minimax_m2(config: ModelConfig) -> RouterSpec:
     return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("routed_scaling_factor", default=1.0))
 
 
+def step3(config: ModelConfig) -> RouterSpec:
+    """Read Step 3.5's router. The block multiplies the sum over the experts by the factor, which is the same."""
+    config.refuse_unless(moe_router_activation="sigmoid", norm_expert_weight=True, use_moe_router_bias=True)
+    return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("moe_router_scaling_factor", default=1.0))
+
+
+def kolibri(config: ModelConfig) -> RouterSpec:
+    normalize = config.flag("norm_topk_prob", default=False)
+    return RouterSpec.deepseek_v3(normalize=normalize, norm_epsilon=0.0, selection_bias="logit")
+
+
+def deepseek_v4(config: ModelConfig) -> RouterSpec:
+    """Read DeepSeek-V4's router, which always normalises.
+
+    Raises:
+        ValueError: the layer is one of the first ones, whose experts a table chooses by token id.
+    """
+    default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"
+    if config.choice("mlp_layer_types", ("moe", "hash_moe"), default) == "hash_moe":
+        raise ValueError(
+            f"MoEConfig: layer {config.layer} of deepseek_v4 is not supported: a table chooses its experts by token id "
+            '("hash_moe" in mlp_layer_types)'
+        )
+    scores = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+    return RouterSpec.deepseek_v3(
+        score=scores[config.choice("scoring_func", tuple(scores), "sqrtsoftplus")],
+        scale=config.number("routed_scaling_factor"),
+    )
+
+
+def gemma4(config: ModelConfig) -> RouterSpec:
+    return RouterSpec.gemma4(config.number("rms_norm_eps", default=1e-6))
+
+
 def lfm2(config: ModelConfig) -> RouterSpec:
     return RouterSpec.deepseek_v3(
         normalize=config.flag("norm_topk_prob", default=True),

@@ -17,7 +17,7 @@ from . import routers
 from .fields import ModelConfig
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 _PLAIN = {"relu2": "relu_squared", "relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
@@ -50,16 +50,40 @@ def _gpt_oss_activation(config: ModelConfig) -> Activation:
     return Activation("gpt_oss", limit=limit, alpha=alpha)
 
 
-def _several_shared(
-    d_ff: str = "moe_intermediate_size", default: int | None = None
-) -> Callable[[ModelConfig], int | None]:
+def _gemma_activation(config: ModelConfig) -> Activation:
+    return Activation(_GATED[config.choice("hidden_activation", tuple(_GATED), "gelu_pytorch_tanh")])
+
+
+def _clamped(config: ModelConfig) -> Activation:
+    config.refuse_unless(hidden_act="silu")
+    return Activation("clamped_swiglu", limit=config.number("swiglu_limit", default=10.0))
+
+
+def _step_activation(limits: str) -> Callable[[ModelConfig], Activation]:
+    """Return a reader of Step 3.5's activation, whose limit differs by layer. No limit, or zero, does not clamp."""
+
+    def read(config: ModelConfig) -> Activation:
+        config.refuse_unless(hidden_act="silu")
+        limit = config.number(limits, default=0.0)
+        return Activation("swiglu_clamped_after", limit=limit) if limit else Activation("swiglu")
+
+    return read
+
+
+def _one_shared(config: ModelConfig) -> int:
+    config.refuse_unless(n_shared_experts=1)
+    return config.integer("moe_intermediate_size")
+
+
+def _several_shared(*d_ff: str, default: int | None = None) -> Callable[[ModelConfig], int | None]:
     """Return a reader of the size of all shared experts together, which equal one expert of that size."""
     missing = {} if default is None else {"default": default}
-    return lambda config: config.integer(*_NUM_SHARED, **missing) * config.integer(d_ff) or None
+    names = d_ff or ("moe_intermediate_size",)
+    return lambda config: config.integer(*_NUM_SHARED, **missing) * config.integer(*names) or None
 
 
-def _shared(d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
-    return lambda config: config.integer(d_ff, **default) or None
+def _shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
+    return lambda config: config.integer(*d_ff, **default) or None
 
 
 @dataclass(frozen=True)
@@ -83,6 +107,7 @@ class Architecture:
     latent: str = ""
     capacity: str = ""
     top_k: int | None = None
+    separate_router_input: bool = False
     sizes_in: str = ""
     required: tuple[str, ...] = ()
 
@@ -110,6 +135,7 @@ class Architecture:
             "num_zero_experts": self.num_zero_experts(config),
             "latent_dim": latent or None,
             "capacity": config.integer(self.capacity, minimum=1) if self.capacity else None,
+            "separate_router_input": self.separate_router_input,
         }
 
     def num_zero_experts(self, config: ModelConfig) -> int:
@@ -146,6 +172,8 @@ _DEEPSEEK_V2 = Architecture(routers.deepseek_v2, shared=_several_shared(), requi
 _GLM4 = Architecture(routers.deepseek_v3, shared=_several_shared())
 _SCALED = replace(_GLM4, required=("routed_scaling_factor",))
 _DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "topk_group"))
+_CLAMPED = replace(_SCALED, activation=_clamped)
+_GEMMA4 = Architecture(routers.gemma4, activation=_gemma_activation, separate_router_input=True)
 _LLAMA4 = Architecture(
     lambda config: RouterSpec.llama4(),
     d_ff="intermediate_size",
@@ -158,6 +186,7 @@ ARCHITECTURES = {
     "qwen2_moe": Architecture(routers.softmax_by_flag(False), **_GATED_SHARED),
     "qwen3_moe": _QWEN3,
     "qwen3_next": Architecture(routers.softmax_by_flag(True), **_GATED_SHARED),
+    "qwen4_exp_text": Architecture(routers.softmax_by_flag(True), **_GATED_SHARED),
     "qwen3_5_moe_text": Architecture(routers.softmax(True), **_GATED_SHARED),
     "qwen3_vl_moe_text": Architecture(routers.softmax(True)),
     "qwen3_omni_moe_text": Architecture(routers.softmax_by_flag(True)),
@@ -188,14 +217,25 @@ ARCHITECTURES = {
         shared_activation=_gated,
     ),
     "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_ocr2_text": _DEEPSEEK_V2,
+    "unlimited_ocr_text": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
+    "deepseek_v4": Architecture(
+        routers.deepseek_v4, activation=_clamped, shared=_one_shared, required=("routed_scaling_factor",)
+    ),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_linear": _SCALED,
     "glm4_moe": _GLM4,
     "glm4_moe_lite": _SCALED,
     "glm4v_moe_text": _GLM4,
     "glm_moe_dsa": _SCALED,
+    "glm5_next_text": _CLAMPED,
+    "hy_v4": replace(_CLAMPED, shared_activation=_gated),  # the shared expert does not clamp
+    "dots3_note_text": replace(
+        _GLM4, shared=_several_shared("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size")
+    ),
+    "beam": replace(_DEEPSEEK_V3, shared=_none),
     "dots1": replace(_GLM4, router=routers.dots, required=("norm_topk_prob",)),
     "solar_open": _GLM4,
     "exaone_moe": _SCALED,
@@ -208,6 +248,22 @@ ARCHITECTURES = {
         latent="moe_latent_size",
     ),
     "minimax_m2": Architecture(routers.minimax_m2, d_ff="intermediate_size"),
+    "minimax_m3_vl_text": Architecture(
+        routers.minimax_m2,
+        d_ff="intermediate_size",
+        activation=_gpt_oss_activation,
+        shared=_shared("shared_intermediate_size"),
+        required=("routed_scaling_factor",),
+    ),
+    "step3p5": Architecture(
+        routers.step3,
+        activation=_step_activation("swiglu_limits"),
+        shared=_shared("share_expert_dim", "share_expert_dims"),
+        shared_activation=_step_activation("swiglu_limits_shared"),
+    ),
+    "kolibri1": Architecture(routers.kolibri, shared=_shared("shared_expert_intermediate_size")),
+    "gemma4_text": _GEMMA4,
+    "diffusion_gemma_text": _GEMMA4,
     "lfm2_moe": Architecture(routers.lfm2),
     "afmoe": Architecture(routers.scaled_by("route_scale", default=1.0), shared=_several_shared()),
     "hy_v3": Architecture(routers.scaled_by("router_scaling_factor"), shared=_several_shared()),
@@ -217,6 +273,7 @@ ARCHITECTURES = {
         routers.cohere, d_ff="intermediate_size", shared=_several_shared("intermediate_size", default=0)
     ),
     "mistral4": Architecture(routers.mistral, shared=_several_shared()),
+    "mistral_large4_text": Architecture(routers.mistral, shared=_several_shared()),
     "ernie4_5_moe": Architecture(
         lambda config: RouterSpec.ernie(norm_minimum=config.number("moe_norm_min", default=1e-12)),
         shared=_several_shared(),
@@ -238,20 +295,20 @@ ARCHITECTURES = {
 }
 
 REFUSED = {
-    "gemma4": "its router reads another tensor than its experts",
-    "gemma4_text": "its router reads another tensor than its experts",
-    "deepseek_v4": "its first layers route by token id and its experts are packed float4",
     "axk1": "the block ends in an RMSNorm",
     "axk2": "the block ends in an RMSNorm",
     "jetmoe": "the block adds a bias to its output",
-    "muse_spark": "the experts end in an RMSNorm",
-    "inkling": "routed and shared experts are normalised together",
-    "inkling2": "routed and shared experts are normalised together",
-    "ernie4_5_vl_moe": "text and vision have separate experts",
+    **dict.fromkeys(("muse_spark", "muse_spark_text"), "the experts end in an RMSNorm"),
+    **dict.fromkeys(
+        ("inkling", "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+        "routed and shared experts are normalised together",
+    ),
+    "dots3_note_vision_encoder": "experts of vision models differ in number and size by layer",
+    **dict.fromkeys(("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "text and vision have separate experts"),
     "nllb-moe": "its router chooses the second expert at random and drops tokens by a global capacity",
     "zaya": "its router is a network with a skip expert",
     "doge": "its experts are embeddings chosen by product keys",
-    "vitpose": "experts are chosen by the dataset",
+    **dict.fromkeys(("vitpose", "vitpose_backbone"), "experts are chosen by the dataset"),
 }
 
 

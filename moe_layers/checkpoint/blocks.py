@@ -35,6 +35,7 @@ OTHER_NAMES = {
         "router.expert_bias",
         "router_bias",
         "router.e_score_correction_bias",
+        "../moe.router.expert_bias",
     ),
     "router.input_scale": ("router.scale",),
     "router.per_expert_scale": ("router.per_expert_scale",),
@@ -50,10 +51,14 @@ _SHARED_AT = (
     "../shared_mlp.",
     "../share_expert.",
 )
-_BESIDE = tuple(at.removeprefix("../") for at in _SHARED_AT if at.startswith("../"))
+_NAMES = (*_SHARED_AT, *(name for names in OTHER_NAMES.values() for name in names))
+_BESIDE = tuple(name.removeprefix("../") for name in _NAMES if name.startswith("../"))
 _GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
 _SHARED_KEYS = (
     (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
+    # transformers 5.23 saves HY-V4's shared experts so.
+    (True, (Key("linear_gate.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
+    (True, (Key("gate_up_proj.weight", _BOTH), Key("down_proj.weight", _DOWN))),
     (True, (Key("w1.weight", _GATE), Key("w3.weight", _UP), Key("w2.weight", _DOWN))),
     (True, (Key("input_linear.weight", _BOTH), Key("output_linear.weight", _DOWN))),
     (False, (Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
@@ -171,7 +176,8 @@ def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> 
             yield prefix, relative
         if prefix in blocks_in and relative.startswith(_BESIDE):
             for block in blocks_in[prefix]:
-                yield block, "../" + relative
+                if not name.startswith(block):
+                    yield block, "../" + relative
         end = name.find(".", end) + 1
         if not end:
             return

@@ -42,6 +42,7 @@ def can_fuse_router_gradient(layer: nn.Module, tokens: Tensor) -> bool:
         and router.weight.dtype == experts.w_up.dtype
         and layer.w_latent_in is None
         and layer.capacity is None
+        and not layer.separate_router_input
         and is_called_as_written(router)
         and is_called_as_written(experts)
         and runs_kernels(experts.implementation, tokens)

@@ -67,6 +67,34 @@ def flatten_tokens(
     return tokens, TokenInfo(all_tokens, x.shape, token_mask, lengths, num_tokens)
 
 
+def flatten_router_input(
+    tokens: Tensor,  # [T, D]
+    info: TokenInfo,
+    router_input: Tensor | None,  # [..., D]
+    *,
+    separate: bool,
+) -> Tensor:  # [T, D]
+    """Return the tokens that the router reads: the layer's, or with `separate` those of `router_input`.
+
+    Raises:
+        ValueError: `router_input` is missing, not wanted, or differs from x in shape or device.
+    """
+    if separate != (router_input is not None):
+        rule = "must be given" if separate else "must not be given"
+        got = "a tensor" if router_input is not None else "none"
+        raise ValueError(f"MoEFeedForward: router_input {rule} with config.separate_router_input={separate}, got {got}")
+    if router_input is None:
+        return tokens
+    check_kind("MoEFeedForward", "router_input", router_input, Tensor)
+    if router_input.shape != info.shape or router_input.device != tokens.device:
+        raise ValueError(
+            f"MoEFeedForward: router_input must be {list(info.shape)} on {tokens.device}, as x is, "
+            f"got {list(router_input.shape)} on {router_input.device}"
+        )
+    flat = router_input.reshape(tokens.shape)
+    return flat if info.token_mask is None else torch.where(info.token_mask[:, None], flat, 0.0)
+
+
 def restore_shape(
     out: Tensor,  # [T, D]
     info: TokenInfo,

@@ -2,12 +2,16 @@
 
 import copy
 import json
+import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from moe_layers import MoEConfig, MoEFeedForward
-from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED
+from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED, read_config
 
 from .golden import FASTEST
 from .tiny_models import LAYER, MODELS, config_fields, known_fields, save_model
@@ -24,10 +28,54 @@ def test_at_least_25_architectures():
     assert not set(ARCHITECTURES) & set(REFUSED)
 
 
+def test_every_moe_model_of_transformers_is_supported_or_refused_by_name():
+    """Find models by the names of their classes. A composite model counts by its language model."""
+    import transformers
+    from transformers.models.auto import configuration_auto
+
+    @cache
+    def has_experts(folder):
+        source = "".join(path.read_text() for path in (models / folder).glob("modeling_*.py"))
+        return re.search(r"^class \w*(Experts|MoE|Moe|SparseMLP)\(", source, re.MULTILINE)
+
+    models = Path(transformers.__file__).parent / "models"
+    found = [
+        model_type
+        for model_type in configuration_auto.CONFIG_MAPPING_NAMES
+        if has_experts(configuration_auto.model_type_to_module_name(model_type)) and not NO_EXPERTS.search(model_type)
+    ]
+    configs = [transformers.CONFIG_MAPPING[model_type]().to_dict() for model_type in found]
+    assert len(found) > 80
+    assert {read_config(config, LAYER).model_type for config in configs} <= {*ARCHITECTURES, *REFUSED}
+
+
+# Parts of composite models without experts.
+NO_EXPERTS = re.compile("vision|audio|code2wav|talker|sam|encoder|code_predictor")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("field", ["mlp_layer_types", "num_hash_layers"])
+def test_deepseek_v4_refuses_layers_that_route_by_token_id(field, layer):
+    """transformers names the type of each layer, the published file counts the layers."""
+    values = {
+        **config_fields("deepseek_v4"),
+        "model_type": "deepseek_v4",
+        "mlp_layer_types": ["hash_moe", "moe"] if field == "mlp_layer_types" else None,
+        "num_hash_layers": 1 if field == "num_hash_layers" else None,
+    }
+    if layer:
+        assert MoEConfig.from_hf(values, layer).router.score == "sqrt_softplus"
+    else:
+        with pytest.raises(ValueError, match="layer 0 of deepseek_v4 is not supported: a table chooses its experts"):
+            MoEConfig.from_hf(values, layer)
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_equals_the_original_block(model_type, tmp_path, device):
-    block = save_model(model_type, tmp_path)
-    assert_equals(tmp_path, block, device)
+    block = save_model(model_type, tmp_path / "float32")
+    assert_equals(tmp_path / "float32", block, device)
+    block.zero_grad()
+    assert_equals_in_float64(block, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +97,10 @@ def test_equals_the_original_block(model_type, tmp_path, device):
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {}}}),
         ("dots1", {"scoring_func": "noaux_tc"}),
+        ("kolibri1", {"norm_topk_prob": False}),
+        ("step3p5", {"swiglu_limits": None, "swiglu_limits_shared": None}),
+        ("deepseek_v4", {"scoring_func": "sigmoid"}),
+        ("unlimited_ocr_text", {"topk_method": "greedy"}),
     ],
     ids=str,
 )
@@ -58,7 +110,20 @@ def test_options(model_type, changes, tmp_path, device):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text", "ernie4_5_moe", "longcat_flash"]
+    "model_type",
+    [
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "nemotron_h",
+        "llama4_text",
+        "ernie4_5_moe",
+        "longcat_flash",
+        "deepseek_v4",
+        "hy_v4",
+        "kolibri1",
+        "mistral_large4_text",
+    ],
 )
 def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
     """`save_original_format=False` keeps the names and shapes of transformers' modules."""
@@ -112,15 +177,62 @@ def block_of(values):
 
 def assert_equals(directory, block, device):
     moe = MoEFeedForward.from_checkpoint(directory, LAYER, device=device, implementation=FASTEST)
-    block = block.to(device)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 9, moe.d_model, generator=generator).to(device)
-    dy = torch.randn(2, 9, moe.d_model, generator=generator).to(device)
-    results = []
-    for function in (block, moe):
-        inputs = x.clone().requires_grad_()
-        y = function(inputs)
-        results.append((y.detach(), *torch.autograd.grad(y, inputs, dy)))
-    (y, grad_x), (actual, actual_grad_x) = results
+    (y, *grads), (actual, *actual_grads) = (outputs_and_input_grads(part, moe) for part in (block.to(device), moe))
     assert (actual - y).abs().max() < 2e-5 * max(1, y.square().mean().sqrt())
-    assert (actual_grad_x - grad_x).abs().max() < 2e-4
+    for actual_grad, grad in zip(actual_grads, grads, strict=True):
+        assert (actual_grad - grad).abs().max() < 2e-4
+
+
+def assert_equals_in_float64(block, directory):
+    """Compare the output and the gradients of the inputs and of all parameters.
+
+    Gradients are saved in place of parameters, as a checkpoint, and read as one.
+    """
+    block.model[0].to(device="cpu", dtype=torch.float64)
+    block.save(directory / "parameters")
+    moe = MoEFeedForward.from_checkpoint(directory / "parameters", LAYER, implementation="reference")
+    assert moe.experts.w_up.dtype == torch.float64
+    with InFloat64():
+        results = outputs_and_input_grads(block, moe)
+    for actual, expected in zip(outputs_and_input_grads(moe, moe), results, strict=True):
+        assert_close(actual, expected)
+    replace_by_grads(block)
+    block.save(directory / "grads")
+    grads = MoEFeedForward.from_checkpoint(directory / "grads", LAYER, implementation="reference", dtype=torch.float64)
+    replace_by_grads(moe)
+    for name, grad in moe.named_parameters():
+        assert_close(grad, grads.get_parameter(name), name)
+
+
+class InFloat64(TorchFunctionMode):
+    """Replaces float32 by float64 in calls, because routers of transformers convert to float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+def assert_close(actual, expected, name=""):
+    error = (actual - expected).abs().max().item()
+    assert error < 1e-11 * max(1.0, expected.abs().max().item()), (name, error)
+
+
+def outputs_and_input_grads(function, moe):
+    """Return the output, and the gradients of x and of the router's input if the block has one."""
+    weight = next(function.parameters())
+    generator = torch.Generator().manual_seed(1)
+    x, router_input, dy = torch.randn(3, 2, 9, moe.d_model, generator=generator).to(weight)
+    inputs = [x.requires_grad_()]
+    if moe.separate_router_input:
+        inputs.append(router_input.requires_grad_())
+    y = function(x, **dict(zip(["router_input"], inputs[1:], strict=False)))
+    y.backward(dy)
+    return y.detach(), *(tensor.grad for tensor in inputs)
+
+
+def replace_by_grads(module):
+    for parameter in module.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -29,6 +29,7 @@ MODELS = {
     "qwen3_moe": {},
     "qwen3_next": LINEAR_ATTENTION,
     "qwen3_5_moe_text": LINEAR_ATTENTION,
+    "qwen4_exp_text": LINEAR_ATTENTION,
     "qwen3_vl_moe_text": {},
     "qwen3_omni_moe_text": {},
     "olmoe": {},
@@ -45,6 +46,9 @@ MODELS = {
     "granitemoe_swa": {},
     "aria_text": {},
     "deepseek_v2": {"topk_method": "group_limited_greedy", **LATENT_ATTENTION},
+    "deepseek_ocr2_text": {"topk_method": "group_limited_greedy", "num_attention_heads": 2},
+    "unlimited_ocr_text": {"topk_method": "group_limited_greedy", "num_attention_heads": 2},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"], "n_shared_experts": 1, "swiglu_limit": 1.5},
     "deepseek_v3": LATENT_ATTENTION,
     "deepseek_v32": LATENT_ATTENTION,
     "kimi_linear": LATENT_ATTENTION,
@@ -52,6 +56,15 @@ MODELS = {
     "glm4_moe_lite": LATENT_ATTENTION,
     "glm4v_moe_text": {},
     "glm_moe_dsa": LATENT_ATTENTION,
+    "glm5_next_text": {"swiglu_limit": 1.5, **LATENT_ATTENTION, "qk_rope_head_dim": 0},
+    "hy_v4": {"swiglu_limit": 1.5, **LATENT_ATTENTION},
+    "dots3_note_text": LATENT_ATTENTION,
+    "beam": {},
+    "minimax_m3_vl_text": {"swiglu_limit": 1.5},
+    "step3p5": {"swiglu_limits": [None, 0.4], "swiglu_limits_shared": [0.0, 0.3]},
+    "kolibri1": {"norm_topk_prob": True},
+    "gemma4_text": {"enable_moe_block": True, "vocab_size_per_layer_input": 32},
+    "diffusion_gemma_text": {},
     "dots1": {},
     "solar_open": {},
     "exaone_moe": {},
@@ -65,6 +78,7 @@ MODELS = {
     "flint": {"mlp_only_layers": [0]},
     "cohere2_moe": {"shared_expert_combination_strategy": "sum"},
     "mistral4": LATENT_ATTENTION,
+    "mistral_large4_text": LATENT_ATTENTION,
     "ernie4_5_moe": {},
     "longcat_flash": LATENT_ATTENTION,
     "llama4_text": {},
@@ -72,6 +86,14 @@ MODELS = {
     "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 3},
 }
 LAYER = 1
+# Models whose configuration is in no mapping of transformers.
+CLASSES = {
+    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "diffusion_gemma_text": "DiffusionGemmaEncoderTextModel",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+    "step3p5": "Step3p7TextModel",
+    "unlimited_ocr_text": "UnlimitedOcrTextModel",
+}
 
 
 def config_fields(model_type):
@@ -84,16 +106,17 @@ def config_fields(model_type):
         **dict.fromkeys(("hidden_size", "d_model"), d_model),
         **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size", "d_ff"), d_ff),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), num_experts),
-        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), top_k),
+        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), top_k),
         **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
         **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), shared_d_ff),
-        "moe_shared_expert_intermediate_size": shared_d_ff,
+        **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), shared_d_ff),
+        "share_expert_dim": shared_d_ff,
         **dict.fromkeys(("n_group", "num_expert_group"), num_groups),
         "topk_group": num_groups - 1,
         **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "num_decoder_layers"), 2),
         "zero_expert_num": 3,
         **dict.fromkeys(("routed_scaling_factor", "moe_routed_scaling_factor", "route_scale"), 1.7),
-        "router_scaling_factor": 1.7,
+        **dict.fromkeys(("router_scaling_factor", "moe_router_scaling_factor"), 1.7),
         "moe_router_logit_softcapping": 0.8,
         "first_k_dense_replace": 1,
         "mlp_layer_types": ["dense", "sparse"],
@@ -139,7 +162,7 @@ def save_model(model_type, directory, *, save_original_format=True, **changes):
     with torch.no_grad():
         for tensor in [*block.parameters(), *block.buffers()]:
             tensor.copy_(torch.randn(tensor.shape) * (tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.3))
-    model.save_pretrained(directory, max_shard_size="60KB", save_original_format=save_original_format)
+    block.save(directory, save_original_format=save_original_format)
     return block
 
 
@@ -148,8 +171,8 @@ def model_class(model_type):
     import transformers
     from transformers.models.auto import modeling_auto
 
-    if model_type == "qwen3_omni_moe_text":
-        return transformers.Qwen3OmniMoeThinkerTextModel
+    if model_type in CLASSES:
+        return getattr(transformers, CLASSES[model_type])
     for names in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -161,23 +184,38 @@ def model_class(model_type):
 
 
 class Block(nn.Module):
-    """The MoE block of layer 1 as one function of x, including a shared expert stored next to the block."""
+    """The MoE block of layer 1 as one function of x, including a shared expert stored next to the block.
+
+    A block whose router reads another tensor is a function of x and that tensor.
+    """
 
     def __init__(self, model):
         super().__init__()
         modules = dict(model.named_modules())
         number = re.compile(rf"[^\d]*\b{LAYER}\b")  # the first number in the name counts layers
         name = next(name for name in modules if self.is_moe(modules[name]) and number.match(name))
-        self.moe = modules[name]
+        block = modules[name]
+        self.separate_router_input = hasattr(block, "self_attn")  # the block is the decoder layer itself
+        self.moe = nn.ModuleList([block.router, block.experts]) if self.separate_router_input else block
         self.shared_mlp = modules.get(name.rpartition(".")[0] + ".shared_mlp")
+        self.model = (model,)  # no module of the block
 
     @staticmethod
     def is_moe(module):
         children = dict(module.named_children())
         return "experts" in children and {"gate", "router"} & set(children)
 
-    def forward(self, x):
+    def forward(self, x, router_input=None):
+        if self.separate_router_input:
+            router, experts = self.moe
+            _, weights, chosen = router(router_input.flatten(0, 1))
+            return experts(x.flatten(0, 1), chosen, weights).view(x.shape)
         y = self.moe(x)
         y = y[0] if isinstance(y, tuple) else y
         y = y.view(x.shape)
         return y if self.shared_mlp is None else y + self.shared_mlp(x)
+
+    def save(self, directory, *, save_original_format=True):
+        """Write the model, in small shards."""
+        (model,) = self.model
+        model.save_pretrained(directory, max_shard_size="60KB", save_original_format=save_original_format)

@@ -39,6 +39,7 @@ SETTINGS = {
     "capacity": [7, CapacityFactor(1.25), CapacityFactor(2, by="weight")],
     "recompute": ["up"],
     "balance_losses": [BalanceLosses(switch=0.01, z=1e-3), BalanceLosses(sequence=0.1, score="sigmoid")],
+    "separate_router_input": [True],
     "batch_invariant": [True],
     "init_std": [0.0, 0.5],
 }

@@ -32,6 +32,8 @@ SPECS = {
     "biased_softmax_minimum": RouterSpec.ernie(norm_minimum=0.5),
     "biased_softmax_scale": RouterSpec.ernie(normalize=False, scale=6.0),
     "llama4": RouterSpec.llama4(),
+    "biased_logit": RouterSpec.deepseek_v3(norm_epsilon=0.0, selection_bias="logit"),
+    "biased_logit_groups": RouterSpec.deepseek_v3(4, 2, selection_bias="logit"),
     "softcap": RouterSpec.deepseek_v3(norm_epsilon=0.0, logit_softcap=2.0),
     "sparsemixer": RouterSpec.phimoe(0.1),
 }
@@ -55,7 +57,8 @@ def by_hand(logits, top_k, spec, bias):
         scores = (1 / (1 + (-logits).exp())).tolist()
     else:
         scores = (1 + logits.exp()).log().sqrt().tolist()
-    keys = [score + (0.0 if bias is None else bias[e].item()) for e, score in enumerate(scores)]
+    keys = logits.tolist() if spec.selection_bias == "logit" else scores
+    keys = [key + (0.0 if bias is None else bias[e].item()) for e, key in enumerate(keys)]
     size = len(keys) // spec.num_groups
     groups = [keys[first : first + size] for first in range(0, len(keys), size)]
     worth = [max(g) if spec.group_score == "max" else sum(sorted(g)[-2:]) for g in groups]
