@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 from ..routing.result import LayerRouting
 from ..routing.router import TopKRouter
 from .losses import (
+    COUNTS,
     SCORES,
     global_load_balancing_loss,
     importance_loss,
@@ -35,9 +36,10 @@ class BalanceLosses:
         score: "softmax" (default), "sigmoid" or "sqrt_softplus". The normalised scores are the probabilities of the
             first three losses.
         group: the ranks that share a global batch. Required if there are several ranks.
+        count: the experts that `sequence` counts: "scores" (default), those of highest score, or "choices".
 
     Raises:
-        ValueError: a coefficient is negative or not finite, the score is unknown, or no loss needs the group.
+        ValueError: a coefficient is negative or not finite, the score or count is unknown, or no loss needs the group.
     """
 
     switch: float = 0.0
@@ -47,6 +49,7 @@ class BalanceLosses:
     z: float = 0.0
     score: str = "softmax"
     group: ProcessGroup | None = None
+    count: str = "scores"
     any: bool = field(init=False, repr=False, compare=False)  # a loss is enabled
 
     def __post_init__(self):
@@ -55,6 +58,8 @@ class BalanceLosses:
                 raise ValueError(f"BalanceLosses: {name} must be finite and not negative, got {value}")
         if self.score not in SCORES:
             raise ValueError(f"BalanceLosses: score must be one of {tuple(SCORES)}, got {self.score!r}")
+        if self.count not in COUNTS:
+            raise ValueError(f"BalanceLosses: count must be one of {COUNTS}, got {self.count!r}")
         if self.group is not None and not self.global_batch:
             raise ValueError("BalanceLosses: only global_batch needs a group, got global_batch=0.0")
         object.__setattr__(self, "any", any(self.coefficients.values()))
@@ -79,7 +84,7 @@ class BalanceLosses:
         if self.switch:
             loss = loss + self.switch * load_balancing_loss(routing, **by_score)
         if self.sequence:
-            loss = loss + self.sequence * sequence_load_balancing_loss(routing, **by_score)
+            loss = loss + self.sequence * sequence_load_balancing_loss(routing, count=self.count, **by_score)
         if self.global_batch:
             counts = global_expert_counts(routing, group=self.group, accumulated_counts=accumulated_counts)
             loss = loss + self.global_batch * global_load_balancing_loss(routing, counts, **by_score)

@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_kernels import RouterSpec, topk_routing
 from moe_kernels.runtime.pytorch import functorch_is_active
 
 from ..routing.result import SCORES, LayerRouting, spread_slots
 from ..routing.token_info import check_num_tokens, check_sequence_lengths
+
+# The experts whose slots `sequence_load_balancing_loss` counts.
+COUNTS = ("scores", "choices")
 
 
 def load_balancing_loss(
@@ -88,23 +92,32 @@ def sequence_load_balancing_loss(
     *,
     num_tokens: int | Tensor | None = None,
     score: str = "softmax",
+    count: str = "scores",
 ) -> Tensor:  # scalar
     """Return the mean over sequences of `load_balancing_loss`, weighted by their share of the tokens.
+
+    The shares f_e count each token's experts of highest score, as many as the router chose for it. A selection bias,
+    groups, noise or an assignment do not change them. Megatron-Core counts the same way.
 
     The loss is 1 if every sequence is perfectly balanced. It does not change with permutations of experts, of sequences
     or of tokens within a sequence, nor with padding. Given `num_tokens`, calls that cut no sequence add up to the
     whole. Tokens after the last sequence count as padding.
 
-    Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 (there score="sigmoid").
+    Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 (there score="sigmoid"). Equation 18 is the count.
+
+    Args:
+        count: "scores" as above, or "choices": the experts that the router chose.
 
     Raises:
-        ValueError: as for `load_balancing_loss`, or the routing has no fitting `sequence_lengths`.
+        ValueError: as for `load_balancing_loss`, the count is unknown, or the routing has no fitting
+            `sequence_lengths`.
     """
     op = "sequence_load_balancing_loss"
+    counted = _counted_experts(op, routing, count)
     probabilities, ends = _probabilities(op, routing, score), _sequence_ends(op, routing)
     length, num_experts = routing.logits.shape
     # A sequence's counts are differences of running counts: integers, so exact in any order.
-    running = spread_slots(routing.choices, 1, num_experts).cumsum(0, dtype=torch.int32)  # [T, E]
+    running = spread_slots(counted, 1, num_experts).cumsum(0, dtype=torch.int32)  # [T, E]
     running = functional.pad(running, (0, 0, 1, 0))
     counts = torch.diff(running[ends], dim=0, prepend=running[:1])  # [N, E]
     shares = counts.to(probabilities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
@@ -168,6 +181,20 @@ def _switch(
     shares = expert_counts.to(probabilities.dtype) / expert_counts.sum().clamp(min=1)
     num_tokens = routing.num_tokens if num_tokens is None else num_tokens
     return len(shares) * _over((shares * probabilities).sum(), op, num_tokens)
+
+
+def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [T, K] int32
+    """Return the experts whose slots count; -1 for none."""
+    if count not in COUNTS:
+        raise ValueError(f"{op}: count must be one of {COUNTS}, got {count!r}")
+    chosen = routing.choices
+    if count == "choices":
+        return chosen
+    # Scores keep the order of logits.
+    top_k = min(chosen.shape[1], routing.logits.shape[1])
+    highest = topk_routing(routing.logits.detach(), top_k, RouterSpec.softmax(normalize=False)).topk_experts
+    num_chosen = (chosen >= 0).sum(1, keepdim=True)
+    return torch.where(torch.arange(top_k, device=chosen.device) < num_chosen, highest, -1)
 
 
 def _probabilities(op: str, routing: LayerRouting, score: str) -> Tensor:  # [T, E]

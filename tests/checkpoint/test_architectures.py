@@ -131,6 +131,19 @@ def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
     assert_equals(tmp_path, block, device)
 
 
+@pytest.mark.parametrize("model_type", ["gemma4_text", "hy_v4", "kolibri1", "minimax_m3_vl_text", "step3p5"])
+def test_a_layer_is_written_under_the_names_of_its_model(model_type, tmp_path):
+    """Names outside of the block, a fused shared expert, and stacked experts."""
+    save_model(model_type, tmp_path / "model")
+    layer, report = MoEFeedForward.from_checkpoint(tmp_path / "model", LAYER, return_report=True)
+    layer.save_checkpoint(tmp_path / "layer")
+    again, written = MoEFeedForward.from_checkpoint(tmp_path / "layer", LAYER, return_report=True)
+    assert {name for tensor in written.tensors for name in tensor.names} == {
+        name for tensor in report.tensors for name in tensor.names
+    }
+    assert all(map(torch.equal, layer.state_dict().values(), again.state_dict().values()))
+
+
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {OWN_MODEL_TYPE}))
 def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model_type):
     """Compare with the defaults of transformers' configuration class."""

@@ -413,3 +413,22 @@ def test_bad_accumulated_counts():
     for counts in (torch.ones(5).int(), torch.ones(6), torch.ones(6, device="meta").int()):
         with pytest.raises(ValueError, match=r"accumulated_counts must be \[E=6\] integers on cpu"):
             global_expert_counts(routing, accumulated_counts=counts)
+
+
+@pytest.mark.parametrize("router", [RouterSpec.deepseek_v3(5, 1), BIASED], ids=["groups", "bias"])
+@pytest.mark.parametrize("count", ["scores", "choices"])
+def test_sequence_loss_of_a_layer_counts_scores_or_choices(count, router, device):
+    """The bias, or the groups, exclude the expert of the second highest score."""
+    losses = BalanceLosses(sequence=1.0, count=count)
+    torch.manual_seed(0)
+    top_k = 5 // router.num_groups if router.num_groups > 1 else 2
+    layer = moe_layer(16, 8, 5, top_k, device=device, init_std=0.3, router=router, balance_losses=losses)
+    layer.router.selection_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0], device=device))
+    x = make_x(device)
+    _, routing = layer(x, return_routing=True)
+    assert (routing.topk_experts == 4).any(1).all()
+    expected = sequence_load_balancing_loss(routing, count=count)
+    torch.testing.assert_close(layer.aux_loss, expected.detach())
+    counted = routing.logits.topk(top_k).indices if count == "scores" else routing.topk_experts
+    unbiased = routing._replace(topk_experts=counted.int())
+    torch.testing.assert_close(expected, sequence_load_balancing_loss(unbiased, count="choices"))

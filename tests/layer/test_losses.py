@@ -78,6 +78,29 @@ def test_sequences_by_hand():
     torch.testing.assert_close(sequence_load_balancing_loss(routing), torch.tensor((2 * 1.5 + 1.0) / 3))
 
 
+def test_sequences_count_the_highest_scores_by_hand():
+    """A selection bias made both tokens choose expert 1. Expert 0 has the highest score of both, 3/4.
+
+    The third token is padding and chose none.
+    """
+    logits = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0]]).log()
+    mask = torch.tensor([True, True, False])
+    chosen = torch.tensor([[1], [1], [-1]], dtype=torch.int32)
+    routing = LayerRouting(chosen, torch.ones(3, 1), logits, count(chosen, 2), token_mask=mask, sequence_lengths=3)
+    by_scores, by_choices = 2 * (1 * 3 / 4 + 0 * 1 / 4), 2 * (0 * 3 / 4 + 1 * 1 / 4)
+    torch.testing.assert_close(sequence_load_balancing_loss(routing), torch.tensor(by_scores))
+    torch.testing.assert_close(sequence_load_balancing_loss(routing, count="choices"), torch.tensor(by_choices))
+
+
+def test_sequences_count_as_many_scores_as_were_chosen():
+    """The first token chose three experts, the second one: four slots, of which expert 0 has two."""
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [5.0, 1.0, 1.0, 1.0]]).log()
+    chosen = torch.tensor([[3, 2, 1], [-1, 3, -1]], dtype=torch.int32)
+    routing = LayerRouting(chosen, torch.ones(2, 3), logits, count(chosen, 4), sequence_lengths=2)
+    shares, mean = torch.tensor([2.0, 1, 1, 0]) / 4, logits.softmax(-1).mean(0)
+    torch.testing.assert_close(sequence_load_balancing_loss(routing), 4 * (shares * mean).sum())
+
+
 def test_importance_by_hand():
     # Importances 3 and 1: mean 2, variance 1.
     logits = torch.tensor([[3.0, 1.0]] * 4).log()
@@ -255,6 +278,10 @@ ROUTING = routing_of(random_logits())
     ("call", "message"),
     [
         (lambda: load_balancing_loss(ROUTING, score="tanh"), r"load_balancing_loss: score must be one of .*'tanh'"),
+        (
+            lambda: sequence_load_balancing_loss(ROUTING, count="bias"),
+            r"count must be one of \('scores', 'choices'\), got 'bias'",
+        ),
         (lambda: load_balancing_loss(ROUTING, num_tokens=-1), "num_tokens must not be negative, got -1"),
         (lambda: router_z_loss(ROUTING, num_tokens=True), "num_tokens must not be negative, got True"),
         (lambda: importance_loss(ROUTING, num_tokens=torch.ones(2)), r"num_tokens must be a scalar, got \[2\]"),
