@@ -1,4 +1,4 @@
-"""python -m moe_layers.checkpoint: inspect checkpoints, convert the layout of their experts, and LoRA of experts."""
+"""python -m moe_layers.checkpoint: inspect, convert and repair checkpoints, and LoRA of experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .files import CONFIG, CheckpointFiles
 from .layouts import LAYOUTS
 from .lora import ADAPTER_LAYOUTS, ORIENTATIONS, read_peft_adapter, write_adapter
 from .lora_merge import merge_adapter
+from .repair import repair
 from .survey import BlockSurvey, survey
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -54,6 +55,11 @@ def convert_command(options: argparse.Namespace) -> None:
         )
 
 
+def repair_command(options: argparse.Namespace) -> None:
+    for directory in _checkpoints(options.directory):
+        print(repair(directory))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moe_layers.checkpoint",
@@ -70,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights that are quantised")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest size of a file, in 10^9 bytes")
     command.set_defaults(run=convert_command)
+    command = commands.add_parser("repair", help="rename the weights to what transformers' Trainer resumes from")
+    command.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint of the Trainer, or its output_dir")
+    command.set_defaults(run=repair_command)
     lora = commands.add_parser("lora", help="adapters of experts in PEFT's files")
     _add_lora_commands(lora.add_subparsers(required=True, metavar="COMMAND"))
     return parser
