@@ -1,14 +1,16 @@
-"""Memory that a layer saves for backward, computed without running the layer."""
+"""Memory that layers save for backward, computed without running them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_kernels.runtime.dispatch import runs_kernels
+
+from .routing.model_routers import AttachedRouter, attached_routers
 
 
 def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -> int:
@@ -17,28 +19,59 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
     The layer runs on fake tensors, which have sizes but no memory. This counts all it would save, and launches and
     allocates nothing on its device. Numbers of dropped or masked tokens do not matter.
 
+    A transformers model that was given to `enable` returns the sum over its MoE blocks: routers, routed experts and
+    shared experts. The attention of its layers is not included.
+
     Args:
+        layer: a `MoEFeedForward`, or a model with MoE blocks of transformers.
         dtype: dtype of the input, which requires a gradient. Default: the dtype of the parameters.
 
     Raises:
-        ValueError: `layer` is not a `MoEFeedForward`.
-        NotImplementedError: the reference would run (for example without a GPU), or several ranks share the experts. In
-            both cases memory depends on the routing.
+        ValueError: `layer` is neither a `MoEFeedForward` nor an enabled model.
+        NotImplementedError: the reference would run (for example without a GPU), several ranks share the experts, or
+            the experts of a transformers model belong to no block of their own. In the first two cases memory depends
+            on the routing.
     """
-    if not hasattr(layer, "aux_loss_scale"):
+    if hasattr(layer, "aux_loss_scale"):
+        _check_experts(layer.experts.implementation, layer.experts.w_up, layer.experts.local_share is not None)
+        sizes = num_tokens, layer.d_model
+        return _saved_by(layer, layer, sizes, dtype or layer.experts.w_up.dtype, layer.experts.w_up.device)
+    routers = attached_routers(layer).values() if isinstance(layer, nn.Module) else ()
+    if not routers:
         raise ValueError(
             f"saved_bytes: layer must be a MoEFeedForward, got {type(layer).__name__}; of a model, add those of its "
             "layers, [part for part in model.modules() if isinstance(part, MoEFeedForward)]"
         )
-    if layer.experts.local_share is not None:
+    return sum(_saved_by_block(router, num_tokens, dtype) for router in routers)
+
+
+def _saved_by_block(router: AttachedRouter, num_tokens: int, dtype: torch.dtype | None) -> int:
+    implementation, w_up = router.expert_settings("saved_bytes")
+    _check_experts(implementation, w_up, is_shared=False)
+    sizes = 1, num_tokens, router.weight.shape[-1]
+    return _saved_by(router.block, router, sizes, dtype or w_up.dtype, w_up.device)
+
+
+def _check_experts(implementation: str | None, w_up: Tensor, is_shared: bool) -> None:
+    if is_shared:
         raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
-    w_up = layer.experts.w_up  # a parameter, or quantised
-    if not runs_kernels(layer.experts.implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
+    # w_up may be quantised, and then is no tensor.
+    if not runs_kernels(implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
         raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
+
+
+def _saved_by(
+    module: nn.Module,
+    losses: Any,  # holds `aux_loss_scale` and `aux_loss` of the module's forward
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Return the bytes that a forward of a module on one input saves."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
-    tensors = *layer.named_parameters(), *layer.named_buffers()
+    tensors = *module.named_parameters(), *module.named_buffers()
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
-    loss_scale, last_loss = layer.aux_loss_scale, layer.aux_loss
+    loss_scale, last_loss = losses.aux_loss_scale, losses.aux_loss
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
     kept: dict[int, Tensor] = {}  # by storage; holding the tensors keeps the storages alive
 
@@ -47,15 +80,15 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
         return tensor
 
     with mode, torch.inference_mode(False), torch.enable_grad():
-        sizes = num_tokens, layer.d_model
-        x = torch.empty(sizes, dtype=dtype or w_up.dtype, device=w_up.device, requires_grad=True)
-        inputs = {"router_input": torch.empty_like(x, requires_grad=True)} if layer.separate_router_input else {}
+        x = torch.empty(sizes, dtype=dtype, device=device, requires_grad=True)
+        separate = getattr(module, "separate_router_input", False)
+        inputs = {"router_input": torch.empty_like(x, requires_grad=True)} if separate else {}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             try:
-                layer.aux_loss_scale = fake_scale
-                torch.func.functional_call(layer, own, x, inputs)
+                losses.aux_loss_scale = fake_scale
+                torch.func.functional_call(module, own, x, inputs)
             finally:
-                layer.aux_loss_scale, layer.aux_loss = loss_scale, last_loss
+                losses.aux_loss_scale, losses.aux_loss = loss_scale, last_loss
     for tensor in (x, *inputs.values(), *own.values(), *([] if fake_scale is None else [fake_scale])):
         kept.pop(tensor.untyped_storage()._cdata, None)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from .balance.routing_statistics import RoutingObserver
 from .checks import check_kind
 from .feed_forward import MoEFeedForward
+from .routing.model_routers import AttachedRouter, attached_routers
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
@@ -16,17 +17,17 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     keep the tensor without a copy: a change in place takes effect from the next forward on.
 
     Args:
-        model: a `MoEFeedForward`, or a model with such layers.
+        model: a `MoEFeedForward`, or a model with such layers or with MoE blocks of transformers.
         scale: a scalar on the layers' device.
 
     Raises:
         ValueError: not a scalar, or on another device than the parameters.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+    layers = _layers(model).values()
     if scale is not None:
         check_kind("set_aux_loss_scale", "scale", scale, Tensor)
         for layer in layers:
-            device = layer.router.weight.device
+            device = (layer.router if isinstance(layer, MoEFeedForward) else layer).weight.device
             if scale.numel() != 1 or scale.device != device:
                 raise ValueError(
                     f"set_aux_loss_scale: scale must be a scalar tensor on {device}, "
@@ -49,7 +50,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: no layer has had a forward with an auxiliary loss.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
+    layers = _layers(model)
     losses = {name: layer.aux_loss for name, layer in layers.items() if layer.aux_loss is not None}
     if not losses:
         raise ValueError(
@@ -62,15 +63,25 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 
-    Set a layer's `observer` to None to stop.
+    The model holds `MoEFeedForward` layers, or MoE blocks of transformers. Set a layer's `observer` to None to stop; of
+    a transformers model, that of the observer's `router`.
 
     Raises:
-        ValueError: the model has no such layer.
+        ValueError: the model has no such layer, or one with an unsupported router.
     """
     observers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MoEFeedForward):
-            module.observer = observers[name] = RoutingObserver(module.router, module.num_experts)
+    for name, layer in _layers(model).items():
+        if isinstance(layer, MoEFeedForward):
+            observers[name] = RoutingObserver(layer.router, layer.num_experts)
+        else:
+            observers[name] = RoutingObserver(layer, layer.num_experts - layer.num_zero_experts)
+        layer.observer = observers[name]
     if not observers:
-        raise ValueError("observe: the model must have a MoEFeedForward, got none")
+        raise ValueError("observe: the model must have a MoEFeedForward or MoE blocks of transformers, got none")
     return observers
+
+
+def _layers(model: nn.Module) -> dict[str, MoEFeedForward | AttachedRouter]:
+    """Return all layers by name."""
+    own = {name: module for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
+    return own | attached_routers(model)

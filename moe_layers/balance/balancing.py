@@ -10,8 +10,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]  # private API
 
+from ..checks import is_dtensor
+from ..routing.model_routers import attached_routers, model_routers
 from ..routing.result import LayerRouting
-from ..routing.router import TopKRouter
 from .losses import (
     COUNTS,
     SCORES,
@@ -77,8 +78,13 @@ class BalanceLosses:
         *,
         num_tokens: int | Tensor | None = None,
         accumulated_counts: Tensor | None = None,  # [E]
+        global_counts: Tensor | None = None,  # [E]
     ) -> Tensor:  # scalar
-        """Return the sum of the losses, weighted by their coefficients."""
+        """Return the sum of the losses, weighted by their coefficients.
+
+        Args:
+            global_counts: result of `global_expert_counts`. The default None computes it.
+        """
         loss = routing.logits.new_zeros(())
         by_score = {"num_tokens": num_tokens, "score": self.score}
         if self.switch:
@@ -86,7 +92,9 @@ class BalanceLosses:
         if self.sequence:
             loss = loss + self.sequence * sequence_load_balancing_loss(routing, count=self.count, **by_score)
         if self.global_batch:
-            counts = global_expert_counts(routing, group=self.group, accumulated_counts=accumulated_counts)
+            counts = global_counts
+            if counts is None:
+                counts = global_expert_counts(routing, group=self.group, accumulated_counts=accumulated_counts)
             loss = loss + self.global_batch * global_load_balancing_loss(routing, counts, **by_score)
         if self.importance:
             loss = loss + self.importance * importance_loss(routing, num_tokens=num_tokens)
@@ -150,16 +158,19 @@ def update_selection_bias(
     as integers and summed over `group` in one call for all routers, so that biases stay equal on all ranks. The call
     resets the counts to zero.
 
+    A transformers model with `e_score_correction_bias` counts its forwards from `balance_routing(model)` on.
+
     Source: algorithm 1 of https://arxiv.org/abs/2408.15664.
 
     Args:
         group: the ranks that share a batch. Required if there are several ranks.
 
     Raises:
-        ValueError: no router has a selection bias, a router's counts are on another device, `rate` is negative or not
-            finite, or there are several ranks and no group.
+        ValueError: no router has a selection bias, a router's counts are on another device, a bias is sharded or
+            shorter than float32, forwards were not counted, `rate` is negative or not finite, or there are several
+            ranks and no group.
     """
-    routers = [(router, router.selection_bias) for router in _routers(model) if router.selection_bias is not None]
+    routers = [(router, bias) for router in model_routers(model) if (bias := router.selection_bias) is not None]
     if not routers:
         raise ValueError(
             "update_selection_bias: needs a router with a selection bias, as of RouterSpec.deepseek_v3(), got none"
@@ -167,7 +178,15 @@ def update_selection_bias(
     if not (rate >= 0 and math.isfinite(rate)):
         raise ValueError(f"update_selection_bias: rate must be finite and not negative, got {rate}")
     check_group("update_selection_bias", group)
+    for router in attached_routers(model).values():
+        if router.selection_bias is not None:
+            router.require_counts("update_selection_bias")
     for router, bias in routers:
+        if is_dtensor(bias) or bias.dtype.itemsize < 4:
+            raise ValueError(
+                "update_selection_bias: a selection bias must be a float32 or float64 tensor that every rank holds "
+                f"whole, got {'a DTensor' if is_dtensor(bias) else bias.dtype}"
+            )
         router.take_counts_to(bias.device)
         if router.expert_counts.device != bias.device:
             raise ValueError(
@@ -188,7 +207,7 @@ def update_selection_bias(
 def carry_expert_counts(model: nn.Module) -> None:
     """Call between the micro-batches of an optimizer step, so that the next global-batch losses include their
     counts."""
-    for router in _routers(model):
+    for router in model_routers(model):
         router.take_counts_to(router.weight.device)
         router.accumulated_counts = router.expert_counts.clone()
 
@@ -196,13 +215,9 @@ def carry_expert_counts(model: nn.Module) -> None:
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
     """Call after an optimizer step with `carry_expert_counts`, to start the next global batch."""
-    for router in _routers(model):
+    for router in model_routers(model):
         router.expert_counts.zero_()
         router.accumulated_counts = None
-
-
-def _routers(model: nn.Module) -> list[TopKRouter]:
-    return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
 def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_kernels.routing.routers import selection_keys
 
 from ..routing.activation_checkpointing import add_once, minimum_once
+from ..routing.model_routers import AttachedRouter
 from ..routing.result import LayerRouting, spread_slots
 from ..routing.router import TopKRouter
 
@@ -48,11 +49,11 @@ class RoutingObserver:
     Violations count slots before capacities.
 
     Args:
-        router: the layer's router, on its final device.
+        router: the layer's router, on its final device; of a transformers model, what attaches its router.
         num_experts: number of experts with parameters, which precede the zero experts.
     """
 
-    def __init__(self, router: TopKRouter, num_experts: int):
+    def __init__(self, router: TopKRouter | AttachedRouter, num_experts: int):
         self.router = router
         self.num_experts = num_experts
         device = router.weight.device
@@ -67,8 +68,17 @@ class RoutingObserver:
         self._smallest.fill_(math.inf)
 
     @torch.no_grad()
-    def add(self, routing: LayerRouting, aux_loss: Tensor | None = None) -> None:
-        """Add one forward, with its auxiliary loss if it has one. The layer calls this method."""
+    def add(
+        self,
+        routing: LayerRouting,
+        aux_loss: Tensor | None = None,  # scalar
+        keys: Tensor | None = None,  # [T, E]
+    ) -> None:
+        """Add one forward, with its auxiliary loss if it has one. The layer calls this method.
+
+        Args:
+            keys: selection keys. The default None computes them by the settings of the layer's `TopKRouter`.
+        """
         tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
         is_token = routing.token_mask  # [T]
         if is_token is None:
@@ -76,7 +86,7 @@ class RoutingObserver:
         scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), len(routing.logits))]
         wasted = (-tokens[: self.num_experts] % TILE_ROWS).sum()[None]
         add_once(self._counts, torch.cat([tokens, chosen, *scalars, wasted]))
-        margins = self._margins(routing)
+        margins = self._margins(routing, keys)
         entropies = torch.special.entr(routing.logits.double().softmax(-1)).sum(-1)  # [T]
         # The mean is chosen.sum() / len(chosen).
         violation = (chosen.max() * len(chosen) - chosen.sum()).double() / chosen.sum().clamp(min=1)
@@ -87,9 +97,11 @@ class RoutingObserver:
         infinite = margins.new_full((1,), math.inf)  # for calls without tokens
         minimum_once(self._smallest, torch.cat([torch.where(is_token, margins, math.inf), infinite]).min()[None])
 
-    def _margins(self, routing: LayerRouting) -> Tensor:  # [T] float64
-        bias = self.router.selection_bias
-        keys = selection_keys(routing.logits, self.router.spec, selection_bias=bias).double()  # [T, E]
+    def _margins(self, routing: LayerRouting, keys: Tensor | None) -> Tensor:  # [T] float64
+        if keys is None:
+            router = self.router
+            keys = selection_keys(routing.logits, router.spec, selection_bias=router.selection_bias)
+        keys = keys.double()
         is_chosen = spread_slots(routing.choices, 1, keys.shape[1]).bool()
         last = torch.where(is_chosen, keys, math.inf).amin(1)
         best = torch.where(is_chosen, -math.inf, keys).amax(1)

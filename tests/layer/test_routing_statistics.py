@@ -210,7 +210,7 @@ def test_names_and_copies(device):
     assert observers["first"].read().num_calls == 1
     assert observers["second"].read().num_calls == copied["first"].observer.read().num_calls == 0
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
-    with pytest.raises(ValueError, match="observe: the model must have a MoEFeedForward, got none"):
+    with pytest.raises(ValueError, match="observe: the model must have a MoEFeedForward or MoE blocks of transformers"):
         observe(torch.nn.Linear(2, 2))
 
 

@@ -22,9 +22,9 @@ FLOORS = {
     ],
     "moe_layers": [
         ["checks"],
-        ["precision", "memory", "architectures"],
+        ["precision", "architectures"],
         ["routing"],
-        ["experts", "balance"],
+        ["experts", "balance", "memory"],
         ["config"],
         ["parallel", "integrations"],
         ["checkpoint"],

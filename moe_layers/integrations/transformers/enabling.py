@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ...checks import check_choice, check_kind
+from .attached_routers import release_routers
 from .discovery import Found, find_experts
 from .experts_forward import ATTRIBUTE, CHANGES, NAME
 from .peft_adapters import (
@@ -120,8 +121,8 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
     check_kind("enable", "model", model, nn.Module)
     found = find_experts(model, implementation)
     configs = _configs_of(found)
-    if hasattr(model, _STATE):
-        disable(model)
+    if (earlier := getattr(model, _STATE, None)) is not None:
+        _restore(model, earlier)
     _check_free(found, configs)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
     places = find_places(model, [part.experts for part in found])
@@ -160,7 +161,7 @@ def _check_free(found: list[Found], configs: list[Any]) -> None:
 
 
 def disable(model: nn.Module) -> None:
-    """Undo `enable` and restore the model's previous state.
+    """Undo `enable` and restore the model's previous state. Statistics, losses and counts of its routers end.
 
     Raises:
         ValueError: the model is not enabled.
@@ -168,6 +169,11 @@ def disable(model: nn.Module) -> None:
     state = getattr(model, _STATE, None)
     if state is None:
         raise ValueError(f"disable: the model must have been given to enable, got {type(model).__name__}")
+    release_routers(model)
+    _restore(model, state)
+
+
+def _restore(model: nn.Module, state: _State) -> None:
     for config, implementation in state.configs:
         config._experts_implementation_internal = implementation
     for module in state.replaced:

@@ -1,0 +1,84 @@
+"""Finds the routers of a transformers model, and attaches them to the functions of this package."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from ...routing.model_routers import register_finder
+from .blocks import SWAPS
+from .discovery import _has_interface
+from .model_forward import hook_models, unhook_models
+from .router_hooks import HookedRouter
+
+_ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
+_NAMES = ("gate", "router")  # of a router in its block
+_KINDS = re.compile(r"(Router|Gate)$")
+# Routers whose forward does not return what the experts get.
+_REFUSED = {
+    "DbrxRouter": "its block chooses the experts",
+    "Llama4Router": "its block chooses the experts",
+    "ZayaRouter": "it sends skipped slots to expert 0",
+}
+
+
+def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
+    """Return the routers of all experts of transformers by the name of their block. Hook those that are not hooked.
+
+    Raises:
+        ValueError: a block's router is not supported.
+    """
+    modules = dict(model.named_modules())
+    found = [_router_of(modules, name) for name, module in modules.items() if _holds_experts(module)]
+    routers = {}
+    for block, name, experts in found:
+        router = modules[name]
+        if _ROUTER not in vars(router):
+            vars(router)[_ROUTER] = HookedRouter(name, router, modules[block], experts)
+        routers[block] = vars(router)[_ROUTER]
+    if routers:
+        hook_models(model)
+    return routers
+
+
+def release_routers(model: nn.Module) -> None:
+    """Give all routers of a model their own forwards back."""
+    for module in model.modules():
+        if _ROUTER in vars(module):
+            vars(module).pop(_ROUTER).release()
+    unhook_models(model)
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    kind = type(module)
+    return _has_interface(module) or (kind.__name__ in SWAPS and kind.__module__.startswith("transformers."))
+
+
+def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
+    """Return the names of the block and the router of experts. Wrappers may be around the experts and the router.
+
+    Raises:
+        ValueError: no module around the experts has a router, or its router is not supported.
+    """
+    block = name
+    while block:
+        block = block.rpartition(".")[0]
+        for child in _NAMES:
+            router = f"{block}.{child}" if block else child
+            while f"{router}.base_layer" in modules:  # of PEFT
+                router = f"{router}.base_layer"
+            kind = type(modules.get(router)).__name__
+            if kind in _REFUSED:
+                raise ValueError(
+                    f"moe_layers: the router of {name} must return its choice, got {kind}: {_REFUSED[kind]}"
+                )
+            if _KINDS.search(kind):
+                return block, router, modules[name]
+    raise ValueError(
+        f"moe_layers: the experts {name or type(modules[name]).__name__} must have a router beside them, named one of "
+        f"{list(_NAMES)}, got none"
+    )
+
+
+register_finder(hooked_routers)

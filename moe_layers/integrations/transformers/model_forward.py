@@ -1,0 +1,142 @@
+"""One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
+
+The MoE blocks of transformers get neither the attention mask nor the identity of the forward that a checkpointed region
+recomputes. Hooks on the model provide both. A tensor hook on the model's outputs runs before any of its layers is
+recomputed, and names the forward to its routers. This holds for every kind of checkpointing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.runtime.pytorch import disable_dynamo
+
+_HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
+_active = threading.local()  # its `forward` is the one that runs in this thread
+
+
+class ModelForward:
+    """The tokens of one forward of a model, and the choices that its routers replayed.
+
+    Args:
+        owner: the outermost model of transformers.
+        arguments: of its forward, by name.
+    """
+
+    def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
+        self.owner = owner
+        self._arguments = arguments
+        self.choices: dict[Any, Tensor] = {}  # by HookedRouter: [T, K] int32, replayed
+        self.global_counts: dict[Any, Tensor] = {}  # by HookedRouter: [E] int64, of a global batch
+        self.routers: list[Any] = []  # the HookedRouters that ran
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        mask = arguments.get("attention_mask")
+        # Other masks than [B, S] were prepared for attention. They do not tell which tokens are padding.
+        self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._batch = len(tokens) if isinstance(tokens, Tensor) else None
+
+    def token_mask(self, name: str, num_tokens: int) -> Tensor | None:  # [T] bool
+        """Return which tokens are no padding; None without an attention mask [B, S].
+
+        Raises:
+            ValueError: the layer's tokens are not those of the mask.
+        """
+        mask = self._attention_mask
+        if mask is None:
+            return None
+        length = num_tokens // len(mask)
+        if length * len(mask) != num_tokens or length > mask.shape[1]:
+            raise ValueError(
+                f"moe_layers: the tokens of {name} must be those of attention_mask {list(mask.shape)}, "
+                f"got {num_tokens} tokens"
+            )
+        return mask[:, mask.shape[1] - length :].reshape(-1).bool()  # with a cache, the mask covers past tokens, too
+
+    def sequence_lengths(self, num_tokens: int) -> Tensor | int | None:
+        """Return the lengths of the sequences: of packed ones [N], else one length for all."""
+        boundaries = self._arguments.get("cu_seq_lens_q")
+        if boundaries is not None:
+            return torch.diff(boundaries)
+        batch = self._batch if self._attention_mask is None else len(self._attention_mask)
+        positions = self._arguments.get("position_ids")
+        if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
+            # Packed sequences start at position 0. Their number is read from the device.
+            starts = (positions[0] == 0).nonzero().flatten()
+            return torch.diff(starts, append=starts.new_full((1,), num_tokens))
+        return num_tokens // batch if batch else None
+
+    def check_single_loss(self) -> None:
+        """Raise ValueError if the model also adds the balancing loss of transformers."""
+        check_single_loss(self.owner, self._arguments)
+
+    def recompute(self, gradient: Tensor) -> None:
+        """Name this forward to its routers as the one that backward recomputes. A hook of the model's outputs."""
+        for router in self.routers:
+            router.recomputed = self
+
+
+def check_single_loss(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if a model adds the balancing loss of transformers in a forward with these arguments."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    wanted = arguments.get("output_router_logits")
+    wanted = getattr(config, "output_router_logits", False) if wanted is None else wanted
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
+    if wanted and coefficient:
+        raise ValueError(
+            "balance_routing: the model must have one balancing loss, got BalanceLosses and output_router_logits=True "
+            f"with router_aux_loss_coef={coefficient}; set one of the two to zero"
+        )
+
+
+def current_forward() -> ModelForward | None:
+    """Return the forward of the outermost hooked model that runs in this thread."""
+    return getattr(_active, "forward", None)
+
+
+def hook_models(model: nn.Module) -> None:
+    """Hook every transformers model in `model`, once. The outermost one of a call provides the `ModelForward`."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _HOOKS not in vars(module):
+            before = module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
+            vars(module)[_HOOKS] = before, module.register_forward_hook(_end, always_call=True)
+
+
+def unhook_models(model: nn.Module) -> None:
+    """Remove the hooks."""
+    for module in model.modules():
+        for hook in vars(module).pop(_HOOKS, ()):
+            hook.remove()
+
+
+def has_hooked_model(model: nn.Module) -> bool:
+    return any(_HOOKS in vars(module) for module in model.modules())
+
+
+@disable_dynamo
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if current_forward() is None:
+        named = inspect.signature(type(module).forward).bind_partial(module, *args).arguments if args else {}
+        _active.forward = ModelForward(module, {**named, **kwargs})
+
+
+@disable_dynamo
+def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forget the forward, also after an exception. Let its backward name it to the routers."""
+    forward = current_forward()
+    if forward is None or forward.owner is not module:
+        return
+    _active.forward = None
+    if forward.routers and torch.is_grad_enabled():
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+        for value in values:
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(forward.recompute)

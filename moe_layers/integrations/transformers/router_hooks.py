@@ -1,0 +1,246 @@
+"""The routers of a transformers model, attached to this package: statistics, losses, bias updates and replay.
+
+A router of transformers returns its logits [T, E], its weights [T, K] and its choice [T, K]. `HookedRouter` takes the
+place of the router's forward, calls it, and reads or changes these three tensors. Without any service in use it only
+calls the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.runtime.pytorch import disable_dynamo, is_in_backward
+
+from ...balance.balancing import BalanceLosses, global_expert_counts
+from ...balance.losses import attach_loss
+from ...balance.routing_statistics import RoutingObserver
+from ...routing.activation_checkpointing import add_once
+from ...routing.capacity import Slots, layer_routing
+from ...routing.result import LayerRouting
+from ...routing.token_info import TokenInfo
+from .experts_forward import ATTRIBUTE
+from .model_forward import ModelForward, current_forward
+from .selection import Selection
+
+# Routers that return probabilities instead of logits. Their logarithms are logits up to a constant per token.
+PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
+_BIASES = ("e_score_correction_bias", "expert_bias")
+
+
+class HookedRouter:
+    """One router of a transformers model. See `AttachedRouter` for the members that this package's functions use.
+
+    Args:
+        name: of the router in its model. Errors contain it.
+        block: the module that holds the router and its experts.
+    """
+
+    def __init__(self, name: str, router: nn.Module, block: nn.Module, experts: nn.Module):
+        self.name, self.router, self.block, self.experts = name, router, block, experts
+        self.num_experts = _num_experts(router)
+        self.num_zero_experts = self.num_experts - getattr(experts, "num_routed_experts", self.num_experts)
+        self.observer: RoutingObserver | None = None
+        self.balance_losses = BalanceLosses()
+        self.num_tokens: int | Tensor | None = None  # divisor of the losses
+        self.counts = False  # whether forwards in training mode are counted
+        self.aux_loss: Tensor | None = None
+        self.aux_loss_scale: Tensor | None = None
+        self.accumulated_counts: Tensor | None = None
+        self.expert_counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
+        self.recomputed: ModelForward | None = None  # the forward that backward recomputes
+        self._adds: list[Callable[[Tensor], None]] = []
+        self._choose: Callable[[int, int], Tensor] | None = None
+        self._inner = vars(router).get("forward")
+        vars(router)["forward"] = self.run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "recomputed": None, "_adds": [], "_choose": None}
+
+    def release(self) -> None:
+        """Give the router its own forward back."""
+        del vars(self.router)["forward"]
+        if self._inner is not None:
+            vars(self.router)["forward"] = self._inner
+
+    @property
+    def training(self) -> bool:
+        return self.router.training
+
+    @property
+    def weight(self) -> Tensor:
+        return next(self.router.parameters())
+
+    @property
+    def selection_bias(self) -> Tensor | None:  # [E]
+        """Return the bias as the model stores it; a change in place is seen by the model."""
+        for module in (*self.router.modules(), self.block):
+            for name in _BIASES:
+                if isinstance(bias := getattr(module, name, None), Tensor):
+                    return bias.view(-1)
+        return None
+
+    def take_counts_to(self, device: torch.device) -> None:
+        if self.expert_counts.device != device:
+            self.expert_counts = self.expert_counts.to(device)
+
+    def require_counts(self, op: str) -> None:
+        if not self.counts:
+            raise ValueError(
+                f"{op}: forwards of {self.name} must be counted, got none; call "
+                "moe_layers.integrations.transformers.balance_routing(model) before training"
+            )
+
+    def expert_settings(self, op: str) -> tuple[str | None, Tensor]:
+        """Return the implementation and the up projection of the experts."""
+        spec = getattr(self.experts, ATTRIBUTE, None)
+        if spec is None:
+            raise ValueError(f"{op}: the experts must be computed by moe_layers, got others in {self.name}")
+        if hasattr(self.block, "self_attn"):
+            raise NotImplementedError(f"{op}: router and experts must form a block, got a layer around {self.name}")
+        return spec.implementation, spec.up_parameters(self.experts)[0]
+
+    @contextmanager
+    def captures(self, add: Callable[[Tensor], None]) -> Iterator[None]:
+        """Call `add` with the choice [T, K] int32 of each forward inside the context, except recomputations."""
+        self._adds.append(add)
+        try:
+            yield
+        finally:
+            self._adds.remove(add)
+
+    @contextmanager
+    def replays(self, choose: Callable[[int, int], Tensor]) -> Iterator[None]:
+        """Replace the choice by `choose(T, K)`, once per forward. Recomputations repeat the choice of their forward."""
+        if self._choose is not None:
+            raise ValueError(f"RoutingReplay.replay: {self.name} must replay one record at a time, got a second one")
+        self._choose = choose
+        try:
+            yield
+        finally:
+            self._choose = None
+
+    @disable_dynamo
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the router's forward. The compiler breaks its graph here."""
+        inner = self._inner or type(self.router).forward.__get__(self.router)
+        recomputes = is_in_backward()
+        forward = self.recomputed if recomputes else current_forward()
+        choose = self._replayed(forward, recomputes)
+        reads = self._has_loss() or self._counts() or self.observer is not None
+        if not recomputes:
+            self.recomputed = None
+            if forward is not None:
+                forward.routers.append(self)
+        if choose is None and not reads and not self._adds:
+            return inner(*args, **kwargs)
+        with Selection(self.num_experts, choose) as selection:
+            out = inner(*args, **kwargs)
+        chosen = self._chosen(out, selection)
+        if not recomputes:
+            for add in self._adds:
+                add(chosen.to(torch.int32))
+        if not reads:
+            return out
+        routing = self._routing(out, chosen, forward)
+        weights = self._finish(routing, out[1], selection, forward)
+        return (out[0], weights, *out[2:])
+
+    def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], Tensor] | None:
+        """Return what gives the replayed choice of this forward, or None."""
+        if recomputes and forward is not None:
+            choice = forward.choices.get(self)
+            return None if choice is None else lambda num_tokens, top_k: choice
+        if (choose := self._choose) is None:
+            return None
+        if forward is None or self in forward.choices:
+            raise ValueError(
+                f"RoutingReplay.replay: {self.name} must run once in each forward of its model, "
+                f"got {'a run outside of one' if forward is None else 'a second run'}"
+            )
+
+        def remember(num_tokens: int, top_k: int) -> Tensor:
+            forward.choices[self] = choose(num_tokens, top_k)
+            return forward.choices[self]
+
+        return remember
+
+    def _chosen(self, out: Any, selection: Selection) -> Tensor:  # [T, K] int64
+        """Return the experts that the router chose or replayed."""
+        kind = type(self.router).__name__
+        if not isinstance(out, tuple) or len(out) < 3 or out[0].shape[-1] != self.num_experts:
+            raise ValueError(
+                f"moe_layers: {kind} must return logits [T, E={self.num_experts}], weights and experts, got another "
+                f"result in {self.name}"
+            )
+        if selection.choose is None:
+            return out[2]
+        if selection.num_calls != 1 or selection.chosen is None or out[2].data_ptr() != selection.chosen.data_ptr():
+            raise ValueError(
+                f"RoutingReplay.replay: {kind} must choose its experts by one top-k of scores [T, E], "
+                f"got {selection.num_calls} in {self.name}"
+            )
+        return selection.chosen
+
+    def _routing(self, out: Any, chosen: Tensor, forward: ModelForward | None) -> LayerRouting:
+        logits = out[0].to(torch.promote_types(out[0].dtype, torch.float32))
+        if type(self.router).__name__ in PROBABILITIES:
+            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
+        mask, lengths = None, None
+        if forward is not None:
+            mask = forward.token_mask(self.name, len(logits))
+            lengths = forward.sequence_lengths(len(logits)) if self.balance_losses.sequence else None
+        chosen = chosen.to(torch.int32)
+        chosen = chosen if mask is None else torch.where(mask[:, None], chosen, -1)
+        info = TokenInfo(logits, logits.shape, mask, lengths, self.num_tokens)
+        implementation = getattr(getattr(self.experts, ATTRIBUTE, None), "implementation", None)
+        return layer_routing(Slots(chosen, out[1], logits), info, None, self.num_experts, implementation)
+
+    def _finish(self, routing: LayerRouting, weights: Tensor, selection: Selection, forward: ModelForward | None):
+        """Losses, counts and statistics. Return the weights with the loss attached."""
+        loss = None
+        if self._has_loss():
+            loss = self._loss(routing, forward)
+            self.aux_loss = loss.detach()
+            if weights.requires_grad:
+                weights = attach_loss(weights, loss, self.aux_loss_scale)
+        if self._counts():
+            self.take_counts_to(routing.choices_per_expert.device)
+            add_once(self.expert_counts, routing.choices_per_expert)
+        if self.observer is not None:
+            keys = routing.logits if selection.keys is None else selection.keys
+            self.observer.add(routing, loss, keys)
+        return weights
+
+    def _loss(self, routing: LayerRouting, forward: ModelForward | None) -> Tensor:
+        losses, counts = self.balance_losses, None
+        if forward is not None:
+            forward.check_single_loss()
+        if losses.global_batch:
+            # A recomputation repeats no communication.
+            kept = {} if forward is None else forward.global_counts
+            if self not in kept:
+                accumulated = self.accumulated_counts
+                kept[self] = global_expert_counts(routing, group=losses.group, accumulated_counts=accumulated)
+            counts = kept[self]
+        return losses.total(routing, num_tokens=self.num_tokens, global_counts=counts)
+
+    def _has_loss(self) -> bool:
+        return self.balance_losses.any and torch.is_grad_enabled()
+
+    def _counts(self) -> bool:
+        return self.counts and self.router.training
+
+
+def _num_experts(router: Any) -> int:
+    """Return the number of choices of a router, zero experts included."""
+    for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (router, "config")):
+        value = getattr(holder, name, None)
+        value = getattr(value, "num_experts", None) if name == "config" else value
+        if isinstance(value, int):
+            return value
+    return len(next(router.parameters()))

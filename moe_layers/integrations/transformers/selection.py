@@ -1,0 +1,47 @@
+"""The choice of a router of transformers: seen and replaced where its own code calls `torch.topk`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Selection(TorchFunctionMode):
+    """While active, sees the top-k of scores [T, E] of all experts, and may replace the choice.
+
+    The router's own code weighs the experts that the replaced call returns. Its scores and its normalisation therefore
+    apply to a replayed choice without any knowledge of them. A top-k of groups, [T, groups] or [T, groups, members], is
+    another shape and stays.
+
+    Args:
+        choose: takes T and K and returns experts [T, K]; tokens with a negative expert keep the router's own choice.
+            None only looks on.
+    """
+
+    def __init__(self, num_experts: int, choose: Callable[[int, int], Tensor] | None = None):
+        super().__init__()
+        self.num_experts = num_experts
+        self.choose = choose
+        self.num_calls = 0
+        self.keys: Tensor | None = None  # [T, E]: the scores, with selection bias and excluded groups
+        self.chosen: Tensor | None = None  # [T, K] int64
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        if scores.dim() != 2 or scores.shape[1] != self.num_experts:
+            return result
+        self.num_calls += 1
+        self.keys, self.chosen = scores.detach(), result.indices
+        if self.choose is None:
+            return result
+        replayed = self.choose(*result.indices.shape).long()
+        self.chosen = torch.where((replayed < 0).any(1, keepdim=True), result.indices, replayed)
+        # The gradient is the one of top-k, because the experts of a token differ.
+        return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -1,0 +1,73 @@
+"""The routers of a model: this package's, and routers of other libraries that an integration has attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .router import TopKRouter
+
+
+class AttachedRouter(Protocol):
+    """A router of another library whose routing this package sees and changes.
+
+    `balance`, `whole_models` and `RoutingReplay` use these members, which have the meaning that they have for this
+    package's layers and routers.
+    """
+
+    name: str  # of the router in its model
+    num_experts: int
+    num_zero_experts: int
+    block: nn.Module  # that holds the router and its experts
+    observer: Any
+    aux_loss: Tensor | None
+    aux_loss_scale: Tensor | None
+    expert_counts: Tensor
+    accumulated_counts: Tensor | None
+
+    @property
+    def training(self) -> bool: ...
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def selection_bias(self) -> Tensor | None: ...  # [E], changed in place
+
+    def take_counts_to(self, device: torch.device) -> None: ...
+
+    def require_counts(self, op: str) -> None: ...  # raises ValueError unless forwards are counted
+
+    def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # implementation and w_up of enabled experts
+
+    def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...  # [T, K] int32
+
+    def replays(self, choose: Callable[[int, int], Tensor]) -> AbstractContextManager[None]: ...
+
+
+_FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
+
+
+def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
+    """Let `find` add the routers of another library. It returns them by the name of their layer in the model.
+
+    Source: an integration calls this function when it is imported, because it lies above this folder.
+    """
+    _FINDERS.append(find)
+
+
+def attached_routers(model: nn.Module) -> dict[str, AttachedRouter]:
+    """Return the routers of other libraries by the name of their layer."""
+    return {name: router for find in _FINDERS for name, router in find(model).items()}
+
+
+def model_routers(model: nn.Module) -> Iterator[TopKRouter | AttachedRouter]:
+    """Yield all routers of a model."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            yield module
+    yield from attached_routers(model).values()

@@ -1,0 +1,195 @@
+"""Statistics of transformers models: what the routers chose, on enabled models."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+from moe_layers import observe
+from moe_layers.integrations.transformers import disable, enable
+from moe_layers.integrations.transformers.model_forward import ModelForward
+from moe_layers.memory import saved_bytes
+
+from ..tiers import default_tier
+from .models import build, draw_tokens, skip_old_dbrx, step
+from .test_models import INTERFACE, REPLACED
+
+MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe"]
+REFUSED = {"dbrx", "llama4_text"}
+
+
+def enabled(model_type, device, **options):
+    model = build(model_type, device, **options)
+    enable(model, implementation="reference")
+    return model
+
+
+def padded(model, num_padding=5):
+    """Return tokens and a mask whose first sequence begins with padding."""
+    tokens = draw_tokens(model)
+    mask = torch.ones_like(tokens)
+    mask[0, :num_padding] = 0
+    return tokens, mask
+
+
+def router_outputs(model, run):
+    """Return the outputs of every router while `run()` runs."""
+    outputs = []
+    routers = [
+        m.get_submodule(n)
+        for m in model.modules()
+        for n in ("gate", "router")
+        if hasattr(m, "experts") and n in m._modules
+    ]
+    hooks = [router.register_forward_hook(lambda module, args, out: outputs.append(out)) for router in routers]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_statistics_are_those_of_the_routers_results(model_type, device):
+    model = enabled(model_type, device)
+    tokens, mask = padded(model)
+    observers = observe(model)
+    outputs = router_outputs(model, lambda: model(input_ids=tokens, attention_mask=mask))
+    assert len(observers) == len(outputs) > 0
+    for (name, observer), (logits, _, chosen) in zip(observers.items(), outputs, strict=True):
+        assert name.startswith("model.layers.") and name.endswith(".mlp")
+        statistics, is_token = observer.read(), mask.flatten().bool()
+        assert (statistics.num_calls, statistics.num_tokens, statistics.num_padding_tokens) == (1, 19, 5)
+        counts = functional.one_hot(chosen[is_token], logits.shape[1]).sum((0, 1)).cpu()
+        assert statistics.tokens_per_expert.tolist() == counts.tolist()
+        assert statistics.num_dropped == 0
+        assert statistics.dead_experts == tuple(e for e, count in enumerate(counts.tolist()) if not count)
+        assert statistics.max_violation == pytest.approx(counts.max().item() / counts.double().mean().item() - 1)
+        entropies = torch.distributions.Categorical(logits=logits[is_token].double()).entropy()
+        assert statistics.entropy == pytest.approx(entropies.mean().item(), rel=1e-6)
+        assert 0 < statistics.smallest_margin <= statistics.margin < math.inf
+
+
+@pytest.mark.parametrize("model_type", default_tier([*INTERFACE, *REPLACED], MODELS[:2]))
+def test_every_router_is_observed_or_refused_by_name(model_type, device):
+    """Nothing changes, and every choice of every block counts."""
+    skip_old_dbrx(model_type)
+    model = enabled(model_type, device)
+    tokens = draw_tokens(model)
+    expected = step(model, tokens)
+    if model_type in REFUSED:
+        with pytest.raises(ValueError, match=r"moe_layers: the router of .*experts must return its choice, got"):
+            observe(model)
+        return
+    observers = observe(model)
+    assert torch.equal(step(model, tokens)[0], expected[0])
+    assert {observer.read().num_tokens for observer in observers.values()} == {tokens.numel()}
+    for observer in observers.values():
+        total = observer.read().tokens_per_expert.sum().item()
+        assert total and total % tokens.numel() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_forwards_do_not_count(use_reentrant, device):
+    model = enabled("qwen3_moe", device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    observers = observe(model)
+    expected = step(model, draw_tokens(model))
+    assert {observer.read().num_calls for observer in observers.values()} == {1}
+    disable(model)
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("_moe_layers")]
+    enable(model, implementation="reference")
+    torch.testing.assert_close(step(model, draw_tokens(model)), expected, rtol=0, atol=0)
+
+
+def test_generated_tokens_count_once(device):
+    """With a cache, the mask covers past tokens, too."""
+    model = enabled("qwen3_moe", device)
+    tokens, mask = padded(model)
+    observers = observe(model)
+    new = model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    statistics = observers["model.layers.0.mlp"].read()
+    rows = new.shape[1] - tokens.shape[1] - 1  # the last token is not passed through the model
+    assert statistics.num_tokens == 19 + 2 * rows and statistics.num_padding_tokens == 5
+
+
+def test_copies_and_pickles_are_observed_by_themselves(device):
+    model = enabled("qwen3_moe", device)
+    tokens = draw_tokens(model)
+    observe(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(input_ids=tokens).logits, model(input_ids=tokens).logits)
+        theirs, ours = observe(other), observe(model)
+        other(input_ids=tokens)
+        assert theirs["model.layers.1.mlp"].read().num_calls == 1
+        assert ours["model.layers.1.mlp"].read().num_calls == 0
+
+
+def test_a_failed_forward_is_forgotten(device):
+    model = enabled("qwen3_moe", device)
+    tokens, mask = padded(model)
+    observers = observe(model)
+    with pytest.raises(IndexError):
+        model(input_ids=tokens + model.config.vocab_size, attention_mask=mask)
+    model(input_ids=tokens)
+    assert observers["model.layers.0.mlp"].read().num_padding_tokens == 0
+
+
+def test_a_model_without_experts_is_refused():
+    for model in (
+        torch.nn.Linear(2, 2),
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+            )
+        ),
+    ):
+        with pytest.raises(ValueError, match="observe: the model must have a MoEFeedForward or MoE blocks"):
+            observe(model)
+
+
+def test_tokens_that_the_mask_does_not_cover_are_refused():
+    forward = ModelForward(torch.nn.Identity(), {"attention_mask": torch.ones(5, 4)})
+    for num_tokens in (21, 25):
+        with pytest.raises(
+            ValueError, match=rf"tokens of a.gate must be those of attention_mask \[5, 4\], got {num_tokens}"
+        ):
+            forward.token_mask("a.gate", num_tokens)
+
+
+class TestSavedBytes:
+    """The kernels run in the interpreter, because the reference's memory depends on the routing."""
+
+    @pytest.mark.parametrize("model_type", MODELS)
+    def test_blocks_save_what_is_predicted(self, model_type, device):
+        model = build(model_type, device)
+        enable(model, implementation="triton")
+        x = torch.randn(1, 10, model.config.hidden_size, device=device, requires_grad=True)
+        seen = 0
+        for block in [module for module in model.modules() if hasattr(module, "experts")]:
+            storages = {}
+
+            def see(tensor, storages=storages):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                kept = block(x)
+            for tensor in (x, *block.parameters(), *block.buffers()):
+                storages.pop(tensor.untyped_storage().data_ptr(), None)
+            seen += sum(storage.nbytes() for storage in storages.values())
+            del kept
+        assert saved_bytes(model, 10) == seen > 0
+
+    def test_models_that_are_not_enabled_are_refused(self):
+        model = build("qwen3_moe")
+        with pytest.raises(ValueError, match="saved_bytes: the experts must be computed by moe_layers, got others in"):
+            saved_bytes(model, 10)
+        enable(model, implementation="reference")
+        with pytest.raises(NotImplementedError, match="saved_bytes: the reference would run"):
+            saved_bytes(model, 10)

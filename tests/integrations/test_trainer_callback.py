@@ -1,0 +1,129 @@
+"""`RoutingCallback`: what the Trainer logs of the routing, and balancing once per optimizer step."""
+
+import pytest
+import torch
+
+from moe_layers import BalanceLosses
+from moe_layers.integrations.transformers import RoutingCallback, balance_routing, enable
+from moe_layers.integrations.transformers.attached_routers import hooked_routers
+
+from .models import build
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+STEPS, BATCH, LENGTH = 4, 2, 6
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, vocab_size):
+        self.tokens = torch.randint(1, vocab_size, (64, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
+    model = build(model_type).train()
+    enable(model, implementation="reference")
+    settings = {
+        "max_steps": STEPS,
+        "logging_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        **settings,
+    }
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        seed=3,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=BATCH,
+        save_strategy="no",
+        optim="sgd",
+        max_grad_norm=0.0,
+        **settings,
+    )
+    data = Tokens(model.config.vocab_size)
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+
+
+def test_logs_statistics_of_the_steps_since_the_last_log(tmp_path):
+    """Gradient accumulation and evaluations in between: only training forwards count."""
+    trainer = make_trainer("qwen3_moe", tmp_path, gradient_accumulation_steps=3, eval_strategy="steps", eval_steps=1)
+    callback = RoutingCallback(trainer, plot=tmp_path / "plots" / "load.png")
+    trainer.add_callback(callback)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "routing/entropy" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4]
+    layers = [f"model.layers.{i}.mlp" for i in range(2)]
+    for entry, loads in zip(logged, callback.loads, strict=True):
+        slots = 2 * 3 * BATCH * LENGTH * trainer.model.config.num_experts_per_tok
+        assert [loads[layer].sum().item() for layer in layers] == [slots] * 2
+        for name, reduce in (("max_violation", max), ("dead_experts", sum), ("entropy", lambda two: sum(two) / 2)):
+            assert entry[f"routing/{name}"] == pytest.approx(
+                reduce([entry[f"routing/{layer}/{name}"] for layer in layers])
+            )
+        for layer in layers:
+            violation = loads[layer].max().item() / loads[layer].double().mean().item() - 1
+            assert entry[f"routing/{layer}/max_violation"] == pytest.approx(violation)
+    assert (tmp_path / "plots" / "load.png").stat().st_size > 1000
+    assert all(router.observer is None for router in hooked_routers(trainer.model).values())
+
+
+def test_reaches_what_the_trainer_reports_to(tmp_path):
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(logs)
+
+    trainer = make_trainer("qwen3_moe", tmp_path)
+    trainer.add_callback(Reporter())
+    trainer.add_callback(RoutingCallback(trainer, per_layer=False))
+    trainer.train()
+    routing = [logs for logs in seen if "routing/max_violation" in logs]
+    assert len(routing) == 2 and not [name for name in routing[0] if "layers" in name]
+
+
+def test_updates_the_selection_bias_after_each_optimizer_step(tmp_path):
+    trainer = make_trainer("deepseek_v3", tmp_path, gradient_accumulation_steps=2)
+    (router,) = hooked_routers(trainer.model).values()
+    before, rate = router.selection_bias.clone(), 0.5
+    trainer.add_callback(RoutingCallback(trainer, bias_rate=rate))
+    trainer.train()
+    moved = (router.selection_bias - before) / rate
+    torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-5)
+    assert moved.abs().max() <= STEPS + 1e-5 and moved.any()
+    assert not router.expert_counts.any() and router.accumulated_counts is None
+
+
+def router_after_one_step(tmp_path, batch, accumulated, callback):
+    settings = {"gradient_accumulation_steps": accumulated, "max_steps": 1, "learning_rate": 1.0}
+    trainer = make_trainer("qwen3_moe", tmp_path, **settings, batch=batch)
+    balance_routing(trainer.model, BalanceLosses(z=0.3))
+    if callback:
+        trainer.add_callback(RoutingCallback(trainer))
+    trainer.train()
+    return trainer.model.model.layers[1].mlp.gate.weight.detach().clone()
+
+
+def test_accumulated_steps_average_the_losses(tmp_path):
+    """One batch in two calls changes the router as one call does. Without the callback, the losses would add up."""
+    whole = router_after_one_step(tmp_path, 4, 1, callback=True)
+    split = router_after_one_step(tmp_path, 2, 2, callback=True)
+    added = router_after_one_step(tmp_path, 2, 2, callback=False)
+    torch.testing.assert_close(split, whole, rtol=0, atol=2e-6)
+    assert (added - whole).abs().max() > 1e-3
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    trainer = make_trainer("qwen3_moe", tmp_path)
+    trainer.model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="RoutingCallback: the model must have MoE blocks, got Linear"):
+        RoutingCallback(trainer)
