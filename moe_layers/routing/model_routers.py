@@ -33,6 +33,9 @@ class AttachedRouter(Protocol):
     def training(self) -> bool: ...
 
     @property
+    def num_slots(self) -> int | None: ...  # experts per token; None if only a forward tells
+
+    @property
     def weight(self) -> Tensor: ...
 
     @property

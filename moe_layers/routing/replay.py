@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.runtime.pytorch import is_in_backward
+from moe_kernels.runtime.pytorch import assert_on_device, is_in_backward
 
 from .activation_checkpointing import replayed_choice
+from .model_routers import AttachedRouter, attached_routers
+from .rollouts import choices_of_rollouts
 from .router import TopKRouter, watches_choice
 
 
@@ -28,7 +31,11 @@ class RoutingReplay:
 
     `choices` maps each router's name in its model to one [T, K] int32 tensor per forward. It holds the router's choice
     before padding and capacities, which apply again on replay. It can be filled by hand, sent or saved like any
-    tensors.
+    tensors. `from_rollouts` makes it from the arrays of an inference engine.
+
+    A transformers model that was given to `enable` may take the place of a model with `MoEFeedForward` layers. Its
+    names are those of the blocks that hold the routers. The router's own code weighs the replayed experts. A token with
+    a negative expert keeps the router's own choice; in a `MoEFeedForward`, -1 is no expert.
 
     Capture and replay use hooks, so models compiled by `torch.compile` must run uncompiled for them.
 
@@ -46,6 +53,37 @@ class RoutingReplay:
                         f"got {list(choice.shape)} {choice.dtype}"
                     )
 
+    @classmethod
+    def from_rollouts(
+        cls,
+        model: nn.Module,
+        rollouts: Iterable[Any],
+        *,
+        attention_mask: Tensor | None = None,  # [B, S]
+        lengths: Sequence[int] | None = None,
+    ) -> RoutingReplay:
+        """Return the record of one forward of `model` over sequences that an inference engine sampled.
+
+        Tokens beyond the end of an array, such as the last one of a sequence, which the engine never runs, and padding
+        have -1: a transformers model keeps its own choice for them.
+
+        Args:
+            rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. Layers
+                are those with experts, or all layers of the model, of which those without experts are ignored.
+            attention_mask: the batch is padded, on any side. Zero marks padding.
+            lengths: the batch is packed, with sequences of these lengths. Default: the lengths of the arrays.
+
+        Raises:
+            ValueError: the model has no router, an array has another form, number of layers or experts per token, is
+                longer than its sequence, or holds an expert twice in a token or out of range.
+        """
+        routers = _routers("from_rollouts", model)
+        choices = choices_of_rollouts(model, routers, rollouts, attention_mask, lengths)
+        record = cls({name: [choice] for name, choice in choices.items()})
+        for name, router in routers.items():
+            _check_choices("from_rollouts", name, router, record.choices[name])
+        return record
+
     def to(self, device: torch.device | str) -> RoutingReplay:
         """Return a record with the same choices on another device."""
         return RoutingReplay({name: [choice.to(device) for choice in kept] for name, kept in self.choices.items()})
@@ -60,22 +98,24 @@ class RoutingReplay:
         routers = _routers("capture", model)
         captured = 0
 
-        def hook(name: str):
-            @watches_choice
-            def add(router, inputs, routed):
+        def adder(name: str) -> Callable[[Tensor], None]:
+            def add(choice: Tensor) -> None:
                 nonlocal captured
-                if not is_in_backward():
-                    self.choices.setdefault(name, []).append(routed.topk_experts)
-                    captured += 1
+                self.choices.setdefault(name, []).append(choice)
+                captured += 1
 
             return add
 
-        handles = [router.register_forward_hook(hook(name)) for name, router in routers.items()]
-        try:
+        def hook(add: Callable[[Tensor], None]):
+            return watches_choice(lambda _, inputs, routed: None if is_in_backward() else add(routed.topk_experts))
+
+        with ExitStack() as stack:
+            for name, router in routers.items():
+                if isinstance(router, TopKRouter):
+                    stack.callback(router.register_forward_hook(hook(adder(name))).remove)
+                else:
+                    stack.enter_context(router.captures(adder(name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         if not captured:
             raise ValueError(f"RoutingReplay.capture: some router of the model must run, got none of {list(routers)}")
 
@@ -83,11 +123,12 @@ class RoutingReplay:
     def replay(self, model: nn.Module) -> Iterator[None]:
         """Replay the record, in its order, in the forwards of each router of `model` inside the context.
 
-        A checkpointed region needs `context_fn=save_routing`, and its backward must also run inside the context.
+        A checkpointed region of `MoEFeedForward` layers needs `context_fn=save_routing`, and its backward must also run
+        inside the context. A transformers model needs neither.
 
         Raises:
             ValueError: the model has other routers than the record, a router runs more or less often than in the
-                record, or a choice does not fit its tokens.
+                record, a choice does not fit its tokens, or an expert is out of range.
         """
         routers = _routers("replay", model)
         missing, unexpected = sorted(set(routers) - set(self.choices)), sorted(set(self.choices) - set(routers))
@@ -97,14 +138,14 @@ class RoutingReplay:
                 f"got none of {missing} and unexpected {unexpected}"
             )
         replays = [_Replay(name, router, self.choices[name]) for name, router in routers.items()]
-        handles = [
-            replay.router.register_forward_pre_hook(replay.choose, with_kwargs=True, prepend=True) for replay in replays
-        ]
-        try:
+        with ExitStack() as stack:
+            for replay in replays:
+                if isinstance(replay.router, TopKRouter):
+                    hook = replay.router.register_forward_pre_hook(replay.choose, with_kwargs=True, prepend=True)
+                    stack.callback(hook.remove)
+                else:
+                    stack.enter_context(replay.router.replays(replay.next))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         for replay in replays:
             if replay.position < len(replay.choices):
                 raise ValueError(
@@ -116,24 +157,25 @@ class RoutingReplay:
 class _Replay:
     """The choices of one router, returned one per forward."""
 
-    def __init__(self, name: str, router: TopKRouter, choices: list[Tensor]):
+    def __init__(self, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]):
         self.name, self.router = name, router
+        _check_choices("replay", name, router, choices)
         self.choices = [choice.to(router.weight.device) for choice in choices]
         self.position = 0
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
         tokens = inputs[0] if inputs else named_inputs["tokens"]
-        choice = self._of_recomputation(tokens) if is_in_backward() else self._next(tokens)
+        choice = self._of_recomputation(tokens) if is_in_backward() else self.next(len(tokens), router.num_slots)
         return inputs, {**named_inputs, "topk_experts": replayed_choice(choice)}
 
-    def _next(self, tokens: Tensor) -> Tensor:
+    def next(self, num_tokens: int, num_slots: int | None) -> Tensor:
         if self.position == len(self.choices):
             raise ValueError(
                 f"RoutingReplay.replay: {self.name} must run {self.position} times, as in the record, got one more"
             )
         choice = self.choices[self.position]
-        expected = (len(tokens), self.router.num_slots)
-        if choice.shape != expected and self.router.num_slots is not None:  # None: the router raises
+        expected = (num_tokens, num_slots)
+        if choice.shape != expected and num_slots is not None:  # None: the router raises
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "
                 f"got {list(choice.shape)}"
@@ -146,8 +188,26 @@ class _Replay:
         return next(choice for choice in self.choices if len(choice) == len(tokens))
 
 
-def _routers(op: str, model: nn.Module) -> dict[str, TopKRouter]:
-    routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+def _check_choices(op: str, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]) -> None:
+    """Raise ValueError if an expert is out of range or their number is wrong. On a GPU, the device checks the range."""
+    for choice in choices:
+        if router.num_slots is not None and choice.shape[1] != router.num_slots:
+            raise ValueError(
+                f"RoutingReplay.{op}: {name} must have {router.num_slots} experts per token, got {choice.shape[1]}"
+            )
+        in_range = (choice < router.num_experts).all()
+        message = f"RoutingReplay.{op}: experts of {name} must be below {router.num_experts}"
+        if choice.is_cuda:
+            assert_on_device(in_range, message)
+        elif not in_range:
+            raise ValueError(f"{message}, got {choice.max()}")
+
+
+def _routers(op: str, model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
+    own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+    routers = own | attached_routers(model)
     if not routers:
-        raise ValueError(f"RoutingReplay.{op}: the model must have a TopKRouter, got none")
+        raise ValueError(
+            f"RoutingReplay.{op}: the model must have a TopKRouter or MoE blocks of transformers, got none"
+        )
     return routers

@@ -299,7 +299,9 @@ def test_bad_records(device):
         RoutingReplay({"a": [torch.ones(3, 2).long()]})
     with pytest.raises(ValueError, match=r"got none of \['router'\] and unexpected \['layers.0.router', 'layers.1"):
         record.replay(model.layers[0]).__enter__()
-    with pytest.raises(ValueError, match="replay: the model must have a TopKRouter, got none"):
+    with pytest.raises(
+        ValueError, match="replay: the model must have a TopKRouter or MoE blocks of transformers, got none"
+    ):
         record.replay(torch.nn.Linear(2, 2)).__enter__()
     with pytest.raises(ValueError, match="some router of the model must run, got none"), record.capture(model):
         pass

@@ -72,6 +72,11 @@ class HookedRouter:
         return self.router.training
 
     @property
+    def num_slots(self) -> int | None:
+        top_k = getattr(self.router, "top_k", None)
+        return top_k if isinstance(top_k, int) else None
+
+    @property
     def weight(self) -> Tensor:
         return next(self.router.parameters())
 

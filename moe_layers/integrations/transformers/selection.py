@@ -41,7 +41,7 @@ class Selection(TorchFunctionMode):
         self.keys, self.chosen = scores.detach(), result.indices
         if self.choose is None:
             return result
-        replayed = self.choose(*result.indices.shape).long()
+        replayed = self.choose(*result.indices.shape).to(scores.device, torch.int64)
         self.chosen = torch.where((replayed < 0).any(1, keepdim=True), result.indices, replayed)
         # The gradient is the one of top-k, because the experts of a token differ.
         return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))
