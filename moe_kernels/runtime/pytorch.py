@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # `torch.compiler.disable` does the same, but imports the compiler.
 disable_dynamo = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # private API
+
+
+def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the compiler call a function while it traces and keep the result.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@contextmanager
+def unseen_by_tracers() -> Iterator[None]:
+    """Return a context in which new tensors hold values, also while `torch.compile` or `torch.export` traces.
+
+    Modes that record ops, as selective checkpointing has, do not see the ops inside.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 

@@ -75,13 +75,23 @@ def test_report_counts_blocks_and_says_how():
     assert str(report) == ("moe_layers computes the experts of 2 blocks: 2 Qwen3MoeExperts (swiglu, experts interface)")
 
 
-def test_a_part_of_a_model_can_be_enabled(device):
-    model = build("mixtral", device)
-    assert enable(model.model.layers[0]).blocks == 1
+@pytest.mark.parametrize("model_type", default_tier(MODELS, ["gpt_oss"]))
+def test_enabling_a_part_leaves_the_others_alone(model_type, device):
+    model = build(model_type, device)
+    wanted = snapshot(model)
+    part, other = model.model.layers
+    before = {name: dict(vars(module)) for name, module in other.named_modules()}
+    assert enable(part).blocks == 1
+    assert model.config._experts_implementation == "eager"
+    assert {name: dict(vars(module)) for name, module in other.named_modules()} == before
+    assert not torch.equal(snapshot(model)[3], wanted[3])
     with pytest.raises(ValueError, match="no part of the model may be enabled"):
         enable(model)
-    disable(model.model.layers[0])
-    assert enable(model).blocks == 2
+    disable(part)
+    assert_same_model(snapshot(model), wanted)
+    enable(model)
+    with pytest.raises(ValueError, match="no part of the model may be enabled"):
+        enable(part)
 
 
 def test_a_copy_of_an_enabled_model_is_its_own(device):
@@ -241,60 +251,98 @@ def test_a_norm_behind_the_experts_is_refused():
         enable(model)
 
 
-def test_models_that_share_a_configuration_do_not_mix(device):
-    config = config_of("qwen3_moe")
-    first, second = (transformers.Qwen3MoeForCausalLM(config).to(device) for _ in range(2))
-    if first.config is not second.config:
-        pytest.skip("this transformers copies the configuration")
-    tokens = draw_tokens(first)
-    enable(first)
-    with pytest.raises(ValueError, match="does it share its configuration"):
-        second(input_ids=tokens)
-    with pytest.raises(ValueError, match="must have a configuration object of its own"):
-        enable(second)
-    disable(first)
-    assert enable(second).blocks == 2
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_models_that_share_a_configuration(first_out, device):
+    """Each of them is enabled and disabled by itself, in any order."""
+    models = [build("qwen3_moe", device) for _ in range(2)]
+    for module in models[1].modules():
+        if hasattr(module, "config"):
+            module.config = models[0].config
+    tokens = draw_tokens(models[0])
+    own = models[0](input_ids=tokens).logits
+    for model in models:
+        assert enable(model).blocks == 2
+    for model in models:
+        assert not torch.equal(model(input_ids=tokens).logits, own)
+    disable(models[first_out])
+    assert not torch.equal(models[1 - first_out](input_ids=tokens).logits, own)
+    disable(models[1 - first_out])
+    for model in models:
+        assert torch.equal(model(input_ids=tokens).logits, own)
+        assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_copied_configuration_can_be_enabled(device):
+def test_a_copied_configuration_selects_the_same_experts(device):
     first = build("qwen3_moe", device)
     enable(first)
     second = type(first)(copy.deepcopy(first.config)).eval().to(device)
     second.load_state_dict(first.state_dict())
-    tokens = draw_tokens(first)
-    with pytest.raises(ValueError, match="A model with a copy can be enabled"):
-        second(input_ids=tokens)
+    tokens = draw_tokens(first, 1, 3)
+    own_way = second(input_ids=tokens).logits  # recognised at the call
     assert enable(second).blocks == 2
-    disable(first)
-    wanted = first(input_ids=tokens).logits
-    enable(first)
     assert torch.equal(second(input_ids=tokens).logits, first(input_ids=tokens).logits)
     disable(second)
-    assert torch.equal(second(input_ids=tokens).logits, wanted)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_the_configuration_of_an_enabled_copy_is_taken(copied):
-    model = build("qwen3_moe")
-    enable(model)
-    twin = copied(model)
-    third = build("qwen3_moe")
-    for module in third.modules():
-        if hasattr(module, "config"):
-            module.config = twin.config
-    with pytest.raises(ValueError, match="must have a configuration object of its own"):
-        enable(third)
-    disable(twin)
-    assert enable(third).blocks == 2
+    assert torch.equal(second(input_ids=tokens).logits, own_way)
+    disable(first)
+    second.set_experts_implementation("eager")
+    assert torch.equal(second(input_ids=tokens).logits, first(input_ids=tokens).logits)
 
 
 def test_the_configuration_of_a_model_that_is_gone_is_free():
     config = config_of("qwen3_moe")
     first, second = (transformers.Qwen3MoeForCausalLM(config) for _ in range(2))
+    if first.config is not second.config:
+        pytest.skip("this transformers copies the configuration")
     enable(first)
     del first
     gc.collect()
-    assert enable(second).blocks == 2
+    assert next(iter(enable(second).kinds))[2] == "experts interface"
+
+
+def copies(module):
+    return copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_copied_part_of_an_enabled_model(model_type, device):
+    """It computes the same, by the copied choice in its configuration, and can be enabled and disabled by itself."""
+    model = build(model_type, device)
+    tokens = draw_tokens(model)
+    own = model(input_ids=tokens).logits
+    enable(model)
+    wanted = model(input_ids=tokens).logits
+    layers = model.model.layers
+    for twin in copies(layers[0]):
+        layers[0] = twin
+        assert torch.equal(model(input_ids=tokens).logits, wanted)
+        with pytest.raises(ValueError, match="disable: the model must have been given to enable"):
+            disable(twin)
+        assert enable(twin).blocks == 1
+        assert torch.equal(model(input_ids=tokens).logits, wanted)
+        disable(twin)
+    layers[1] = copy.deepcopy(layers[1])
+    enable(layers[1])
+    disable(layers[1])
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+    assert torch.equal(model(input_ids=tokens).logits, own)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_with_an_enabled_part_is_copied(model_type, device):
+    model = build(model_type, device)
+    tokens = draw_tokens(model)
+    own = model(input_ids=tokens).logits
+    enable(model.model.layers[0])
+    wanted = model(input_ids=tokens).logits
+    assert not torch.equal(wanted, own)
+    for twin in copies(model):
+        assert torch.equal(twin(input_ids=tokens).logits, wanted)
+        with pytest.raises(ValueError, match="no part of the model may be enabled"):
+            enable(twin)
+        disable(twin.model.layers[0])
+        assert torch.equal(twin(input_ids=tokens).logits, own)
 
 
 PICKLED = """

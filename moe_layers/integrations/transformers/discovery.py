@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
 from packaging.version import Version
 from torch import nn
@@ -16,10 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...checks import first_three
 from .blocks import SWAPS
-from .experts_forward import ATTRIBUTE, ExpertsSpec
-from .recognition import recognise_gated, recognise_plain
+from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
 _SHARED_EXPERTS = re.compile(r"SharedExpert")
@@ -32,7 +29,7 @@ class Found:
     """An experts module that this package can compute.
 
     Attributes:
-        forwards: replacement forwards by module; empty for a module that uses the experts interface.
+        forwards: replacement forwards by module; empty if the configuration of the experts selects this package's.
     """
 
     name: str
@@ -45,8 +42,11 @@ class Found:
         return "replaced forward" if self.forwards else "experts interface"
 
 
-def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
+def find_experts(model: nn.Module, implementation: str | None, selectable: set[int]) -> list[Found]:
     """Return all experts of a model, in the order of its modules.
+
+    Args:
+        selectable: ids of the configurations that may select this package's experts for all their modules.
 
     Raises:
         ValueError: the model has no experts, or unsupported ones.
@@ -54,21 +54,24 @@ def find_experts(model: nn.Module, implementation: str | None) -> list[Found]:
     found = [
         part
         for name, module in model.named_modules()
-        if (part := _found(model, name, module, implementation)) is not None
+        if (part := _found(model, name, module, implementation, selectable)) is not None
     ]
     if unknown := sorted(set(_unknown(model, {part.experts for part in found}))):
         raise ValueError(f"enable: moe_layers must support all experts, got unsupported {first_three(unknown)}")
     if not found:
         raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
     for part in found:
-        _check_parameters(part)
+        spec, experts = part.spec, part.experts
+        check_weights(part.name, (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts)))
     return found
 
 
-def _found(model: nn.Module, name: str, module: nn.Module, implementation: str | None) -> Found | None:
+def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
     kind = type(module).__name__
     if _has_interface(module):
-        return Found(name, module, _interface_spec(module, implementation), {})
+        forwards = {} if id(module.config) in selectable else {module: experts_forward}
+        _check_forwards(forwards)
+        return Found(name, module, interface_spec(module, implementation), forwards)
     if kind not in SWAPS or not type(module).__module__.startswith("transformers."):
         return None
     if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
@@ -80,12 +83,18 @@ def _found(model: nn.Module, name: str, module: nn.Module, implementation: str |
         if not callers:
             return None
         forwards |= dict.fromkeys(callers, swap.caller_forward)
-    for replaced in forwards:
-        if "forward" in vars(replaced) and not hasattr(module, ATTRIBUTE):
-            raise ValueError(
-                f"enable: the forward of {type(replaced).__name__} must be its class's own, got a replaced one"
-            )
+    _check_forwards(forwards)
     return Found(name, module, swap.spec(module, implementation), forwards)
+
+
+def _check_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> None:
+    """Raise ValueError if someone else replaced a forward."""
+    for module, forward in forwards.items():
+        present = vars(module).get("forward")
+        if present is not None and getattr(present, "func", None) is not forward:
+            raise ValueError(
+                f"enable: the forward of {type(module).__name__} must be its class's own, got a replaced one"
+            )
 
 
 def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
@@ -107,19 +116,6 @@ def _has_interface(module: nn.Module) -> bool:
     return False
 
 
-def _interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
-    if getattr(experts, "has_post_expert_norm", False):
-        raise ValueError(
-            f"enable: the output of an expert must be summed unchanged, got a norm in {type(experts).__name__}"
-        )
-    interleaved = experts.has_gate and not experts.is_concatenated
-    if experts.has_gate:
-        activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
-    else:
-        activation = recognise_plain(experts, experts.act_fn)
-    return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias)
-
-
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
     """Yield classes that look like routed experts, with no known module around or inside them."""
     inside = {inner for block in known for inner in block.modules()}
@@ -128,13 +124,3 @@ def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
         looks_alike = _NAMED_EXPERTS.search(kind) and not _SHARED_EXPERTS.search(kind)
         if looks_alike and module not in inside and known.isdisjoint(module.modules()):
             yield kind
-
-
-def _check_parameters(part: Found) -> None:
-    weights = (*part.spec.up_parameters(part.experts), part.spec.w_down(part.experts), *part.spec.biases(part.experts))
-    dtypes = {weight.dtype for weight in weights}
-    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
-        raise ValueError(
-            f"enable: the weights of {part.name} must have one dtype of {[str(d) for d in _DTYPES]}, "
-            f"got {sorted(map(str, dtypes))}"
-        )

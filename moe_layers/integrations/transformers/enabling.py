@@ -1,4 +1,7 @@
-"""Hugging Face transformers: run a model's MoE blocks with this package's experts, in one call.
+"""Hugging Face transformers: run a model's MoE blocks with this package's experts.
+
+Importing this package registers `experts_implementation="moe_layers"` with transformers. `enable` checks a model, sets
+this choice, and also serves blocks without an experts interface:
 
     from moe_layers.integrations.transformers import disable, enable
 
@@ -81,7 +84,7 @@ class EnableReport:
 class _State:
     """Everything that `disable` restores. One instance belongs to one enabled model."""
 
-    configs: list[tuple[object, str | None]]  # with their experts implementations
+    configs: list[tuple[Any, str | None]]  # with their experts implementations
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
@@ -105,9 +108,9 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
     The function checks everything before it changes anything. An enabled model may be enabled again, with another
     implementation.
 
-    The choice of an experts implementation is part of the model's configuration. Another model with the same
-    configuration object, or with a copy made while this model was enabled, raises when called. A model with such a copy
-    can also be enabled; its `disable` restores "eager", because the copy does not record the earlier choice.
+    The function sets `experts_implementation="moe_layers"` in the model's configuration. A model with the same
+    configuration object then computes its experts here, too. For a part of a model, such as one layer, and for a second
+    model with the configuration, the function replaces the forward of the experts instead; nothing else changes.
 
     Args:
         model: any module that holds MoE blocks of transformers.
@@ -115,19 +118,19 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
 
     Raises:
         ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
-            or another model with its configuration, is enabled.
+            or a model around it, is enabled.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
     check_kind("enable", "model", model, nn.Module)
-    found = find_experts(model, implementation)
+    found = find_experts(model, implementation, _selectable(model))
     configs = _configs_of(found)
     if (earlier := getattr(model, _STATE, None)) is not None:
         _restore(model, earlier)
-    _check_free(found, configs)
+    _check_free(found)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
     places = find_places(model, [part.experts for part in found])
     state = _State(
-        [(config, _implementation_of(config)) for config in configs],
+        [(config, config._experts_implementation_internal) for config in configs],
         [part.experts for part in found],
         list(forwards),
         places,
@@ -152,12 +155,19 @@ def _configs_of(found: list[Found]) -> list[Any]:
     return list({id(experts.config): experts.config for experts in through_interface}.values())
 
 
-def _check_free(found: list[Found], configs: list[Any]) -> None:
-    """Raise ValueError if a part of the model, or another model with its configuration, is enabled."""
-    if any(hasattr(part.experts, ATTRIBUTE) for part in found):
+def _check_free(found: list[Found]) -> None:
+    """Raise ValueError if a part of the model, or a model around it, is enabled."""
+    enabled = {experts for state in _STATES for experts in state.experts}
+    if any(part.experts in enabled for part in found):
         raise ValueError("enable: no part of the model may be enabled, or enabled again, without the whole")
-    if any(config is taken for config in configs for state in _STATES for taken, _ in state.configs):
-        raise ValueError("enable: each model must have a configuration object of its own, got that of an enabled one")
+
+
+def _selectable(model: nn.Module) -> set[int]:
+    """Return the ids of configurations that belong to whole models in `model`, and to no other enabled model."""
+    own = getattr(model, _STATE, None)
+    taken = {id(config) for state in _STATES if state is not own for config, _ in state.configs}
+    whole = (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
+    return {id(module.config) for module in whole} - taken
 
 
 def disable(model: nn.Module) -> None:
@@ -185,7 +195,6 @@ def _restore(model: nn.Module, state: _State) -> None:
     for experts in state.experts:
         delattr(experts, ATTRIBUTE)
         vars(experts).pop(CHANGES, None)
-    _STATES.discard(state)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
     delattr(holder, _STATE)
@@ -194,12 +203,6 @@ def _restore(model: nn.Module, state: _State) -> None:
 def _innermost(model: Any) -> nn.Module:
     """Return the model inside PEFT's, which remains when adapters are unloaded."""
     return model.get_base_model() if type(model).__module__.startswith("peft.") else model
-
-
-def _implementation_of(config: Any) -> str | None:
-    """Return the experts implementation to restore. A copy of an enabled configuration has lost it: "eager"."""
-    implementation = config._experts_implementation_internal
-    return "eager" if implementation == NAME else implementation
 
 
 def _report(found: list[Found], places: list[Place]) -> EnableReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_kernels import Activation, ExpertAdapters, fused_experts, sort_by_expert
+from moe_kernels.runtime.pytorch import constant_for_dynamo, unseen_by_tracers
 
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
+from .recognition import recognise_gated, recognise_plain
 
 NAME = "moe_layers"  # in the experts interface
-ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec while it is enabled
+ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from `enable` or from the first call
 CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LowRank(NamedTuple):
@@ -80,6 +84,46 @@ class ExpertsSpec:
         return change.right, change.left
 
 
+def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
+    """Recognise an experts module of the experts interface.
+
+    Raises:
+        ValueError: this package cannot compute it, with the reason.
+    """
+    if getattr(experts, "has_post_expert_norm", False):
+        raise ValueError(
+            f"moe_layers: the output of an expert must be summed unchanged, got a norm in {type(experts).__name__}"
+        )
+    interleaved = experts.has_gate and not experts.is_concatenated
+    if experts.has_gate:
+        activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
+    else:
+        activation = recognise_plain(experts, experts.act_fn)
+    return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias)
+
+
+def check_weights(name: str, weights: Iterable[Tensor]) -> None:
+    """Raise ValueError if the kernels cannot read the weights of an experts module, for example quantised ones."""
+    dtypes = {weight.dtype for weight in weights}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        raise ValueError(
+            f"moe_layers: the weights of {name} must have one dtype of {[str(d) for d in _DTYPES]}, "
+            f"got {sorted(map(str, dtypes))}"
+        )
+
+
+@constant_for_dynamo
+def _recognise_once(experts: nn.Module) -> None:
+    """Give a module that `enable` does not know its spec. Reads no parameter, because PEFT caches what is read."""
+    if not hasattr(experts, ATTRIBUTE):
+        with unseen_by_tracers():
+            spec = interface_spec(experts, None)
+        names = (*spec.adaptable, *(f"{name}_bias" for name in spec.adaptable))
+        stored = dict(experts.named_parameters(recurse=False))
+        check_weights(type(experts).__name__, [stored[name] for name in names if name in stored])
+        setattr(experts, ATTRIBUTE, spec)
+
+
 def experts_forward(
     self: nn.Module,
     hidden_states: Tensor,  # [T, D]
@@ -89,15 +133,10 @@ def experts_forward(
     """Replace the forward of an experts module.
 
     Raises:
-        ValueError: the module was never passed to `enable`.
+        ValueError: at the first call, that this package cannot compute the module, with the reason.
     """
-    spec = getattr(self, ATTRIBUTE, None)
-    if spec is None:
-        raise ValueError(
-            f"moe_layers: {type(self).__name__} must be in a model given to `enable` of moe_layers.integrations, "
-            f"got one that was not; does it share its configuration with one that was, or hold a copy of it? "
-            f"A model with a copy can be enabled, or given another experts implementation"
-        )
+    _recognise_once(self)
+    spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     parameters, w_down = spec.up_parameters(self), spec.w_down(self)
     changes = getattr(self, CHANGES, None)
     adapters = spec.adapters(changes) if changes else None
@@ -123,5 +162,5 @@ def experts_forward(
     return call_with_autocast_rules(experts, hidden_states, *weights).to(hidden_states.dtype)
 
 
-# Registered here, because unpickling an enabled model imports this file and may call nothing else of the package.
+# Registered here, because unpickling a model that was enabled or called imports this file and may call nothing else.
 ExpertsInterface.register(NAME, experts_forward)

@@ -84,7 +84,7 @@ def _match(experts: nn.Module, wanted: Tensor, computed: dict[Activation, Tensor
             return activation
     function = getattr(experts, "act_fn", None)
     raise ValueError(
-        f"enable: the activation of {type(experts).__name__} must be one of {sorted(ACTIVATION_KINDS)} with its "
+        f"moe_layers: the activation of {type(experts).__name__} must be one of {sorted(ACTIVATION_KINDS)} with its "
         f"numbers in {[name for names in _NUMBERS.values() for name in names]}, got act_fn={function!r} and "
         "another result"
     )

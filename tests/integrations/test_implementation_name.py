@@ -1,0 +1,181 @@
+"""`experts_implementation="moe_layers"`: the experts are recognised at their first call, without `enable`."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moe_layers.integrations.transformers import enable
+from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE
+
+from ..processes import run_python
+from ..tiers import default_tier, slow
+from .models import assert_same_step, build, config_of, step
+from .models import draw_tokens as draw_some
+from .test_experts import draw_routing, experts_of
+
+# The interpreter is slow, and runs the kernels here: few tokens.
+draw_tokens = partial(draw_some, batch=1, length=3)
+NAME = "moe_layers"
+MODELS = ["qwen3_moe", "gpt_oss", "nemotron_h"]
+
+
+def chosen_by_name(model_type, device="cpu", **changes):
+    model = build(model_type, device, **changes)
+    model.set_experts_implementation(NAME)
+    return model
+
+
+@pytest.mark.parametrize("model_type", default_tier(MODELS, ["gpt_oss"]))
+def test_step_is_the_models_own(model_type, device):
+    model = build(model_type, device)
+    tokens = draw_tokens(model)
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    model.set_experts_implementation(NAME)
+    actual = step(model, tokens)
+    assert_same_step(actual, baseline, exact)
+    assert not torch.equal(actual[0], baseline[0])
+    model.set_experts_implementation("eager")
+    assert torch.equal(model(input_ids=tokens, use_cache=False)[0], baseline[0])
+
+
+def test_from_pretrained_and_from_config_take_the_name(tmp_path, device):
+    saved = build("qwen3_moe", device)
+    saved.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=NAME).to(device)
+    config = config_of("qwen3_moe")
+    made = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=NAME).to(device).eval()
+    made.load_state_dict(saved.state_dict())
+    tokens = draw_tokens(saved)
+    enable(saved)
+    wanted = saved(input_ids=tokens).logits
+    for model in (loaded, made):
+        assert model.config._experts_implementation == NAME
+        assert torch.equal(model(input_ids=tokens).logits, wanted)
+        assert getattr(experts_of(model), ATTRIBUTE) == getattr(experts_of(saved), ATTRIBUTE)
+        assert getattr(experts_of(copy.deepcopy(model)), ATTRIBUTE) == getattr(experts_of(saved), ATTRIBUTE)
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert again.config._experts_implementation != NAME
+
+
+def test_two_models_share_a_configuration(device):
+    config = config_of("qwen3_moe")
+    config._experts_implementation = NAME
+    models = [transformers.Qwen3MoeForCausalLM(config).to(device) for _ in range(2)]
+    tokens = draw_tokens(models[0])
+    for model in models:
+        del model.model.layers[1:]
+        assert model(input_ids=tokens).logits.isfinite().all()
+        assert hasattr(experts_of(model), ATTRIBUTE)
+
+
+def with_unknown_activation(experts):
+    experts.act_fn = nn.Mish()
+
+
+def with_norm(experts):
+    experts.has_post_expert_norm = True
+
+
+def with_float8(experts):
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_unknown_activation, "the activation of Qwen3MoeExperts must be one of .*Mish"),
+        (with_norm, "the output of an expert must be summed unchanged, got a norm in Qwen3MoeExperts"),
+        (with_float8, "the weights of Qwen3MoeExperts must have one dtype of .*float8_e4m3fn"),
+    ],
+)
+def test_what_cannot_be_computed_raises_at_its_call(change, reason, device):
+    model = chosen_by_name("qwen3_moe", device)
+    change(model.model.layers[0].mlp.experts)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"moe_layers: {reason}"):
+            model(input_ids=draw_tokens(model))
+
+
+@pytest.mark.parametrize("model_type", default_tier(MODELS, ["gpt_oss"]))
+def test_first_call_inside_a_tracer(model_type, device):
+    """torch.compile and torch.export recognise the experts, too, without a graph break."""
+    eager = experts_of(chosen_by_name(model_type, device))
+    compiled, traced = copy.deepcopy(eager), copy.deepcopy(eager)
+    inputs = draw_routing(eager, torch.float32)
+    wanted = eager(*inputs)
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(*inputs), wanted) and torch.equal(run(*inputs), wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(torch.export.export(traced, inputs, strict=False).module()(*inputs), wanted)
+
+
+def test_first_call_inside_selective_checkpointing(device):
+    """Its mode counts the ops of forward, and expects the same ones in recomputation."""
+    experts = experts_of(chosen_by_name("qwen3_moe", device))
+    tokens, ids, weights = draw_routing(experts, torch.float32)
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    tokens.requires_grad_()
+    out = checkpoint(experts, tokens, ids, weights, use_reentrant=False, context_fn=contexts)
+    gradients = torch.autograd.grad(out.square().sum(), [tokens, *experts.parameters()])
+    plain = experts(tokens, ids, weights)
+    expected = torch.autograd.grad(plain.square().sum(), [tokens, *experts.parameters()])
+    assert torch.equal(out, plain) and all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+@pytest.mark.parametrize("model_type", default_tier(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
+def test_peft_computes_its_adapters_by_itself(model_type):
+    pytest.importorskip("peft", reason="peft is not installed")
+    from .test_peft import adapt, assert_equal_steps, lora
+
+    golden = adapt(build(model_type, dtype=torch.float64), lora())
+    ours = copy.deepcopy(golden)
+    ours.base_model.model.set_experts_implementation(NAME)
+    tokens = draw_tokens(golden)
+    expected = step(golden, tokens)
+    assert_equal_steps(step(ours, tokens), expected)
+    assert hasattr(experts_of(ours).get_base_layer(), ATTRIBUTE)
+    enable(ours, implementation="reference")
+    assert_equal_steps(step(ours, tokens), expected)
+
+
+@slow  # the Trainer takes seconds
+def test_trainer(tmp_path, device):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    losses = {}
+    for name in ("eager", NAME):
+        torch.manual_seed(0)
+        model = build("qwen3_moe", device).train()
+        model.set_experts_implementation(name)
+        windows = [{"input_ids": ids, "labels": ids} for ids in draw_some(model, batch=8).cpu()]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, learning_rate=1e-3, report_to="none", save_strategy="no",
+            use_cpu=device == "cpu", dataloader_pin_memory=False, logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=windows)
+        trainer.train()
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses[NAME]) == 3
+    assert losses[NAME] == pytest.approx(losses["eager"], rel=1e-3)
+
+
+UNPICKLED = """
+import torch
+model, tokens, wanted = torch.load("pickled.pt", weights_only=False)
+assert torch.equal(model(input_ids=tokens).logits, wanted)
+"""
+
+
+@slow  # a process that imports transformers
+def test_a_called_model_unpickles_in_a_new_process(tmp_path, device):
+    model = chosen_by_name("qwen3_moe", device)
+    tokens = draw_tokens(model)
+    torch.save((model, tokens, model(input_ids=tokens).logits.detach()), tmp_path / "pickled.pt")
+    run_python(["-c", UNPICKLED], cwd=tmp_path, interpret=True)
