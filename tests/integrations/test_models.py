@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import enable
 
 from ..tiers import default_tier
@@ -52,3 +53,18 @@ def test_blocks_without_the_interface(model_type, device):
     skip_old_dbrx(model_type)
     model = build(model_type, device)
     assert_enabled_step_is_the_models_own(model, REPLACED[model_type], "replaced forward")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "dbrx"])
+def test_weights_that_are_inference_tensors(model_type, device):
+    """A model built in inference mode. PEFT's adapters make such weights there, too."""
+    skip_old_dbrx(model_type)
+    with torch.inference_mode():
+        model = build(model_type, device)
+        tokens = draw_tokens(model)
+        baseline, exact = model(input_ids=tokens)[0], copy.deepcopy(model).double()(input_ids=tokens)[0]
+        enable(model, implementation="reference")
+        actual = model(input_ids=tokens)[0]
+        assert_accurate(actual, baseline, exact)
+        model.requires_grad_(False)
+    assert torch.equal(model(input_ids=tokens)[0], actual)

@@ -346,6 +346,20 @@ def test_gradient_checkpointing(use_reentrant):
     assert len(calls) == 2  # it was recomputed
 
 
+@pytest.mark.parametrize("chosen", ["enabled", "by name"])
+def test_inference_mode(chosen):
+    """With the name alone PEFT makes the changed weights, as inference tensors."""
+    golden, ours = float64_pair("gpt_oss")
+    if chosen == "enabled":
+        enable(ours, implementation="reference")
+    else:
+        ours.base_model.model.set_experts_implementation("moe_layers")
+    tokens = draw_tokens(golden)
+    with torch.inference_mode():
+        actual, expected = (model(input_ids=tokens).logits for model in (ours, golden))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
 def test_autocast(device):
     golden, ours = float64_pair()
     tokens = draw_tokens(golden)

@@ -32,14 +32,16 @@ def rebuilt_in_backward(
 ) -> AbstractContextManager[None]:
     """Return a context in which autograd saves `parameters` instead of `copy`.
 
-    The context does nothing under `torch.compile`, which finds by itself that a copy can be recomputed. It also does
-    nothing if other hooks (activation checkpointing, offloading) are active, because autograd calls only the last of
-    several hooks.
+    The context does nothing without gradients, and for inference tensors, which have no version. It does nothing under
+    `torch.compile`, which finds by itself that a copy can be recomputed. It also does nothing if other hooks
+    (activation checkpointing, offloading) are active, because autograd calls only the last of several hooks.
 
     Args:
         build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.
     """
-    if torch.compiler.is_compiling() or has_saved_tensors_hooks():
+    if torch.compiler.is_compiling() or has_saved_tensors_hooks() or not torch.is_grad_enabled():
+        return nullcontext()
+    if any(parameter.is_inference() for parameter in parameters):
         return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
     rebuilt = _Rebuilt(parameters, versions, copy.dtype, build)
