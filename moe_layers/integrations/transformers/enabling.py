@@ -184,6 +184,7 @@ def disable(model: nn.Module) -> None:
 
 
 def _restore(model: nn.Module, state: _State) -> None:
+    _STATES.discard(state)
     for config, implementation in state.configs:
         config._experts_implementation_internal = implementation
     for module in state.replaced:
