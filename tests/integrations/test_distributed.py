@@ -1,0 +1,106 @@
+"""Enabled models under the parallelism of transformers itself: tensor, expert and data parallelism, and combinations.
+
+Each case loads a model with transformers' `DistributedConfig`, enables it, and compares one step with the same model on
+one rank with its own experts: logits, loss with the router's auxiliary loss, and the gradient of every parameter.
+"""
+
+import tempfile
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import distributed
+
+from ..checkpoint.golden import FASTEST
+from ..processes import make_test
+from ..tiers import slow
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = [
+    slow,  # each process imports transformers
+    pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="tested with transformers 5.23"),
+]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def step(model, device):
+    """Return logits, the loss and the whole gradient of every parameter."""
+    tokens = (torch.arange(48, device=device) * 7 % 61).view(2, 24)
+    result = model(input_ids=tokens, labels=tokens, output_router_logits=True, use_cache=False)
+    result.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
+    return result.logits.detach(), result.loss.detach(), whole
+
+
+def assert_same_step(device, **sizes):
+    from transformers.distributed import DistributedConfig
+
+    from moe_layers.integrations.transformers import enable
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    auto = transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    own = auto.from_config(transformers.Qwen3MoeConfig(**SIZES), experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in own.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    own = own.to(device).train()
+    with tempfile.TemporaryDirectory() as folder:
+        of_first = [folder]
+        distributed.broadcast_object_list(of_first)
+        own.save_pretrained(of_first[0])  # only the first rank writes
+        distributed.barrier()
+        model = auto.from_pretrained(of_first[0], distributed_config=DistributedConfig(**sizes)).train()
+        distributed.barrier()
+    report = enable(model, implementation=FASTEST)
+    assert report.blocks == 2 and model.config._experts_implementation == "moe_layers"
+    logits, loss, gradients = step(model, device)
+    expected_logits, expected_loss, expected = step(own, device)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        size = gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=1e-4 * size, msg=name)
+
+
+def tensor_parallel(device):
+    assert_same_step(device, tp_size=2, tp_plan="auto")
+
+
+def expert_parallel(device):
+    assert_same_step(device, tp_size=2, ep_size=2)
+
+
+def fsdp2(device):
+    assert_same_step(device, fsdp_size=2)
+
+
+def fsdp2_and_expert_parallel(device):
+    assert_same_step(device, fsdp_size=2, ep_size=2)
+
+
+def fsdp2_and_tensor_parallel(device):
+    assert_same_step(device, fsdp_size=2, tp_size=2)
+
+
+def all_three(device):
+    assert_same_step(device, fsdp_size=2, tp_size=2, ep_size=4)
+
+
+test_two_processes = make_test([tensor_parallel, expert_parallel, fsdp2, fsdp2_and_expert_parallel], 2)
+test_four_processes = make_test([fsdp2_and_tensor_parallel, all_three], 4)
