@@ -1,11 +1,13 @@
 """Exact dequantisation of a checkpoint's weights, whose scales must be finite.
 
 `moe_kernels.quantization.decode` defines the arithmetic. float8 has a scale per block (DeepSeek-V3): the tensor on disk
-is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has a power of two per 32 numbers.
+is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has a power of two per 32 numbers. Packed float4
+(DeepSeek-V4) holds the same numbers as int8, with one axis for the bytes of a row.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_kernels.quantization.decode import decode_mxfp4, decode_scales, multiply_blocks
@@ -44,6 +46,16 @@ def dequantize_mxfp4(
     if (scales == _E8M0_NAN).any():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got the NaN of e8m0 (255)")
     return decode_mxfp4(blocks, scales)
+
+
+def dequantize_float4(
+    packed: Tensor,  # [..., N, K / 2] int8
+    scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """As `dequantize_mxfp4`."""
+    blocks = packed.view(torch.uint8).unflatten(-1, (-1, MXFP4_GROUP // 2))
+    return dequantize_mxfp4(blocks, scales.view(torch.uint8), name)
 
 
 def _first_bad(scale: Tensor) -> float:

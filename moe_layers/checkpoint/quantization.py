@@ -11,8 +11,7 @@ def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
     """Return the number of rows and columns that share a scale.
 
     Raises:
-        ValueError: the quantisation is neither float8 by blocks nor MXFP4, experts are packed float4, or the block size
-            is malformed.
+        ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.
     """
     quantization = values.get("quantization_config") or config.values.get("quantization_config") or {}
     if not isinstance(quantization, dict):
@@ -20,12 +19,6 @@ def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
     method = quantization.get("quant_method")
     if method not in (None, "fp8", "mxfp4"):
         raise ValueError(f"checkpoint: quant_method must be 'fp8' or 'mxfp4', got {method!r}")
-    packed = [source.get("expert_dtype") for source in (quantization, values, config.values)]
-    if "fp4" in packed:
-        raise ValueError(
-            "checkpoint: expert_dtype in config.json must not be 'fp4', as DeepSeek-V4's published experts are packed; "
-            "save a dequantised copy with transformers"
-        )
     block = quantization.get("weight_block_size") or _FLOAT8_BLOCK
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise ValueError(f"checkpoint: weight_block_size must be two positive integers, got {block!r}")
@@ -37,5 +30,5 @@ def without_quantization(values: dict) -> dict:
     return {
         name: without_quantization(value) if name in NESTED and isinstance(value, dict) else value
         for name, value in values.items()
-        if name != "quantization_config"
+        if name not in ("quantization_config", "expert_dtype")  # the latter is DeepSeek-V4's
     }

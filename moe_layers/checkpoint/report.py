@@ -15,7 +15,7 @@ class LoadedTensor:
 
     Attributes:
         names: the weight's tensors on disk, which belong to no other weight.
-        encoding: "plain", "float8" or "mxfp4".
+        encoding: "plain", "float8", "float4" or "mxfp4".
         parameter: the parameter that it fills, fully or in part; `parts` and `experts` say which part.
     """
 

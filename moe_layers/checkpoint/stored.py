@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .dequantize import MXFP4_GROUP, dequantize_float8, dequantize_mxfp4
+from .dequantize import MXFP4_GROUP, dequantize_float4, dequantize_float8, dequantize_mxfp4
 from .files import CheckpointFiles, TensorInfo
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
+_E8M0_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, *_E8M0_DTYPES)
+_EXPERT_SCALE = re.compile(r"experts\.\d+\.\w+\.scale$")  # DeepSeek-V4 names all scales ".scale"
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Stored:
     """A weight of the checkpoint.
 
     Attributes:
-        encoding: "plain", "float8" or "mxfp4".
+        encoding: "plain", "float8", "float4" or "mxfp4".
         names: the tensors on disk: the weight, or its numbers and their scales.
         shape: shape of the weight.
         dtype: dtype of the numbers on disk.
@@ -40,6 +43,8 @@ class Stored:
         if self.encoding == "plain":
             return files.read(self.names[0], rows)
         numbers, scales = (files.read(name, rows).to(device) for name in self.names)
+        if self.encoding == "float4":
+            return dequantize_float4(numbers, scales, self.name)
         if self.encoding == "float8":
             return dequantize_float8(numbers, scales, self.block, self.name)
         return dequantize_mxfp4(numbers, scales, self.name)
@@ -49,14 +54,21 @@ Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may not exist."""
+    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may not exist.
+
+    A "float8" weight of int8 numbers is packed float4, which `describe` finds.
+    """
     names = set(names)
+    suffixes = {"_scale_inv": ""}
+    if any(map(_EXPERT_SCALE.search, names)):
+        suffixes[".scale"] = ".weight"
     weights: dict[str, Group] = {name: ("plain", (name,)) for name in names}
     for name in names:
-        weight = name.removesuffix("_scale_inv")
-        if weight != name and weight in names:
-            weights[weight] = ("float8", (weight, name))
-            del weights[name]
+        for suffix, replacement in suffixes.items():
+            weight = name.removesuffix(suffix) + replacement
+            if name.endswith(suffix) and weight in names:
+                weights[weight] = ("float8", (weight, name))
+                del weights[name]
         weight = name.removesuffix("_blocks")
         if weight != name and (f"{weight}_scales" in names or "experts." in name):
             weights[weight] = ("mxfp4", (name, f"{weight}_scales"))
@@ -79,6 +91,8 @@ def describe(
         problems.extend(f"missing: {part}" for part in missing)
         return None
     infos = [files.info(part) for part in names]
+    if encoding == "float8" and infos[0].dtype == torch.int8:
+        encoding = "float4"
     shape, wrong = _ENCODINGS[encoding](name, names, infos, block)
     problems.extend(wrong)
     if shape is None:
@@ -108,6 +122,18 @@ def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo],
     return shape, wrong
 
 
+def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    numbers, scales = infos
+    shape = (*numbers.shape[:-1], 2 * numbers.shape[-1]) if numbers.shape else ()
+    expected = (*shape[:-1], shape[-1] // MXFP4_GROUP) if shape else ()
+    wrong = []
+    if scales.dtype not in _E8M0_DTYPES:
+        wrong.append(f"wrong dtype: {names[1]}, the scales of packed float4, is {_short(scales.dtype)}, must be e8m0")
+    if len(shape) < 2 or shape[-1] % MXFP4_GROUP or scales.shape != expected:
+        wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {numbers.shape}")
+    return shape, wrong
+
+
 def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape, wrong = numbers.shape, []
@@ -122,7 +148,12 @@ def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], 
     return (*shape[:-2], groups * MXFP4_GROUP), wrong
 
 
-_ENCODINGS = {"plain": _describe_plain, "float8": _describe_float8, "mxfp4": _describe_mxfp4}
+_ENCODINGS = {
+    "plain": _describe_plain,
+    "float8": _describe_float8,
+    "float4": _describe_float4,
+    "mxfp4": _describe_mxfp4,
+}
 
 
 def _short(dtype: torch.dtype) -> str:

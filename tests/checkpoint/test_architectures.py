@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from moe_layers import MoEConfig, MoEFeedForward
 from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED, read_config
+from moe_layers.checkpoint.convert import convert
 
+from ..tiers import slow
 from .golden import FASTEST
+from .test_convert import read_model
 from .tiny_models import LAYER, MODELS, config_fields, known_fields, save_model
 
 pytest.importorskip("transformers", reason="transformers builds the models of this test")
@@ -28,6 +32,7 @@ def test_at_least_25_architectures():
     assert not set(ARCHITECTURES) & set(REFUSED)
 
 
+@slow  # imports the configurations of a hundred models
 def test_every_moe_model_of_transformers_is_supported_or_refused_by_name():
     """Find models by the names of their classes. A composite model counts by its language model."""
     import transformers
@@ -129,6 +134,70 @@ def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
     """`save_original_format=False` keeps the names and shapes of transformers' modules."""
     block = save_model(model_type, tmp_path, save_original_format=False)
     assert_equals(tmp_path, block, device)
+
+
+GROUPS_OF_32 = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}
+
+
+def quantised_as_published(tensors, generator):
+    """Return DeepSeek-V4's tensors with packed float4 experts and a float8 shared expert, and their values."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    stored, values = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if ".ffn." not in name or "experts" not in name:
+            continue
+        rows, columns = tensor.shape
+        if "shared" in name:
+            numbers, grid = tensor.to(torch.float8_e4m3fn), (-(-rows // 128), -(-columns // 128))
+        else:
+            numbers = torch.randint(-128, 128, (rows, columns // 2), generator=generator, dtype=torch.int8)
+            grid = rows, columns // 32
+        scales = torch.randint(120, 130, grid, generator=generator, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        stored[name], stored[name.replace(".weight", ".scale")] = numbers, scales
+        values[name] = Fp8Dequantize(None)._dequantize_one(numbers, scales, output_dtype=torch.float32)
+    return stored, values
+
+
+def test_deepseek_v4_as_published(tmp_path):
+    """Dequantised values equal those of transformers, bit for bit."""
+    for name in ("stored", "values"):
+        save_model("deepseek_v4", tmp_path / name, **GROUPS_OF_32)
+    tensors = read_model(tmp_path / "stored")
+    results = quantised_as_published(tensors, torch.Generator().manual_seed(0))
+    layers = []
+    for name, result in zip(("stored", "values"), results, strict=True):
+        for path in (tmp_path / name).glob("model*"):
+            path.unlink()
+        save_file(result, tmp_path / name / "model.safetensors")
+        loaded = MoEFeedForward.from_checkpoint(tmp_path / name, LAYER, dtype=torch.float32, return_report=True)
+        layers.append(loaded)
+    (layer, report), (expected, _) = layers
+    assert report.quantization == ("float4", "float8")
+    assert all(map(torch.equal, layer.state_dict().values(), expected.state_dict().values()))
+    convert(tmp_path / "stored", tmp_path / "converted", "fused", dtype=torch.float32)
+    converted = MoEFeedForward.from_checkpoint(tmp_path / "converted", LAYER)
+    assert all(map(torch.equal, converted.state_dict().values(), expected.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scales: scales.float(), r"w1\.scale, the scales of packed float4, is float32, must be e8m0"),
+        (lambda scales: scales[:-1].contiguous(), r"w1\.scale is \(31, 2\), must be \(32, 2\)"),
+        (lambda scales: torch.full_like(scales.view(torch.uint8), 255), r"scales of .*w1\.weight must be finite"),
+    ],
+)
+def test_packed_float4_that_does_not_fit_is_named(change, message, tmp_path):
+    save_model("deepseek_v4", tmp_path, **GROUPS_OF_32)
+    tensors, _ = quantised_as_published(read_model(tmp_path), torch.Generator().manual_seed(0))
+    name = next(name for name in tensors if name.endswith("1.ffn.experts.0.w1.scale"))
+    tensors[name] = change(tensors[name])
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        MoEFeedForward.from_checkpoint(tmp_path, LAYER)
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "hy_v4", "kolibri1", "minimax_m3_vl_text", "step3p5"])

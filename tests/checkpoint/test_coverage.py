@@ -341,12 +341,6 @@ class TestQuantised:
         self.float8(tmp_path, quant_method=method)
         refuses(tmp_path, f"quant_method must be 'fp8' or 'mxfp4', got {method!r}")
 
-    @pytest.mark.parametrize("place", ["quantization_config", None])
-    def test_packed_float4_is_refused_by_name(self, place, tmp_path):
-        packed = {"expert_dtype": "fp4"}
-        copy_case("qwen3_moe", tmp_path, config={place: packed} if place else packed)
-        refuses(tmp_path, "expert_dtype in config.json must not be 'fp4'")
-
     @pytest.mark.parametrize("block", [[128], "128", [0, 128], [1.5, 2]])
     def test_malformed_block_size(self, block, tmp_path):
         self.float8(tmp_path, weight_block_size=block)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_layers.checkpoint.dequantize import dequantize_float8, dequantize_mxfp4
+from moe_layers.checkpoint.dequantize import dequantize_float4, dequantize_float8, dequantize_mxfp4
 
 from .golden import Golden
 
@@ -24,6 +24,18 @@ def test_mxfp4_by_hand(device):
     assert value[0, :4].tolist() == [1.0, 2.0, 12.0, -12.0] and value.shape == (1, 32)
     smallest = dequantize_mxfp4(blocks, torch.tensor([[0]], dtype=torch.uint8, device=device), "w")
     assert smallest[0, :2].tolist() == [2.0**-128, 2.0**-127]
+
+
+@pytest.mark.parametrize("as_uint8", [True, False])
+def test_float4_by_hand(as_uint8, device):
+    """Two rows of 64 numbers, whose second half has another scale."""
+    packed = torch.zeros(2, 32, dtype=torch.uint8)
+    packed[0, 0], packed[1, 16] = 0x21, 0xF7  # 0.5 and 1; 6 and -6
+    scales = torch.tensor([[128, 127], [127, 126]], dtype=torch.uint8)
+    scales = scales if as_uint8 else scales.view(torch.float8_e8m0fnu)
+    value = dequantize_float4(packed.view(torch.int8).to(device), scales.to(device), "w")
+    assert value.shape == (2, 64) and value.count_nonzero() == 4
+    assert value[0, :2].tolist() == [1.0, 2.0] and value[1, 32:34].tolist() == [3.0, -3.0]
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (1, 1), (200, 130), (127, 257), (3, 129, 64)], ids=str)
