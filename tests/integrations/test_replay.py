@@ -7,7 +7,7 @@ import torch
 from moe_layers import BalanceLosses, RoutingReplay, observe
 from moe_layers.integrations.transformers import balance_routing, enable
 
-from ..tiers import default_tier
+from ..tiers import default_tier, slow
 from .models import build, draw_tokens, skip_old_dbrx, step
 from .test_models import INTERFACE, REPLACED
 from .test_statistics import MODELS, REFUSED, enabled, padded, router_outputs
@@ -60,6 +60,42 @@ def test_replaying_its_own_choices_is_bitwise_the_same_step(model_type, device):
     with other.replay(model):
         assert not torch.equal(step(model, tokens)[0], expected[0])
     assert_same(step(model, tokens), expected)
+
+
+# All other architectures that transformers runs with the sizes of `config_fields`.
+OTHERS = """
+    minimax qwen3_next qwen3_5_moe_text qwen3_vl_moe_text qwen3_omni_moe_text mellum jamba hunyuan_v1_moe
+    granitemoeshared granitemoehybrid granitemoe_swa aria_text deepseek_v2 deepseek_v32 kimi_linear glm4_moe_lite
+    glm_moe_dsa solar_open exaone_moe bailing_hybrid mimo_v2_flash minimax_m2 lfm2_moe afmoe hy_v3 laguna flint
+    cohere2_moe ernie4_5_moe
+"""
+
+
+@slow
+@pytest.mark.parametrize("model_type", OTHERS.split())
+def test_every_router_is_seen_and_replayed(model_type, device):
+    """Its statistics hold its own choice, its selection bias is found, and its own choice replays bit for bit."""
+    model = enabled(model_type, device).train()
+    tokens = draw_tokens(model)
+
+    def run():
+        model.zero_grad()
+        torch.manual_seed(0)
+        result = model(input_ids=tokens, use_cache=False)
+        out = result.logits if "logits" in result else result.last_hidden_state
+        out.float().square().mean().backward()
+        return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = run()
+    observers = observe(model)
+    record = captured(model, lambda: model(input_ids=tokens, use_cache=False))
+    with record.replay(model):
+        assert_same(run(), expected)
+    statistics = [observer.read() for observer in observers.values()]
+    assert all(layer.smallest_margin >= 0 and layer.num_tokens == 2 * tokens.numel() for layer in statistics)
+    state = [*model.named_parameters(), *model.named_buffers()]
+    has_bias = any(name.endswith(("e_score_correction_bias", "expert_bias")) for name, _ in state)
+    assert all((observer.router.selection_bias is not None) == has_bias for observer in observers.values())
 
 
 def weights_by_hand(model_type, logits, chosen, router):

@@ -9,13 +9,13 @@ import torch
 import transformers
 from torch.nn import functional
 
-from moe_layers import observe
+from moe_layers import RoutingReplay, observe
 from moe_layers.integrations.transformers import disable, enable
 from moe_layers.integrations.transformers.model_forward import ModelForward
 from moe_layers.memory import saved_bytes
 
-from ..tiers import default_tier
-from .models import build, draw_tokens, skip_old_dbrx, step
+from ..tiers import default_tier, slow
+from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
 from .test_models import INTERFACE, REPLACED
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe"]
@@ -160,6 +160,46 @@ def test_tokens_that_the_mask_does_not_cover_are_refused():
             ValueError, match=rf"tokens of a.gate must be those of attention_mask \[5, 4\], got {num_tokens}"
         ):
             forward.token_mask("a.gate", num_tokens)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
+@pytest.mark.parametrize("target", [["mlp.experts.gate_up_proj"], ["mlp.gate.weight"]], ids=["experts", "router"])
+def test_adapters_of_experts_and_routers(target, device):
+    peft = pytest.importorskip("peft", minversion="0.18", reason="peft 0.18 or later is not installed")
+    model = enabled("qwen3_moe", device)
+    tokens, mask = padded(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=target, init_lora_weights=False))
+    record = RoutingReplay()
+    observers = observe(adapted)
+    with record.capture(adapted):
+        expected = adapted(input_ids=tokens, attention_mask=mask).logits
+    assert [observer.read().num_padding_tokens for observer in observers.values()] == [5, 5]
+    with record.replay(adapted):
+        assert torch.equal(adapted(input_ids=tokens, attention_mask=mask).logits, expected)
+    adapted.disable_adapter_layers()
+    assert not torch.equal(adapted(input_ids=tokens, attention_mask=mask).logits, expected)
+    assert list(observers) == [f"base_model.model.model.layers.{layer}.mlp" for layer in range(2)]
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_models_are_observed_and_replayed(device):
+    """Their graph breaks at each router."""
+    model = enabled("qwen3_moe", device)
+    double = enabled("qwen3_moe", device, dtype=torch.float64)
+    tokens = draw_tokens(model)
+    inner = copy.deepcopy(model)
+    compiled = torch.compile(inner, backend="aot_eager")
+    observers, record = observe(inner), RoutingReplay()
+    with record.capture(inner):
+        assert_same_step(step(compiled, tokens), step(model, tokens), step(double, tokens))
+    assert {observer.read().num_tokens for observer in observers.values()} == {tokens.numel()}
+    record = RoutingReplay({name: [choice.flip(0)] for name, (choice,) in record.choices.items()})
+    steps = []
+    for hooked, called in ((inner, compiled), (model, model), (double, double)):
+        with record.replay(hooked):
+            steps.append(step(called, tokens))
+    assert_same_step(*steps)
 
 
 class TestSavedBytes:
