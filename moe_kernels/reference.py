@@ -197,7 +197,8 @@ def _split_groups(
     ends = offsets.long().clamp(0, len(rows)).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
     sizes[-1] += len(rows)
-    return rows.split(sizes.tolist())
+    # Tracers cannot compare the strides of pieces stored by columns: their sizes are symbols.
+    return rows.contiguous().split(sizes.tolist())
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:

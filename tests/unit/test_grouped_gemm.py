@@ -1,3 +1,4 @@
+import itertools
 from functools import partial
 
 import pytest
@@ -286,6 +287,23 @@ def test_compiles_without_graph_break(device):
     (actual,) = torch.autograd.grad(out.sum(), a)
     (expected,) = torch.autograd.grad(triton_gemm(a, b, offsets).sum(), a)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "by_columns"),
+    default_tier(itertools.product(["aot_eager", "inductor"], [False, True]), [("aot_eager", True)]),
+)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_reference_compiles_with_group_sizes_as_symbols(backend, by_columns):
+    a, b, offsets = draw("tail", torch.float64, "cpu")
+    a = a.T.contiguous().T if by_columns else a
+    run = partial(grouped_gemm, implementation="reference")
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
+        leaves = [tensor.detach().requires_grad_() for tensor in (a, b)]
+        out = function(*leaves, offsets)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(
