@@ -20,7 +20,9 @@ from ..types import QuantizedWeight, TileTable
 from .kernels.pointer import multiply_tile
 from .kernels.precision import add_product, dot_precision, zero_total
 
-MAX_ROWS = 512  # average rows per expert; with as many, dequantisation costs 0.4 of the GEMM's time, and falls
+# Average rows per expert from which weights are dequantised. By arithmetic, writing a weight once and reading it takes
+# 0.4 of the GEMM's time there, and less with more rows.
+MAX_ROWS = 512
 
 
 class QuantizedMatrices(NamedTuple):
@@ -48,12 +50,12 @@ def launch_decoding_gemm(
 ) -> None:
     """Write out[start:end] = A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] + bias[g] for every group g.
 
-    Rows past the last group stay unwritten. `A`, `B` and `out` are not empty tensors of other devices.
+    Rows past the last group stay unwritten.
     """
     if not out.numel():
         return
     num_columns = out.shape[1]
-    blocks = _blocks(a.dtype, out.shape[0], b.shape[0])
+    blocks = _blocks(a.dtype, out.shape[0] // b.shape[0], b.transposed)
     launch_kernel(
         _decoding_gemm_kernel,
         (table.tiles.shape[0] * cdiv(num_columns, blocks["BLOCK_N"]),),
@@ -83,13 +85,13 @@ def launch_decoding_gemm(
     )
 
 
-def _blocks(dtype: torch.dtype, num_rows: int, num_groups: int) -> dict[str, Any]:
-    """Return the tile sizes. Tiles no higher than most groups leave no rows empty; wide reductions load whole lines."""
-    rows = num_rows // num_groups
+def _blocks(dtype: torch.dtype, rows: int, transposed: bool) -> dict[str, Any]:
+    """Return the tile sizes for this average number of rows per group. A tile of the stored matrix that is long along
+    its rows loads whole cache lines."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     if rows <= 16:
-        return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
+        return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128 if transposed else 64, "num_warps": 4, "num_stages": 4}
     if rows <= 64:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}

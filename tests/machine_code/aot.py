@@ -26,12 +26,16 @@ from moe_kernels.activation_spec import ACTIVATION_KINDS, is_gated
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
+from moe_kernels.gemm.decoding import QuantizedMatrices, launch_decoding_gemm
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.kernels import precision
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
 from moe_kernels.permutation.partial_sums import launch_sum_shares
+from moe_kernels.quantization.formats import FORMATS
+from moe_kernels.quantization.kernels import launch_dequantize
+from moe_kernels.quantization.quantize import quantize
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
@@ -298,11 +302,56 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
     return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
+def run_decoding(format: str, dtype: torch.dtype, rows_per_expert: int, transposed: bool) -> None:
+    """Multiply rows with a quantised weight and every optional operand."""
+    num_experts, size_out, size_in = 4, 512, 256
+    weight = quantize(torch.zeros(num_experts, size_out, size_in), format)
+    b, num_rows = QuantizedMatrices(weight, transposed), num_experts * rows_per_expert
+    _, size_k, size_n = b.shape
+    launch_decoding_gemm(
+        torch.empty(num_rows, size_k, dtype=dtype),
+        b,
+        torch.empty(num_rows, size_n, dtype=dtype),
+        mk.reference.tile_table(torch.zeros(num_experts, dtype=torch.int32), num_rows, 128),
+        row_to_token=torch.zeros(num_rows, dtype=torch.int32),
+        bias=torch.empty(num_experts, size_n, dtype=dtype),
+        extra_a=torch.empty(num_rows, 16, dtype=dtype),
+        extra_b=torch.empty(num_experts, size_n, 16, dtype=dtype).transpose(1, 2),
+    )
+
+
+def run_dequantize(format: str, dtype: torch.dtype, size_in: int) -> None:
+    launch_dequantize(quantize(torch.zeros(2, 128, size_in), format), dtype)
+
+
+def compile_quantized(run: Callable[..., None], cc: int, *args: object) -> list[dict[str, object]]:
+    """Compile a kernel that reads quantised weights. It has "gemm" False, because the catalog does not list it."""
+    case = " ".join(map(str, args))
+    compiled = compile_launches(partial(run, *args), cc)
+    return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
+def quantized_jobs() -> Iterator[tuple[Callable, tuple]]:
+    for format in FORMATS:
+        yield compile_quantized, (run_dequantize, 90, format, torch.bfloat16, 512)
+        for rows_per_expert in (8, 32, 128):
+            for transposed in (True, False):
+                yield compile_quantized, (run_decoding, 90, format, torch.bfloat16, rows_per_expert, transposed)
+    # Blocks that run over the ends of rows, other dtypes, and the oldest and newest target.
+    yield compile_quantized, (run_dequantize, 90, "nf4_nested", torch.float32, 38)
+    yield compile_quantized, (run_decoding, 90, "int8", torch.float32, 8, True)
+    for cc in (80, 100):
+        yield compile_quantized, (run_dequantize, cc, "fp8", torch.float16, 512)
+        yield compile_quantized, (run_decoding, cc, "nf4_nested", torch.bfloat16, 128, False)
+        yield compile_quantized, (run_decoding, cc, "mxfp4", torch.float16, 8, True)
+
+
 def jobs() -> Iterator[tuple[Callable, tuple]]:
     # Code other than GEMMs differs little between targets: the oldest and newest, plus the middle one for activations.
     for case, cc in (("large", 80), ("jagged", 80), ("odd", 100)):
         yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
+    yield from quantized_jobs()
     yield from epilogue_jobs()
     for cc in TARGETS:
         for kernel in mk.get_kernels(cc=cc):
