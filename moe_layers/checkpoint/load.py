@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..architectures import RECORD, ModelConfig, read_config
 from ..config import MoEConfig
+from ..experts.quantized import QuantizedExperts
 from .files import CONFIG, CheckpointFiles, read_json
 from .host_memory import prefer_huge_pages
 from .hub import HubModel
+from .kept_weights import WEIGHTS, fill_stored, keep_stored_weights
 from .layouts import Sizes, copy_expert, published_layouts
 from .plan import Fill, Plan, Planner
 from .quantization import float8_block
@@ -43,6 +45,7 @@ def load_layer(
     mesh: DeviceMesh | None = None,
     expert_parallel: ExpertParallel | None = None,
     implementation: str | None = None,
+    keep_quantized: bool = False,
     return_report: bool = False,
 ) -> Any:
     """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
@@ -50,7 +53,8 @@ def load_layer(
     The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Only the shards
     with the block's tensors are needed; of a model on the hub, only these are downloaded. All tensors are matched and
     checked before the first byte of a tensor is read, and then read one by one into the parameters. float8 and MXFP4
-    weights are dequantised. Logits are float32, even where the original model rounds them to the dtype of the tokens.
+    weights are dequantised by default. Logits are float32, even where the original model rounds them to the dtype of
+    the tokens.
 
     Args:
         layer_class: `MoEFeedForward` or a subclass.
@@ -63,13 +67,16 @@ def load_layer(
         experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
         mesh: ranks that share the experts. Each rank reads its own experts, without communication.
         expert_parallel: how the ranks of the mesh share the experts. Default: `ExpertParallel()`.
+        keep_quantized: experts in float8 blocks or MXFP4 keep their stored bytes, and are frozen: see
+            `quantize_experts_`.
         return_report: return (layer, LoadReport). The report tells what became of each tensor.
 
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
             missing, left over, ambiguous or of a wrong shape; config.json has another number of experts than the
-            tensors; scales are not finite; the mesh does not fit the number of experts, or is given together with
-            `experts`. The message names the cause, and no layer is returned.
+            tensors; scales are not finite; experts to be kept quantised are stored in another form; the mesh does not
+            fit the number of experts, or is given together with `experts`. The message names the cause, and no layer
+            is returned.
     """
     if (expert_parallel if mesh is None else experts) is not None:
         raise ValueError(
@@ -78,7 +85,9 @@ def load_layer(
         )
     if device is None and mesh is not None:
         device = mesh.device_type  # where parallelize_module puts the experts
-    module, report = _load(layer_class, directory, layer, dtype, device, mesh or experts, implementation)
+    module, report = _load(
+        layer_class, directory, layer, dtype, device, mesh or experts, implementation, keep_quantized
+    )
     if mesh is not None:
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -96,6 +105,7 @@ def _load(
     device: torch.device | str | None,
     experts: range | DeviceMesh | None,
     implementation: str | None,
+    keep_quantized: bool,
 ) -> tuple[Any, LoadReport]:
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
@@ -119,11 +129,14 @@ def _load(
         plan = planner.plan(config, shapes, experts, published=published, recorded=values.get(RECORD))
         if dtype is None:
             _take_stored_dtypes(module, plan, values, model_config)
+        dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+        kept = keep_stored_weights(module, plan, files) if keep_quantized else ""
         module.to_empty(device=torch.get_default_device() if device is None else device)
         for parameter in module.parameters():
             prefer_huge_pages(parameter)
         _fill_layer(module, plan, files, config, experts)
-    report = _report(files, block.prefix, block.layer, model_config.model_type, config, plan, module, experts)
+    source = files.directory, block.prefix, block.layer, model_config.model_type
+    report = _report(*source, config, plan, shapes, dtypes, experts, kept)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
     return module, report
@@ -141,6 +154,12 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
     """Read every weight into its parameter. At most one weight is in memory in addition to the layer."""
     state = module.state_dict()
     for fill in plan.fills:
+        weight = module.get_submodule(fill.parameter) if fill.parameter not in state else None
+        if isinstance(weight, QuantizedExperts):
+            for expert in fill.experts or ():
+                place = expert - experts.start
+                fill_stored(fill, files, plan.sizes, weight, expert=expert, place=place, gated=config.is_gated)
+            continue
         parameter = state[fill.parameter]
         if fill.key is None:
             parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
@@ -205,18 +224,19 @@ def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.
 
 
 def _report(
-    files: CheckpointFiles,
+    directory: os.PathLike[str],
     prefix: str,
     layer: int,
     model_type: str,
     config: MoEConfig,
     plan: Plan,
-    module: nn.Module,
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, torch.dtype],
     experts: range,
+    kept: str,
 ) -> LoadReport:
-    state = module.state_dict()
     return LoadReport(
-        directory=str(files.directory),
+        directory=str(directory),
         prefix=prefix,
         layer=layer,
         model_type=model_type,
@@ -233,10 +253,11 @@ def _report(
                 parameter=fill.parameter,
                 parts=fill.key.parts if fill.key is not None else ("",),
                 experts=fill.experts,
-                parameter_dtype=state[fill.parameter].dtype,
+                parameter_dtype=fill.stored.dtype if kept and fill.parameter in WEIGHTS else dtypes[fill.parameter],
             )
             for fill in plan.fills
         ),
         other_experts=tuple(plan.others),
-        parameters={name: tuple(tensor.shape) for name, tensor in state.items()},
+        parameters=shapes,
+        kept_format=kept,
     )

@@ -42,7 +42,9 @@ class LoadReport:
         layout: name of the experts' layout; `family` is its letter.
         tensors: each tensor of the block, used exactly once.
         other_experts: unread tensors of experts that were not requested, and of zero experts if they have any.
-        parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once.
+        parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once. Kept weights
+            count as one parameter of the dequantised shape.
+        kept_format: the format of expert weights that keep their stored bytes; "" if they were dequantised, or plain.
     """
 
     directory: str
@@ -56,6 +58,7 @@ class LoadReport:
     tensors: tuple[LoadedTensor, ...]
     other_experts: tuple[str, ...]
     parameters: dict[str, tuple[int, ...]]
+    kept_format: str = ""
 
     @property
     def quantization(self) -> tuple[str, ...]:
@@ -92,11 +95,16 @@ class LoadReport:
         parts = ("down",) if name.endswith("_down") else up
         return [(e, part) for e in (self.experts if owner == "experts" else [None]) for part in parts]
 
+    def _quantization_text(self) -> str:
+        if self.kept_format:
+            return f", experts kept as {self.kept_format}"
+        return f", dequantised from {', '.join(self.quantization)}" if self.quantization else ""
+
     def __str__(self) -> str:
         config = self.config
         lines = [
             f"{self.prefix} of {self.directory}: {self.model_type}, layout {self.layout} (family {self.family})"
-            + (f", dequantised from {', '.join(self.quantization)}" if self.quantization else ""),
+            + self._quantization_text(),
             f"{config.num_experts} experts [{self.experts.start}, {self.experts.stop}) loaded, "
             f"d_model {config.d_model}, d_ff {config.d_ff}, top {config.top_k}, {config.activation}",
             f"{sum(len(tensor.names) for tensor in self.tensors)} tensors used once each, "

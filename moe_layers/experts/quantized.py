@@ -51,7 +51,7 @@ class QuantizedExperts(nn.Module):
         by_expert = ("values", "scales", "nested_scales") if self.is_divisible else ("values", "scales")
         self._stored_dtypes = {name: tensor.dtype for name, tensor in weight.tensors.items()}
         for name, tensor in weight.tensors.items():
-            bits = tensor.view(_BITS[tensor.element_size()])
+            bits = as_bits(tensor)
             if name in by_expert:
                 has_axis = bits.dim() > 1 and len(bits) == num_experts
                 held = bits if has_axis else bits.reshape(num_experts, -1)
@@ -104,6 +104,11 @@ class QuantizedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.format}, shape={list(self.shape)}, dtype={self.dtype}"
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return the same memory as integers, which is how a `QuantizedExperts` holds it."""
+    return tensor.view(_BITS[tensor.element_size()])
 
 
 def stored(weight: Any) -> Tensor:
