@@ -170,7 +170,8 @@ def _decoding_gemm_kernel(
                 FORM,
                 BLOCK_N if TRANSPOSED else BLOCK_K,
                 BLOCK_K if TRANSPOSED else BLOCK_N,
-            ).to(a.dtype)
+                a.dtype,
+            )
             total = add_product(a, tl.trans(b) if TRANSPOSED else b, total, end, PRECISION)
             a_ptrs += BLOCK_K * a_strides[1]
         total = total.to(tl.float32)

@@ -304,7 +304,7 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
 
 def run_decoding(format: str, dtype: torch.dtype, rows_per_expert: int, transposed: bool) -> None:
     """Multiply rows with a quantised weight and every optional operand."""
-    num_experts, size_out, size_in = 4, 512, 256
+    num_experts, size_out, size_in = 2, 1024, 1024  # enough steps that the compiler keeps the loop
     weight = quantize(torch.zeros(num_experts, size_out, size_in), format)
     b, num_rows = QuantizedMatrices(weight, transposed), num_experts * rows_per_expert
     _, size_k, size_n = b.shape
