@@ -79,10 +79,16 @@ def launch_decoding_gemm(
         FORM=form_of(b.weight),
         TRANSPOSED=b.transposed,
         EXTRA_K=0 if extra_a is None else extra_a.shape[1],
-        PRECISION=dot_precision(a),
+        PRECISION=_precision(a),
         TILE_ROWS=table.block_rows,
         **blocks,
     )
+
+
+def _precision(a: Tensor) -> str | None:
+    """Return how rows are multiplied. Triton up to 3.8 cannot compile float64 products of operands made from bytes."""
+    precision = dot_precision(a)
+    return "float32" if precision == "float64" else precision
 
 
 def _blocks(dtype: torch.dtype, rows: int, transposed: bool) -> dict[str, Any]:
