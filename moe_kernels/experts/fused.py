@@ -41,10 +41,13 @@ def fused_experts(
     and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without host
     synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
-    Quantised weights are frozen. Each is dequantised to the dtype of the tokens into a temporary right before the GEMM
-    that reads it, in forward and again in backward, and dropped after it. PyTorch's caching allocator gives the same
-    memory to the next one and to the next layer: it is a workspace that all layers share, without state, rules of
-    lifetime or a size to choose. Only the stored bytes are saved. The result has the bits of dequantised weights.
+    Quantised weights are frozen, and backward saves their stored bytes only. From 512 rows per expert on average each
+    weight is dequantised to the dtype of the tokens into a temporary right before the GEMM that reads it, in forward
+    and again in backward, and dropped after it. PyTorch's caching allocator gives the same memory to the next one and
+    to the next layer: it is a workspace that all layers share, without state, rules of lifetime or a size to choose.
+    The result has the bits of dequantised weights. With fewer rows, GEMMs decode the weights of experts that have rows
+    while they load them. The decoded values are the same, and sums are rounded in another order. Sizes alone decide.
+    With `batch_invariant` and in the reference weights are always dequantised.
 
     Args:
         w_up: a tensor, or a `QuantizedWeight` if `w_down` is one of the same format.

@@ -44,6 +44,9 @@ gather(dout), X = gather(tokens), and the adapters' scale in up_b and down_b:
 
 X @ up_a^T [R, r] is saved.
 
+Quantised weights are frozen. With many rows, each of the four GEMMs that read one has its dequantised copy as a further
+live tensor: w_up in forward, w_down in forward and with the hidden gradients, w_up with dtokens.
+
 dw_up, the largest gradient, is allocated last, next to the fewest other tensors. dw_down is computed first, because it
 replaces A_w and a copy [R, D], which are larger unless there are few rows per expert. H is freed after the first op if
 autograd does not retain the graph. With recompute="up" dH overwrites H.

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_kernels.quantization.quantize import quantize
 from moe_kernels.runtime.packing import PackedSignature, packing_of, save_for_backward, saved_for_backward
+from moe_kernels.types import Weight
 
 
 class Inner(NamedTuple):
@@ -41,6 +43,27 @@ def test_leaves_and_back():
 def test_names_are_distinct():
     with pytest.raises(AssertionError, match="weight"):
         packing_of(Clash)
+
+
+class Weights(NamedTuple):
+    up: Weight
+    down: Weight
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_that_may_be_quantised(nested):
+    stored = quantize(torch.randn(2, 3, 64), "nf4_nested" if nested else "mxfp4")
+    packing, weights = packing_of(Weights), Weights(torch.zeros(1), stored)
+    leaves = packing.flatten(weights)
+    names = list(packing.types)
+    assert len(leaves) == len(names) == 16 and names[:3] == ["up", "up_values", "up_scales"]
+    assert leaves[0] is weights.up and leaves[1:9] == (None,) * 8 and leaves[9] is stored.values
+    # Scales, the table of 16 codes, three tensors of nested scales, and the layout.
+    assert [leaf is None for leaf in leaves[10:]] == [False, not nested, *[not nested] * 3, False]
+    (packed,) = packing.pack(*leaves)
+    assert packed.up is weights.up and packed.down.tensors.keys() == stored.tensors.keys()
+    assert packed.down.format == stored.format and packed.down.shape == stored.shape
+    assert all(a is b for a, b in zip(packed.down.tensors.values(), stored.tensors.values(), strict=True))
 
 
 def run(dout: Tensor, outer: Outer, num: int) -> Inner:
