@@ -131,7 +131,7 @@ def _decoding_gemm_kernel(
     TRANSPOSED: tl.constexpr,
     EXTRA_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # of the table, a multiple of BLOCK_M
+    TILE_ROWS: tl.constexpr,  # of the table
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

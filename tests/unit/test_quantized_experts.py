@@ -14,6 +14,7 @@ from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
+from moe_kernels.gemm import selection
 from moe_kernels.gemm.decoding import MAX_ROWS
 from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
@@ -135,13 +136,19 @@ def test_several_steps_and_tiles_without_adapters(format, device):
     )
 
 
-@pytest.mark.parametrize("rows", [40, 100], ids=lambda rows: f"{rows} rows per expert")
-def test_higher_tiles(rows, device):
-    """Their tiles have other sizes, and an expert has more rows than a tile of the decoding GEMM."""
+HEIGHTS = {
+    "higher_than_a_tile": Case(24, 40, 24, 4, 1, "first"),
+    "40_rows": Case(80, 40, 24, 2, 1, "zipf"),
+    "100_rows": Case(200, 40, 24, 2, 1, "zipf"),
+}
+
+
+@pytest.mark.parametrize("case", default_tier(HEIGHTS, {"higher_than_a_tile"}))
+def test_groups_and_tiles_of_other_heights(case, device):
     check_accuracy(
         partial(run, format="int8"),
         partial(run_reference, format="int8", dtype=torch.float16),
-        lambda seed: draw(Case(2 * rows, 40, 24, 2, 1, "zipf"), torch.float16, device, seed)[:7],
+        lambda seed: draw(HEIGHTS[case], torch.float16, device, seed)[:7],
         NAMES[:3],
         FROZEN,
     )
@@ -175,6 +182,31 @@ def test_sizes_alone_decide(device):
         permutation = reference.sort_by_expert(experts, 4)
         rows = Rows.of(permutation, reserved_sms=0, batch_invariant=batch_invariant)
         assert rows.decodes(weight) == decodes
+
+
+@pytest.mark.parametrize("block_rows", [16, 64, 256])
+def test_tile_tables_of_any_height(block_rows, device):
+    tokens, weights, experts, w_up, w_down, *_ = draw(Case(30, 32, 16, 2, 1, "first"), torch.float32, device)
+    stored = quantize(w_up, "fp8"), quantize(w_down, "fp8")
+    outputs = [
+        fused_experts(
+            tokens,
+            weights,
+            reference.sort_by_expert(experts, 2, block_rows=height),
+            *stored,
+            implementation="triton",
+        )
+        for height in (128, block_rows)
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_copies_are_chosen_as_for_a_dequantised_weight(device):
+    w_up = torch.empty(4, 64, 32, dtype=torch.float16, device=device)
+    tokens = torch.empty(8, 32, dtype=torch.float16, device=device)
+    keys = [selection._copies_key(tokens, w, 32, 16) for w in (w_up, selection._shaped_like(w_up.shape, w_up.dtype))]
+    assert keys[0] == keys[1]
+    assert selection.choose_copies(tokens, w_up.shape, 32, 16) == selection.choose_copies(tokens, w_up, 32, 16)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
