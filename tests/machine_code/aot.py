@@ -344,6 +344,7 @@ def quantized_jobs() -> Iterator[tuple[Callable, tuple]]:
         yield compile_quantized, (run_dequantize, cc, "fp8", torch.float16, 512)
         yield compile_quantized, (run_decoding, cc, "nf4_nested", torch.bfloat16, 128, False)
         yield compile_quantized, (run_decoding, cc, "mxfp4", torch.float16, 8, True)
+        yield compile_quantized, (run_decoding, cc, "mxfp4", torch.bfloat16, 8, True)
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
