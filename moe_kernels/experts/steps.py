@@ -37,7 +37,9 @@ class Adapters(NamedTuple):
     def of(cls, adapters: ExpertAdapters, weights: ExpertWeights, dtype: torch.dtype | None = None) -> Adapters:
         """Autograd differentiates through this. `dtype` replaces that of weights, which quantised ones lack."""
         up_a, up_b, down_a, down_b, scale = adapters
-        shape = weights.w_up.shape[0], weights.w_up.dtype if isinstance(weights.w_up, Tensor) else dtype
+        dtype = weights.w_up.dtype if isinstance(weights.w_up, Tensor) else dtype
+        assert dtype is not None
+        shape = weights.w_up.shape[0], dtype
         return cls(
             None if up_a is None else _factor(up_a, 1, 1.0, *shape),
             None if up_b is None else _factor(up_b, 2, scale, *shape),

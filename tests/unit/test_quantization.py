@@ -11,6 +11,7 @@ from moe_kernels.runtime.packing import packing_of
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
 from ..dtypes import DTYPES
+from ..tiers import slow
 
 OUTPUTS = [torch.float32, torch.float16, torch.bfloat16]
 EXTREME = [1e-45, 1e-42, 1e-38, 6e-8, 1.0, -1.5, 65504.0, 1e5, 3e38, float("inf"), float("nan"), 0.0, -0.0]
@@ -126,6 +127,7 @@ def test_mxfp4_by_hand():
     assert dequantize(stored, torch.float32)[0, 0, :8].tolist() == [0.0, 1.0, 1.0, 4.0, -2.0, 6.0, -0.0, 4.0]
 
 
+@slow  # importing bitsandbytes takes seconds
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4_equals_bitsandbytes(nested):
     functional = pytest.importorskip("bitsandbytes").functional
@@ -145,6 +147,7 @@ def test_nf4_equals_bitsandbytes(nested):
             assert_same_bits(dequantize(theirs, dtype, implementation="reference"), expected)
 
 
+@slow
 @pytest.mark.parametrize("name", ["nf4", "nf4_nested"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_nf4_of_every_code_equals_bitsandbytes(name, dtype):
@@ -163,6 +166,7 @@ def test_nf4_of_every_code_equals_bitsandbytes(name, dtype):
     assert_same_bits(dequantize(weight, dtype, implementation="reference"), expected)
 
 
+@slow
 def test_int8_equals_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes").functional
     weight = every_code("int8")
