@@ -66,6 +66,9 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     The model holds `MoEFeedForward` layers, or MoE blocks of transformers. Set a layer's `observer` to None to stop; of
     a transformers model, that of the observer's `router`.
 
+    Blocks of transformers know padding from the attention mask of their model, so pass the whole model. Their margins
+    are differences of the scores whose top-k the router takes.
+
     Raises:
         ValueError: the model has no such layer, or one with an unsupported router.
     """

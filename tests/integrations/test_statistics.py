@@ -118,6 +118,14 @@ def test_generated_tokens_count_once(device):
     assert statistics.num_tokens == 19 + 2 * rows and statistics.num_padding_tokens == 5
 
 
+def test_statistics_go_on_when_the_model_is_enabled_again(device):
+    model = enabled("qwen3_moe", device)
+    observers = observe(model)
+    enable(model, implementation="reference")
+    model(input_ids=draw_tokens(model))
+    assert observers["model.layers.0.mlp"].read().num_calls == 1
+
+
 def test_copies_and_pickles_are_observed_by_themselves(device):
     model = enabled("qwen3_moe", device)
     tokens = draw_tokens(model)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_kernels.runtime.pytorch import disable_dynamo
 
 _HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
+_KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # arguments that a recomputation reads
 _active = threading.local()  # its `forward` is the one that runs in this thread
 
 
@@ -30,7 +31,7 @@ class ModelForward:
 
     def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
         self.owner = owner
-        self._arguments = arguments
+        self._arguments = {name: arguments.get(name) for name in _KEPT}
         self.choices: dict[Any, Tensor] = {}  # by HookedRouter: [T, K] int32, replayed
         self.global_counts: dict[Any, Tensor] = {}  # by HookedRouter: [E] int64, of a global batch
         self.routers: list[Any] = []  # the HookedRouters that ran

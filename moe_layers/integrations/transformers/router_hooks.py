@@ -19,7 +19,6 @@ from moe_kernels.runtime.pytorch import disable_dynamo, is_in_backward
 from ...balance.balancing import BalanceLosses, global_expert_counts
 from ...balance.losses import attach_loss
 from ...balance.routing_statistics import RoutingObserver
-from ...routing.activation_checkpointing import add_once
 from ...routing.capacity import Slots, layer_routing
 from ...routing.result import LayerRouting
 from ...routing.token_info import TokenInfo
@@ -136,11 +135,12 @@ class HookedRouter:
         recomputes = is_in_backward()
         forward = self.recomputed if recomputes else current_forward()
         choose = self._replayed(forward, recomputes)
-        reads = self._has_loss() or self._counts() or self.observer is not None
+        watches = not recomputes and (self._counts() or self.observer is not None)
         if not recomputes:
             self.recomputed = None
             if forward is not None:
                 forward.routers.append(self)
+        reads = watches or self._has_loss()
         if choose is None and not reads and not self._adds:
             return inner(*args, **kwargs)
         with Selection(self.num_experts, choose) as selection:
@@ -152,7 +152,9 @@ class HookedRouter:
         if not reads:
             return out
         routing = self._routing(out, chosen, forward)
-        weights = self._finish(routing, out[1], selection, forward)
+        weights, loss = self._attach_loss(routing, out[1], forward)
+        if watches:
+            self._watch(routing, loss, selection.keys)
         return (out[0], weights, *out[2:])
 
     def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], Tensor] | None:
@@ -205,21 +207,23 @@ class HookedRouter:
         implementation = getattr(getattr(self.experts, ATTRIBUTE, None), "implementation", None)
         return layer_routing(Slots(chosen, out[1], logits), info, None, self.num_experts, implementation)
 
-    def _finish(self, routing: LayerRouting, weights: Tensor, selection: Selection, forward: ModelForward | None):
-        """Losses, counts and statistics. Return the weights with the loss attached."""
-        loss = None
-        if self._has_loss():
-            loss = self._loss(routing, forward)
-            self.aux_loss = loss.detach()
-            if weights.requires_grad:
-                weights = attach_loss(weights, loss, self.aux_loss_scale)
+    def _attach_loss(
+        self, routing: LayerRouting, weights: Tensor, forward: ModelForward | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weights with the loss attached, and the loss."""
+        if not self._has_loss():
+            return weights, None
+        loss = self._loss(routing, forward)
+        self.aux_loss = loss.detach()
+        return attach_loss(weights, loss, self.aux_loss_scale) if weights.requires_grad else weights, loss
+
+    def _watch(self, routing: LayerRouting, loss: Tensor | None, keys: Tensor | None) -> None:
+        """Counts and statistics."""
         if self._counts():
             self.take_counts_to(routing.choices_per_expert.device)
-            add_once(self.expert_counts, routing.choices_per_expert)
+            self.expert_counts += routing.choices_per_expert
         if self.observer is not None:
-            keys = routing.logits if selection.keys is None else selection.keys
-            self.observer.add(routing, loss, keys)
-        return weights
+            self.observer.add(routing, loss, routing.logits if keys is None else keys)
 
     def _loss(self, routing: LayerRouting, forward: ModelForward | None) -> Tensor:
         losses, counts = self.balance_losses, None

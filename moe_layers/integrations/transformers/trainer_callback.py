@@ -100,9 +100,9 @@ class RoutingCallback(TrainerCallback):
             self.trainer.log(self._metrics(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the statistics, and write the plot."""
+        """End the statistics and the scale, and write the plot."""
         for observer in self._observers.values():
-            observer.router.observer = None
+            observer.router.observer = observer.router.aux_loss_scale = None
         if self._plot is not None and state.is_world_process_zero and self.steps:
             self.plot(self._plot)
 
