@@ -100,6 +100,7 @@ class RoutingObserver:
     def _margins(self, routing: LayerRouting, keys: Tensor | None) -> Tensor:  # [T] float64
         if keys is None:
             router = self.router
+            assert isinstance(router, TopKRouter)  # others pass keys
             keys = selection_keys(routing.logits, router.spec, selection_bias=router.selection_bias)
         keys = keys.double()
         is_chosen = spread_slots(routing.choices, 1, keys.shape[1]).bool()

@@ -53,7 +53,7 @@ def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]
     if num_layers == len(names):
         return list(range(num_layers))
     numbers = [int(found[1]) for name in names if (found := re.search(r"(?:^|\.)(\d+)(?:\.|$)", name))]
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     texts = [config.get_text_config() if hasattr(config, "get_text_config") else config for config in configs]
     all_layers = next((getattr(config, "num_hidden_layers", None) for config in texts), None)
     if num_layers != all_layers or len(set(numbers)) != len(names) or max(numbers) >= num_layers:

@@ -101,8 +101,8 @@ class RoutingCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the statistics and the scale, and write the plot."""
-        for observer in self._observers.values():
-            observer.router.observer = observer.router.aux_loss_scale = None
+        for router in hooked_routers(self.model).values():
+            router.observer = router.aux_loss_scale = None
         if self._plot is not None and state.is_world_process_zero and self.steps:
             self.plot(self._plot)
 
