@@ -65,7 +65,7 @@ class RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
         Tokens beyond the end of an array, such as the last one of a sequence, which the engine never runs, and padding
-        have -1: a transformers model keeps its own choice for them.
+        have -1: a transformers model keeps its own choice for them. A batch in several forwards takes a record each.
 
         Args:
             rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. Layers
@@ -75,13 +75,20 @@ class RoutingReplay:
 
         Raises:
             ValueError: the model has no router, an array has another form, number of layers or experts per token, is
-                longer than its sequence, or holds an expert twice in a token or out of range.
+                longer than its sequence, or holds an expert twice in a token or out of range; or a `MoEFeedForward`
+                would have tokens without experts.
         """
         routers = _routers("from_rollouts", model)
         choices = choices_of_rollouts(model, routers, rollouts, attention_mask, lengths)
         record = cls({name: [choice] for name, choice in choices.items()})
         for name, router in routers.items():
             _check_choices("from_rollouts", name, router, record.choices[name])
+            if isinstance(router, TopKRouter) and (choices[name] < 0).any():
+                missing = int((choices[name] < 0).any(1).sum())
+                raise ValueError(
+                    f"RoutingReplay.from_rollouts: {name} must have experts for every token, because a TopKRouter has "
+                    f"no choice of its own in a replay, got none for {missing} tokens"
+                )
         return record
 
     def to(self, device: torch.device | str) -> RoutingReplay:

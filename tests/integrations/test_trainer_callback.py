@@ -91,6 +91,19 @@ def test_reaches_what_the_trainer_reports_to(tmp_path):
     assert len(routing) == 2 and not [name for name in routing[0] if "layers" in name]
 
 
+def test_statistics_of_every_second_step(tmp_path):
+    trainer = make_trainer("qwen3_moe", tmp_path)
+    trainer.args.logging_steps = trainer.state.logging_steps = 1
+    callback = RoutingCallback(trainer, every=2)
+    trainer.add_callback(callback)
+    trainer.train()
+    slots = BATCH * LENGTH * trainer.model.config.num_experts_per_tok
+    assert [load["model.layers.0.mlp"].sum().item() for load in callback.loads] == [slots] * 2
+    assert callback.steps == [1, 3]
+    with pytest.raises(ValueError, match="RoutingCallback: every must be a positive integer, got 0"):
+        RoutingCallback(trainer, every=0)
+
+
 def test_updates_the_selection_bias_after_each_optimizer_step(tmp_path):
     trainer = make_trainer("deepseek_v3", tmp_path, gradient_accumulation_steps=2)
     (router,) = hooked_routers(trainer.model).values()

@@ -335,3 +335,19 @@ def test_kernel_weights_are_those_of_its_choice(name, device):
     logits, bias = draw(spec, device=device)
     routed = topk_routing(logits, 2, spec, selection_bias=bias, implementation="triton")
     torch.testing.assert_close(routing_weights(routed.logits, routed.topk_experts, spec), routed.topk_weights)
+
+
+def test_rollouts_of_all_tokens(device):
+    """A layer cannot fall back to its own choice, so no token may lack experts."""
+    model, x = Model(device), make_x(device, (10, 16))
+    arrays = [torch.rand(n, 2, 5).argsort(2)[..., :2] for n in (4, 6)]
+    record = RoutingReplay.from_rollouts(model, arrays)
+    own = RoutingReplay()
+    with record.replay(model), own.capture(model):
+        model(x)
+    for layer, (choice,) in enumerate(own.choices.values()):
+        assert torch.equal(choice.cpu(), torch.cat(arrays)[:, layer].int())
+    with pytest.raises(
+        ValueError, match=r"layers.0.router must have experts for every token, .* got none for 2 tokens"
+    ):
+        RoutingReplay.from_rollouts(model, arrays, lengths=[5, 7])

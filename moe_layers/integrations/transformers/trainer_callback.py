@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from ...balance.balancing import carry_expert_counts, reset_expert_counts, update_selection_bias
 from ...balance.routing_statistics import RoutingObserver, RoutingStatistics
+from ...checks import check_positive
 from ...routing.result import LayerRouting
 from .attached_routers import hooked_routers
 
@@ -46,12 +47,13 @@ class RoutingCallback(TrainerCallback):
     Args:
         trainer: its model holds MoE blocks of transformers.
         per_layer: log every layer's metrics, too. Default True.
+        every: collect statistics in every `every`-th step, to save their time. Default 1.
         bias_rate: calls `update_selection_bias` with this rate after every optimizer step. Default None: never.
         group: the ranks that share a batch. Default None: all ranks.
         plot: file of a plot that is written at the end of training, see `plot`. Default None: no file.
 
     Raises:
-        ValueError: the model has no MoE block of transformers, or an unsupported router.
+        ValueError: the model has no MoE block of transformers, or an unsupported router, or `every` is not positive.
     """
 
     def __init__(
@@ -59,15 +61,17 @@ class RoutingCallback(TrainerCallback):
         trainer: Trainer,
         *,
         per_layer: bool = True,
+        every: int = 1,
         bias_rate: float | None = None,
         group: ProcessGroup | None = None,
         plot: str | os.PathLike[str] | None = None,
     ):
+        check_positive("RoutingCallback", every=every)
         model = trainer.model
         if not isinstance(model, nn.Module) or not hooked_routers(model):
             raise ValueError(f"RoutingCallback: the model must have MoE blocks, got {type(model).__name__}")
         self.trainer, self.model, self.per_layer, self.bias_rate = trainer, model, per_layer, bias_rate
-        self._group, self._plot = group, plot
+        self._every, self._group, self._plot = every, group, plot
         self._observers: dict[str, RoutingObserver] = {}
         self.steps: list[int] = []
         self.loads: list[dict[str, Tensor]] = []  # [E] by layer, one per log
@@ -82,12 +86,16 @@ class RoutingCallback(TrainerCallback):
         routers = hooked_routers(self.model)
         for name, router in routers.items():
             self._observers[name] = _TrainingObserver(router, router.num_experts - router.num_zero_experts)
-            router.observer = self._observers[name]
             if self.bias_rate is not None and router.selection_bias is not None:
                 router.counts = True
             if router.balance_losses.any and router.num_tokens is None:
                 scale = torch.tensor(1 / args.gradient_accumulation_steps, device=router.weight.device)
                 router.aux_loss_scale = scale
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        observed = state.global_step % self._every == 0
+        for name, router in hooked_routers(self.model).items():
+            router.observer = self._observers[name] if observed else None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         carry_expert_counts(self.model)
@@ -96,8 +104,8 @@ class RoutingCallback(TrainerCallback):
         if self.bias_rate is not None:
             update_selection_bias(self.model, rate=self.bias_rate, group=self.group)
         reset_expert_counts(self.model)
-        if control.should_log:
-            self.trainer.log(self._metrics(state.global_step))
+        if control.should_log and (metrics := self._metrics(state.global_step)):
+            self.trainer.log(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the statistics and the scale, and write the plot."""
@@ -107,7 +115,10 @@ class RoutingCallback(TrainerCallback):
             self.plot(self._plot)
 
     def _metrics(self, step: int) -> dict[str, float]:
+        """Return what to log. Nothing if no step since the last log was observed."""
         read = {name: observer.read(group=self.group) for name, observer in self._observers.items()}
+        if not any(layer.num_calls for layer in read.values()):
+            return {}
         for observer in self._observers.values():
             observer.reset()
         self.steps.append(step)
