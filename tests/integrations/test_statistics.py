@@ -24,6 +24,8 @@ REFUSED = {"dbrx", "llama4_text"}
 
 def enabled(model_type, device, **options):
     model = build(model_type, device, **options)
+    if model_type not in REFUSED and any(hasattr(module, "route_tokens_to_experts") for module in model.modules()):
+        pytest.skip(f"the blocks of {model_type} choose the experts in transformers {transformers.__version__}")
     enable(model, implementation="reference")
     return model
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moe_layers import BalanceLosses
-from moe_layers.integrations.transformers import RoutingCallback, balance_routing, enable
+from moe_layers.integrations.transformers import RoutingCallback, balance_routing
 from moe_layers.integrations.transformers.attached_routers import hooked_routers
 
-from .models import build
+from .test_statistics import enabled
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -27,8 +27,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
-    model = build(model_type).train()
-    enable(model, implementation="reference")
+    model = enabled(model_type, "cpu").train()
     settings = {
         "max_steps": STEPS,
         "logging_steps": 2,
