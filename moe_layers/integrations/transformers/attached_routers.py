@@ -69,12 +69,13 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
             while f"{router}.base_layer" in modules:  # of PEFT
                 router = f"{router}.base_layer"
             kind = type(modules.get(router)).__name__
-            if kind in _REFUSED:
-                raise ValueError(
-                    f"moe_layers: the router of {name} must return its choice, got {kind}: {_REFUSED[kind]}"
-                )
-            if _KINDS.search(kind):
-                return block, router, modules[name]
+            if not _KINDS.search(kind):
+                continue
+            # DBRX, and many models of transformers before 5.17.
+            chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
+            if reason := _REFUSED.get(kind, chosen_by_block):
+                raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")
+            return block, router, modules[name]
     raise ValueError(
         f"moe_layers: the experts {name or type(modules[name]).__name__} must have a router beside them, named one of "
         f"{list(_NAMES)}, got none"
