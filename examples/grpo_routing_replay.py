@@ -54,7 +54,7 @@ class Samples(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The trainer beside the sampler, on the same samples and weights."""
+    """Differences between trainer and sampler, on the same samples and weights."""
 
     other_experts: float  # share of tokens with another set of experts in some layer
     gap: float  # mean |log-probability of the trainer - of the sampler|, without replay

@@ -163,6 +163,15 @@ def test_a_model_without_experts_is_refused():
             observe(model)
 
 
+def test_experts_without_their_router_are_refused(device):
+    block = enabled("qwen3_moe", device).model.layers[0].mlp
+    with pytest.raises(ValueError, match="moe_layers: Qwen3MoeExperts must have a router in its block, named one of"):
+        observe(block.experts)
+    (observer,) = observe(block).values()
+    block(torch.zeros(2, 3, 56, device=device))
+    assert observer.read().num_tokens == 6
+
+
 def test_tokens_that_the_mask_does_not_cover_are_refused():
     forward = ModelForward(torch.nn.Identity(), {"attention_mask": torch.ones(5, 4)})
     for num_tokens in (21, 25):

@@ -77,7 +77,7 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
                 raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")
             return block, router, modules[name]
     raise ValueError(
-        f"moe_layers: the experts {name or type(modules[name]).__name__} must have a router beside them, named one of "
+        f"moe_layers: {name or type(modules[name]).__name__} must have a router in its block, named one of "
         f"{list(_NAMES)}, got none"
     )
 
