@@ -66,7 +66,9 @@ def test_gradients_are_those_of_the_losses_added_by_hand(model_type, recompute, 
     main_loss(model, tokens.flip(0), mask.flip(0))
     loss.backward()
     torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(sum(aux_losses(model).values()), added.detach(), rtol=1e-9, atol=0)
+    # The last forward had the sequences in another order. DeepSeek-V3's router computes in float32.
+    kept, few_ulps = sum(aux_losses(model).values()), 8 * torch.finfo(added.dtype).eps
+    torch.testing.assert_close(kept, added.detach(), rtol=max(few_ulps, 1e-9), atol=0)
 
 
 def test_losses_need_no_labels_and_scale(device):
