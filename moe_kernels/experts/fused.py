@@ -150,7 +150,8 @@ def _check_formats(weights: ExpertWeights) -> bool:
     formats = [str(weight.format) if isinstance(weight, QuantizedWeight) else "a tensor" for weight in weights[:2]]
     if formats[0] != formats[1]:
         raise ValueError(f"fused_experts: w_up and w_down must be of one format, got {formats[0]} and {formats[1]}")
-    for name, weight in zip(("w_up", "w_down"), weights, strict=False):
+    for name, weight in (("w_up", weights.w_up), ("w_down", weights.w_down)):
+        assert isinstance(weight, QuantizedWeight)
         check_quantized("fused_experts", name, weight)
     return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
         extra_a, extra_b = extra or (None, None)
         out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
-        operands = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
+        operands: dict[str, Any] = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
         if isinstance(b, QuantizedMatrices):
             launch_decoding_gemm(a, b, out, self.table, **operands)
             return out

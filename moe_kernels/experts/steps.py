@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..activation.ops import Destination, launch_weighted_activation_backward
 from ..activation_spec import Activation
 from ..permutation.permute import launch_slot_products
-from ..types import ExpertAdapters, ExpertWeights
+from ..types import ExpertAdapters, ExpertWeights, Weight
 from .expert_bias import launch_segment_sum
 from .router_gradient import launch_combine_with_router
 from .rows import Rows
@@ -226,9 +226,10 @@ def w_up_gradient(
     return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy)
 
 
-def _is_transposed(weight: Tensor) -> bool:
+def _is_transposed(weight: Weight) -> bool:
     """Return whether a weight [E, out, in] is a view of [E, in, out]. Its gradient then has the same strides, which
     spares autograd a transposing copy into the parameter's layout."""
+    assert isinstance(weight, Tensor)  # a quantised weight has no gradient
     return weight.stride(1) == 1 != weight.stride(2)
 
 

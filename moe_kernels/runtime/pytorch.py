@@ -19,7 +19,7 @@ def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
     `torch.compiler.assume_constant_result` does the same, but imports the compiler.
     """
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    function._dynamo_marked_constant = True
     return function
 
 

@@ -111,7 +111,7 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def stored(weight: Any) -> Tensor:
+def stored(weight: Any) -> Any:
     """Return the parameter whose first axis is the experts': a plain weight, or the values of a quantised one."""
     return weight.get_parameter("values") if isinstance(weight, QuantizedExperts) else weight
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..checks import check_choice, check_positive
 from ..experts.dispatcher import LocalDispatcher
 from ..experts.grouped import GroupedExperts
+from ..experts.lora import ExpertLoRA
 from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
@@ -110,7 +111,7 @@ class ExpertParallel(ParallelStyle):
             f"lora.{adapter_name}.{factor}"
             for adapter_name, adapter in (experts.lora or {}).items()
             for factor, _ in adapter.named_parameters()
-            if adapter.is_shared(factor)
+            if isinstance(adapter, ExpertLoRA) and adapter.is_shared(factor)
         }
         for name, parameter in list(experts.named_parameters()):
             if name in replicated:

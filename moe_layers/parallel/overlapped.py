@@ -21,6 +21,7 @@ from moe_kernels.types import ExpertAdapters, ExpertWeights, TileTable
 
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
+from ..experts.quantized import QuantizedExperts
 from ..routing.capacity import Slots
 from .allgather import AllGatherDispatcher, local_permutations
 from .collectives import Ranks, wait
@@ -82,6 +83,11 @@ def check_overlaps(experts: GroupedExperts) -> None:
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
         raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
+    if isinstance(experts.w_up, QuantizedExperts):
+        raise NotImplementedError(
+            f"ExpertParallel: the overlapped dispatcher needs plain weights, got {experts.w_up.format}; "
+            "use 'allgather' or 'alltoall'"
+        )
 
 
 class _Plan:

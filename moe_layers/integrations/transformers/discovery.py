@@ -69,7 +69,9 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
 def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
     kind = type(module).__name__
     if _has_interface(module):
-        forwards = {} if id(module.config) in selectable else {module: experts_forward}
+        forwards: dict[nn.Module, Callable[..., object]] = {}
+        if id(module.config) not in selectable:
+            forwards[module] = experts_forward
         _check_forwards(forwards)
         return Found(name, module, interface_spec(module, implementation), forwards)
     if kind not in SWAPS or not type(module).__module__.startswith("transformers."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,9 @@ def _candidates(experts: nn.Module, *, gated: bool) -> list[Activation]:
     found = []
     for published in map(Activation, ACTIVATION_KINDS):
         asked = [kind for kind in _NUMBERS if getattr(published, kind) is not None]
-        numbers = {kind: value for kind in asked if (value := _number(experts, kind)) is not None and value > 0}
+        numbers: dict[str, Any] = {
+            kind: value for kind in asked if (value := _number(experts, kind)) is not None and value > 0
+        }
         if published.gated == gated:
             found.append(Activation(published.name, **numbers))
     return found
