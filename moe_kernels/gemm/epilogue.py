@@ -44,7 +44,7 @@ def launch_epilogue_backward(
 ) -> Tensor:  # [R, 2F]
     """Return the gradient through the activation, by a registered op."""
     spec = as_activation("grouped_gemm", activation)
-    return _activation_backward_op(preactivation, dout, spec.name, spec.limit, spec.alpha)
+    return _activation_backward_op(preactivation, dout, spec.name, spec.limit, spec.alpha, spec.interleaved)
 
 
 def launch_grouped_gemm(args: GroupedGemmArguments) -> None:

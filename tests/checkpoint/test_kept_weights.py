@@ -38,7 +38,8 @@ def gpt_oss_case(tmp_path):
 @pytest.mark.parametrize("make", [float8_case, gpt_oss_case])
 def test_the_values_are_those_of_the_dequantised_layer(make, tmp_path):
     number = make(tmp_path)
-    options = {"dtype": torch.float32, "return_report": True}
+    # In PyTorch, because kernels that decode weights add in another order.
+    options = {"dtype": torch.float32, "return_report": True, "implementation": "reference"}
     kept, report = MoEFeedForward.from_checkpoint(tmp_path, number, keep_quantized=True, **options)
     plain, _ = MoEFeedForward.from_checkpoint(tmp_path, number, **options)
     assert isinstance(kept.experts.w_up, QuantizedExperts) and isinstance(kept.experts.w_down, QuantizedExperts)

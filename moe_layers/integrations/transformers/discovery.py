@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_kernels.quantization.formats import check_quantized
+from moe_kernels.types import QuantizedWeight
 
 from ...checks import first_three
 from .blocks import SWAPS
@@ -62,7 +66,12 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
         raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
     for part in found:
         spec, experts = part.spec, part.experts
-        check_weights(part.name, (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts)))
+        with torch.no_grad():  # quantised weights must be frozen only where gradients are computed
+            weights = (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts))
+        check_weights(part.name, weights)
+        for name, weight in zip(("the up-projection", "the down-projection"), weights, strict=False):
+            if isinstance(weight, QuantizedWeight):
+                check_quantized("enable", f"{name} of {part.name}", weight)
     return found
 
 

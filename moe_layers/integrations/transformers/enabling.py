@@ -22,12 +22,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind
 from .attached_routers import release_routers
@@ -60,6 +62,7 @@ class EnableReport:
         blocks: number of MoE blocks.
         kinds: count of each (class, activation, path). A path is "experts interface" or "replaced forward".
         adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
+        quantized: bytes of the experts' weights that stay in their stored form, by format.
         adapted_by_wrapper: names of parameters or experts whose wrapper changes the parameters itself, with the reason.
     """
 
@@ -67,10 +70,13 @@ class EnableReport:
     kinds: dict[tuple[str, str, str], int]
     adapted: tuple[str, ...] = ()
     adapted_by_wrapper: dict[str, str] = field(default_factory=dict)
+    quantized: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kinds = (f"{count} {name} ({activation}, {path})" for (name, activation, path), count in self.kinds.items())
         text = f"moe_layers computes the experts of {self.blocks} blocks: {', '.join(kinds)}"
+        for format, num_bytes in self.quantized.items():
+            text += f"; {num_bytes:,} bytes of weights stay {format}"
         if self.adapted:
             text += f"; with them PEFT's adapters of {len(self.adapted)} parameters"
         left = [f"{name} ({reason})" for name, reason in self.adapted_by_wrapper.items()]
@@ -209,4 +215,14 @@ def _innermost(model: Any) -> nn.Module:
 def _report(found: list[Found], places: list[Place]) -> EnableReport:
     kinds = Counter((type(part.experts).__name__, str(part.spec.activation), part.path) for part in found)
     computed, left = report_wrappers(places)
-    return EnableReport(len(found), dict(kinds), tuple(computed), left)
+    return EnableReport(len(found), dict(kinds), tuple(computed), left, _stored_bytes(found))
+
+
+@torch.no_grad()
+def _stored_bytes(found: list[Found]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for part in found:
+        for weight in (*part.spec.up_parameters(part.experts), part.spec.w_down(part.experts)):
+            if isinstance(weight, QuantizedWeight):
+                sizes[str(weight.format)] += weight.num_bytes
+    return dict(sizes)

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_kernels import Activation, ExpertAdapters, fused_experts, sort_by_expert
 from moe_kernels.runtime.pytorch import constant_for_dynamo, unseen_by_tracers
+from moe_kernels.types import Weight
 
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
@@ -57,14 +58,14 @@ class ExpertsSpec:
         """Names of the parameters whose low-rank changes `adapters` converts."""
         return self._up_name, "down_proj"
 
-    def up_parameters(self, experts: Any) -> tuple[Tensor, ...]:
+    def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (getattr(experts, self._up_name),)
 
-    def w_up(self, *parameters: Tensor) -> Tensor:  # [E, 2F, D] in the activation's order of rows; [E, F, D]
+    def w_up(self, *parameters: Any) -> Weight:  # [E, 2F, D] in the activation's order of rows; [E, F, D]
         (stored,) = parameters
         return stored.transpose(1, 2) if self.transposed else stored
 
-    def w_down(self, experts: Any) -> Tensor:  # [E, D, F]
+    def w_down(self, experts: Any) -> Weight:  # [E, D, F]
         return experts.down_proj.transpose(1, 2) if self.transposed else experts.down_proj
 
     def biases(self, experts: Any) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
@@ -102,9 +103,9 @@ def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
     return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias)
 
 
-def check_weights(name: str, weights: Iterable[Tensor]) -> None:
-    """Raise ValueError if the kernels cannot read the weights of an experts module, for example quantised ones."""
-    dtypes = {weight.dtype for weight in weights}
+def check_weights(name: str, weights: Iterable[Weight]) -> None:
+    """Raise ValueError if the kernels cannot read the weights of an experts module."""
+    dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         raise ValueError(
             f"moe_layers: the weights of {name} must have one dtype of {[str(d) for d in _DTYPES]}, "
@@ -140,10 +141,10 @@ def experts_forward(
     parameters, w_down = spec.up_parameters(self), spec.w_down(self)
     changes = getattr(self, CHANGES, None)
     adapters = spec.adapters(changes) if changes else None
-    permutation = sort_by_expert(top_k_index.int(), len(w_down), implementation=spec.implementation)
+    permutation = sort_by_expert(top_k_index.int(), w_down.shape[0], implementation=spec.implementation)
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
 
-    def experts(tokens: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor) -> Tensor:
+    def experts(tokens: Tensor, w_up: Any, w_down: Any, *biases: Tensor) -> Tensor:
         with rebuilt_in_backward(w_up, parameters, spec.w_up) if spec.copies else nullcontext():
             return fused_experts(
                 tokens,

@@ -1,0 +1,99 @@
+"""Models of transformers whose experts are stored in FP8: inference and adapters over the stored bytes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_kernels.quantization.ops import dequantize
+from moe_kernels.quantization.quantize import quantize
+from moe_kernels.types import WeightFormat
+from moe_layers.integrations.transformers import enable
+
+from .models import build, draw_tokens, step
+
+finegrained_fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+if not hasattr(finegrained_fp8, "FP8Experts"):
+    pytest.skip("this version of transformers has no FP8Experts", allow_module_level=True)
+
+BLOCK = (4, 8)  # divides the small sizes
+FORMAT = WeightFormat("fp8", BLOCK)
+
+
+def experts_of(model):
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def pair(frozen=True):
+    """Return a Qwen3-MoE whose experts transformers would load as FP8, and one with their dequantised values."""
+    stored, plain = build("qwen3_moe"), build("qwen3_moe")
+    for (name, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
+        fp8 = finegrained_fp8.FP8Experts(stored.config, block_size=BLOCK)
+        for key in ("gate_up_proj", "down_proj"):
+            weight = quantize(getattr(experts, key).detach(), FORMAT)
+            setattr(fp8, key, nn.Parameter(weight.values, requires_grad=not frozen))
+            setattr(fp8, f"{key}_scale_inv", nn.Parameter(weight.scales, requires_grad=not frozen))
+            getattr(target, key).data.copy_(dequantize(weight, torch.float32))
+        stored.set_submodule(name, fp8)
+    return stored, plain
+
+
+def test_outputs_and_gradients_are_those_of_the_dequantised_model():
+    stored, plain = pair()
+    report = enable(stored, implementation="reference")
+    enable(plain, implementation="reference")
+    num_bytes = sum(p.numel() * p.element_size() for _, e in experts_of(stored) for p in e.parameters())
+    assert report.quantized == {"fp8 (4x8)": num_bytes}
+    assert f"{num_bytes:,} bytes of weights stay fp8 (4x8)" in str(report)
+    for _, experts in experts_of(plain):
+        experts.requires_grad_(False)
+    tokens = draw_tokens(stored)
+    actual, expected = step(stored, tokens), step(plain, tokens)
+    assert torch.equal(actual[0], expected[0]) and actual[0].any()
+    assert actual[2].keys() == expected[2].keys() and actual[2]
+    for name, gradient in expected[2].items():
+        assert torch.equal(actual[2][name], gradient), name
+
+
+def test_unfrozen_weights_run_without_gradients_only():
+    stored, plain = pair(frozen=False)
+    enable(stored, implementation="reference")
+    enable(plain, implementation="reference")
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        assert torch.equal(stored(tokens).logits, plain(tokens).logits)
+    with pytest.raises(ValueError, match=r"gate_up_proj of FP8Experts is stored as fp8 and must be frozen"):
+        stored(tokens)
+
+
+def test_disable_and_copies():
+    from moe_layers.integrations.transformers import disable
+
+    stored, _ = pair()
+    enable(stored, implementation="reference")
+    tokens = draw_tokens(stored)
+    copied = copy.deepcopy(stored)
+    with torch.no_grad():
+        assert torch.equal(copied(tokens).logits, stored(tokens).logits)
+    disable(stored)
+    assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: setattr(e, "block_size", None), r"must be float8_e4m3fn in blocks, or packed float4"),
+        (lambda e: setattr(e, "block_size", (3, 8)), r"blocks of fp8 must have sizes that are powers of two"),
+        (
+            lambda e: setattr(e, "down_proj_scale_inv", nn.Parameter(torch.ones(8, 1, 1), requires_grad=False)),
+            r"enable: the scales of the down-projection of .*experts must be",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_changes(change, message):
+    stored, _ = pair()
+    change(experts_of(stored)[-1][1])
+    with pytest.raises(ValueError, match=message):
+        enable(stored, implementation="reference")
+    assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
