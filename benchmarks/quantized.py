@@ -1,0 +1,193 @@
+"""Experts that stay quantised: adapters trained over them, decoding, and dequantisation.
+
+    python -m benchmarks.quantized --commit $(git rev-parse --short HEAD) --output benchmarks/results/quantized.json
+
+Per shape and format, beside plain bfloat16 weights in the same run:
+
+    train    forward and backward of the layer with LoRA of rank 16, base frozen, with T 4096 and 16384 tokens
+    decode   forward of T 1, 16, 64 and 256 tokens, replayed as a CUDA graph. The bound is the time to read the stored
+             bytes of the experts that a token chose, at the speed of a large copy
+    dequantize   one layer's weights to bfloat16, in GB/s of bytes read and written, beside a copy's
+
+The output of each form is first checked on a few tokens against the float64 reference of its dequantised weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moe_kernels.testing import assert_accurate
+from moe_layers import LoRA, MoEFeedForward
+from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
+from moe_layers.experts.quantized import QuantizedExperts
+
+from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
+from .shapes import SHAPES, TINY, Shape
+from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
+
+PLAIN = "plain"
+FORMS = (PLAIN, "fp8", "mxfp4", "nf4", "int8")
+# DeepSeek-V3 with its experts over eight ranks: what one rank computes.
+QUANTIZED_SHAPES = {
+    **{name: SHAPES[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
+    "deepseek-v3-ep8": Shape("deepseek-v3-ep8", 16384, 7168, 2048, 32, 8),
+    TINY.name: TINY,
+}
+_CHECKED_TOKENS = 64
+
+
+def make_form(shape: Shape, form: str, device: str, dtype: torch.dtype) -> MoEFeedForward:
+    layer = make_layer(shape, device, dtype).requires_grad_(False)
+    if form != PLAIN:
+        quantize_experts_(layer, form)
+    return layer
+
+
+@torch.no_grad()
+def check(layer: MoEFeedForward, tokens: torch.Tensor) -> None:
+    """Compare outputs with those of the dequantised layer in float64, within the error budget of the tests."""
+    tokens = tokens[:_CHECKED_TOKENS]
+    routing = layer.router(tokens)
+    plain = copy.deepcopy(layer)
+    if isinstance(layer.experts.w_up, QuantizedExperts):
+        dequantize_experts_(plain)
+    plain.experts.implementation = plain.router.implementation = "reference"
+    experts = routing.topk_experts
+    baseline = plain(tokens, topk_experts=experts)
+    exact = plain.double()(tokens.double(), topk_experts=experts)
+    assert_accurate(layer(tokens, topk_experts=experts), baseline, exact, "output")
+
+
+def stored_bytes(layer: MoEFeedForward, num_experts: int) -> int:
+    """Return the bytes of this many experts' weights."""
+    weights = (layer.experts.w_up, layer.experts.w_down)
+    tensors = [t for w in weights for t in (w.parameters() if isinstance(w, QuantizedExperts) else [w])]
+    return sum(t.numel() * t.element_size() for t in tensors) * num_experts // layer.num_experts
+
+
+def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+    runs, memory = {}, {}
+    for form in options.forms:
+        layer = make_form(shape, form, options.device, dtype)
+        tokens = make_tokens(layer, shape, "even", dtype)
+        check(layer, tokens)
+        layer.add_lora(LoRA(options.rank, 2 * options.rank))
+        runs[form] = passes(layer, tokens)["forward+backward"]
+        runs[form]()
+        memory[form] = measure_memory(layer, tokens) if options.device == "cuda" else (None, None)
+    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    plain = timings.get(PLAIN)
+    return [
+        {
+            "case": "train",
+            "form": form,
+            **timings[form]._asdict(),
+            "over_plain": None if plain is None else timings[form].ms / plain.ms,
+            "saved_mib": memory[form][0],
+            "peak_mib": memory[form][1],
+        }
+        for form in options.forms
+    ]
+
+
+@torch.no_grad()
+def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+    runs, read = {}, {}
+    for form in options.forms:
+        layer = make_form(shape, form, options.device, dtype)
+        tokens = make_tokens(layer, shape, "even", dtype)
+        check(layer, tokens)
+        num_hit = layer.router(tokens).topk_experts.unique().numel()
+        read[form] = stored_bytes(layer, num_hit)
+
+        def run(layer: MoEFeedForward = layer, tokens: torch.Tensor = tokens) -> object:
+            return layer(tokens)
+
+        runs[form] = in_a_graph(run) if options.device == "cuda" else run
+    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    speed, plain = copy_bytes_per_ms(options.device), timings.get(PLAIN)
+    return [
+        {
+            "case": "decode",
+            "form": form,
+            **timings[form]._asdict(),
+            "over_plain": None if plain is None else timings[form].ms / plain.ms,
+            "read_mb": read[form] / 1e6,
+            "share_of_bound": read[form] / speed / timings[form].ms,
+        }
+        for form in options.forms
+    ]
+
+
+@torch.no_grad()
+def bench_dequantization(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+    runs, moved = {}, {}
+    for form in (form for form in options.forms if form != PLAIN):
+        layer = make_form(shape, form, options.device, dtype)
+        weight = layer.experts.w_up
+        assert isinstance(weight, QuantizedExperts)
+        runs[form] = weight.dequantize
+        moved[form] = weight.weight().num_bytes + weight.dequantize().nbytes
+    if not runs:
+        return []
+    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    speed = copy_bytes_per_ms(options.device)
+    rows = []
+    for form, timing in timings.items():
+        rate = moved[form] / timing.ms
+        rows.append(
+            {
+                "case": "dequantize",
+                "form": form,
+                **timing._asdict(),
+                "gb_per_s": rate / 1e6,
+                "share_of_copy": rate / speed,
+            }
+        )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name in QUANTIZED_SHAPES if name != TINY.name]
+    parser.add_argument("--shapes", nargs="+", choices=list(QUANTIZED_SHAPES), default=names)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--train-tokens", nargs="*", type=int, default=[4096, 16384])
+    parser.add_argument("--decode-tokens", nargs="*", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    rows: list[dict] = []
+    for name in options.shapes:
+        cases = [(bench_training, tokens) for tokens in options.train_tokens]
+        cases += [(bench_decoding, tokens) for tokens in options.decode_tokens]
+        cases.append((bench_dequantization, 1))
+        for bench, num_tokens in cases:
+            shape = replace(QUANTIZED_SHAPES[name], num_tokens=num_tokens)
+            measured = [
+                {"shape": name, "num_tokens": num_tokens, **row, **environment(options.device, options.commit)}
+                for row in bench(shape, options, dtype)
+            ]
+            if measured:
+                print_rows(measured, [column for column in measured[0] if column not in ("commit", "date", "torch")])
+            rows += measured
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+            if options.output:  # after every case, so that a stopped run keeps its results
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
