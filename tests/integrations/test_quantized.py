@@ -97,3 +97,23 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(change, message)
     with pytest.raises(ValueError, match=message):
         enable(stored, implementation="reference")
     assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft, of its use of transformers
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_adapters_of_peft_over_stored_weights(order):
+    """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    stored, plain = pair()
+    if order == "enabled":
+        enable(stored, implementation="reference")
+    adapted, golden = (peft_tests.adapt(model, peft_tests.lora()) for model in (stored, plain))
+    if order == "adapted":
+        report = enable(adapted, implementation="reference")
+        assert len(report.adapted) == 4 and not report.adapted_by_wrapper
+    tokens = draw_tokens(golden)
+    actual, expected = step(adapted, tokens), step(golden, tokens)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert actual[2].keys() == expected[2].keys() and len(actual[2]) == 8
+    for name, gradient in expected[2].items():
+        torch.testing.assert_close(actual[2][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
