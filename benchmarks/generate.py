@@ -1,0 +1,107 @@
+"""Tokens per second of `generate` with a Qwen3-MoE of transformers: its experts implementations, and ours.
+
+    python -m benchmarks.generate --commit $(git rev-parse --short HEAD) --output benchmarks/results/generate.json
+
+The model is that of `benchmarks.huggingface`, with random weights. Prompts are random. Decoding is greedy, with a
+dynamic cache, and stops after a fixed number of new tokens. Implementations take turns in rounds. Before any timing,
+the logits of the prompts are checked: their error against float32 may be at most twice that of `grouped_mm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_layers.integrations.transformers import disable, enable
+
+from .huggingface import OURS, SHAPES, make_model
+from .layer import environment, print_rows
+from .timing import time_interleaved
+
+IMPLEMENTATIONS = (OURS, "grouped_mm", "batched_mm")
+
+
+def use(model: torch.nn.Module, name: str) -> None:
+    """Let one implementation compute the experts of the model."""
+    if hasattr(model, "_moe_layers_state"):
+        disable(model)
+    if name == OURS:
+        enable(model)
+    else:
+        model.set_experts_implementation(name)
+
+
+@torch.no_grad()
+def check(model: torch.nn.Module, prompts: Tensor, names: list[str]) -> None:
+    """Raise AssertionError if our logits are less exact than allowed."""
+    dtype = model.dtype
+    errors = {}
+    use(model.float(), "grouped_mm")
+    exact = model(prompts).logits
+    model.to(dtype)
+    for name in ("grouped_mm", *(n for n in names if n == OURS)):
+        use(model, name)
+        errors[name] = (model(prompts).logits.float() - exact).norm() / exact.norm()
+    if OURS in errors:
+        limit = 2 * errors["grouped_mm"] + torch.finfo(dtype).eps
+        assert errors[OURS] <= limit, f"relative error of the logits {errors[OURS]}, at most {limit} allowed"
+
+
+def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> list[dict]:
+    generator = torch.Generator().manual_seed(batch)
+    shape = batch, options.prompt
+    prompts = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(options.device)
+    check(model, prompts, options.implementations)
+
+    def run(name: str) -> None:
+        use(model, name)
+        new = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False, "pad_token_id": 0}
+        model.generate(prompts, attention_mask=torch.ones_like(prompts), **new)
+
+    runs = {name: lambda name=name: run(name) for name in options.implementations}
+    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    return [
+        {
+            "batch": batch,
+            "prompt": options.prompt,
+            "new": options.new,
+            "implementation": name,
+            **timing._asdict(),
+            "tokens_per_s": 1e3 * batch * options.new / timing.ms,
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=32, help="new tokens per prompt")
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    model = make_model(SHAPES[options.shape], options.device, dtype).eval()
+    model.config.use_cache = model.generation_config.use_cache = True
+    rows = []
+    for batch in options.batch:
+        rows += [{"shape": options.shape, **row} for row in bench(model, batch, options)]
+    print_rows(rows, list(rows[0]))
+    if options.output:
+        rows = [{**row, **environment(options.device, options.commit)} for row in rows]
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
