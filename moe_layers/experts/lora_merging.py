@@ -66,36 +66,53 @@ def merge_lora(
     """
     experts = experts_of(layer)
     check_before_fully_shard("merge_lora", experts)
+    names = _names_to_merge(experts, names)
+    _check_format(experts, requantize)
+    merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
+    assert merged is not None
+    changed = [projection for projection in TARGETS if getattr(merged, f"{projection}_a") is not None]
+    quantized = [projection for projection in changed if isinstance(_weight(experts, projection), QuantizedExperts)]
+    new = {projection: _merged_quantized(experts, projection, merged, requantize) for projection in quantized}
+    kept = {projection: share for projection, (_, share) in new.items()} if requantize else {}
+    _check_kept(experts, kept, least_kept)
+    experts.unmerged = _keep_base(experts, changed, names) if keep_base else None
+    for projection in changed:
+        if projection in new:
+            replace_weight(experts, f"w_{projection}", new[projection][0])
+        else:
+            _add_product(_local_weight(experts, projection), *_pair(merged, projection), merged.scale)
+    remove_lora(layer, names)
+    return kept
+
+
+def _names_to_merge(experts: Any, names: str | Sequence[str] | None) -> list[str]:
     if names is None:
         names = [name for name, adapter in (experts.lora or {}).items() if adapter.is_active]
     names = known_names("merge_lora", experts, names)
     if not names:
         raise ValueError(f"merge_lora: there must be an adapter to merge, got {sorted(experts.lora or {})}")
-    quantized = isinstance(experts.w_up, QuantizedExperts)
-    if quantized and experts.local_share is not None:
-        raise NotImplementedError("merge_lora: quantised experts must be merged before ExpertParallel shares them")
-    if requantize and not quantized:
-        raise ValueError("merge_lora: requantize needs quantised weights, got plain ones")
-    merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
-    assert merged is not None
-    changed = [projection for projection in TARGETS if getattr(merged, f"{projection}_a") is not None]
-    new, kept = {}, {}
-    for projection in changed if quantized else ():
-        new[projection], kept[projection] = _merged_quantized(experts, projection, merged, requantize)
-    if requantize and min(kept.values()) < least_kept:
+    return names
+
+
+def _check_kept(experts: Any, kept: dict[str, float], least_kept: float) -> None:
+    if kept and min(kept.values()) < least_kept:
         shares = ", ".join(f"{share:.3f} of w_{projection}'s" for projection, share in kept.items())
         raise ValueError(
             f"merge_lora: at least {least_kept} of the change must survive {experts.w_up.format}, got {shares}; merge "
             "without requantize, or pass least_kept=0"
         )
-    experts.unmerged = _keep_base(experts, changed, names) if keep_base else None
-    for projection in changed:
-        if quantized:
-            replace_weight(experts, f"w_{projection}", new[projection])
-        else:
-            _add_product(_local_weight(experts, projection), *_pair(merged, projection), merged.scale)
-    remove_lora(layer, names)
-    return kept if requantize else {}
+
+
+def _check_format(experts: Any, requantize: bool) -> None:
+    quantized = isinstance(experts.w_up, QuantizedExperts)
+    if quantized and experts.local_share is not None:
+        raise NotImplementedError("merge_lora: quantised experts must be merged before ExpertParallel shares them")
+    if requantize and not quantized:
+        raise ValueError("merge_lora: requantize needs quantised weights, got plain ones")
+
+
+def _weight(experts: Any, projection: str) -> nn.Parameter | QuantizedExperts:
+    return getattr(experts, f"w_{projection}")
 
 
 def _pair(adapters: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor]:
@@ -106,7 +123,8 @@ def _merged_quantized(
     experts: Any, projection: str, merged: ExpertAdapters, requantize: bool
 ) -> tuple[nn.Parameter | QuantizedExperts, float]:
     """Return the merged weight, and with `requantize` the share of the change that it holds."""
-    base: QuantizedExperts = getattr(experts, f"w_{projection}")
+    base = _weight(experts, projection)
+    assert isinstance(base, QuantizedExperts)
     if not requantize:
         weight = base.dequantize()
         _add_product(weight, *_pair(merged, projection), merged.scale)
@@ -125,7 +143,7 @@ def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerg
     kept = experts.unmerged or Unmerged({}, {})
     for projection in projections:
         if projection not in kept.weights:
-            weight = getattr(experts, f"w_{projection}")
+            weight = _weight(experts, projection)
             if isinstance(weight, QuantizedExperts):
                 kept.weights[projection] = copy.deepcopy(weight).cpu()
             else:
@@ -146,7 +164,7 @@ def unmerge_lora(layer: nn.Module) -> None:
         raise ValueError("unmerge_lora: adapters must have been merged by merge_lora(keep_base=True)")
     check_before_fully_shard("unmerge_lora", experts)
     for projection, base in experts.unmerged.weights.items():
-        now = getattr(experts, f"w_{projection}")
+        now = _weight(experts, projection)
         target = now if isinstance(now, QuantizedExperts) else _local_weight(experts, projection)
         if base.shape != target.shape or base.dtype != target.dtype:
             was, got = (f"{weight.dtype} {list(weight.shape)}" for weight in (base, target))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class _Rebuilt:
 
 
 def rebuilt_in_backward(
-    copy: Tensor, parameters: tuple[Tensor, ...], build: Callable[..., Tensor]
+    copy: Tensor, parameters: tuple[Any, ...], build: Callable[..., Any]
 ) -> AbstractContextManager[None]:
     """Return a context in which autograd saves `parameters` instead of `copy`.
 
