@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -182,17 +183,7 @@ def update_selection_bias(
         if router.selection_bias is not None:
             router.require_counts("update_selection_bias")
     for router, bias in routers:
-        if is_dtensor(bias) or bias.dtype.itemsize < 4:
-            raise ValueError(
-                "update_selection_bias: a selection bias must be a float32 or float64 tensor that every rank holds "
-                f"whole, got {'a DTensor' if is_dtensor(bias) else bias.dtype}"
-            )
-        router.take_counts_to(bias.device)
-        if router.expert_counts.device != bias.device:
-            raise ValueError(
-                "update_selection_bias: a router's expert_counts must be on the device of its selection_bias, got "
-                f"{router.expert_counts.device} and {bias.device}"
-            )
+        _prepare_counts(router, bias)
     total = torch.cat([router.expert_counts for router, _ in routers])
     if group is not None:
         distributed.all_reduce(total, group=group)
@@ -201,6 +192,21 @@ def update_selection_bias(
         direction = (counts.sum() - len(counts) * counts).sign()
         bias.add_(direction.to(bias.dtype), alpha=rate)
         router.expert_counts.zero_()
+
+
+def _prepare_counts(router: Any, bias: Tensor) -> None:
+    """Move the counts to their bias. Raise ValueError if the bias cannot be updated."""
+    if is_dtensor(bias) or bias.dtype.itemsize < 4:
+        raise ValueError(
+            "update_selection_bias: a selection bias must be a float32 or float64 tensor that every rank holds "
+            f"whole, got {'a DTensor' if is_dtensor(bias) else bias.dtype}"
+        )
+    router.take_counts_to(bias.device)
+    if router.expert_counts.device != bias.device:
+        raise ValueError(
+            "update_selection_bias: a router's expert_counts must be on the device of its selection_bias, got "
+            f"{router.expert_counts.device} and {bias.device}"
+        )
 
 
 @torch.no_grad()
