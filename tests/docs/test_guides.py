@@ -91,7 +91,7 @@ def test_named_files_and_links_exist(page):
 
 def test_readme_links_every_guide():
     linked = set(re.findall(r"\((docs/guides/\w+\.md)\)", PAGES[0].read_text()))
-    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]} and len(linked) == 6
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]} and linked
 
 
 def write(tmp_path, text):
