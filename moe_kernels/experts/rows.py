@@ -13,8 +13,8 @@ from ..activation_spec import Activation
 from ..gemm import selection
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
-from ..gemm.decoding import MAX_ROWS, QuantizedMatrices, launch_decoding_gemm
 from ..gemm.epilogue import launch_product
+from ..gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments, QuantizedMatrices
 from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.kernels import launch_dequantize
 from ..types import ExpertWeights, Permutation, QuantizedWeight, TileTable, Weight
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         index = self.row_to_token if gather else None
         operands: dict[str, Any] = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
         if isinstance(b, QuantizedMatrices):
-            launch_decoding_gemm(a, b, out, self.table, **operands)
+            selection.run(DecodingGemmArguments.of(a, b, out, tile_table=self.table, **operands))
             return out
         args = GroupedGemmArguments(
             a,

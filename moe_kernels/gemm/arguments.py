@@ -43,12 +43,12 @@ def is_one_behind_another(matrices: Tensor) -> bool:
     return num_batches <= 1 or matrices.stride(0) == num_rows * matrices.stride(1)
 
 
-def _table_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
+def sized_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
     rows = rows_bucket(num_rows, num_groups)
     return f"{form} {str(dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
 
 
-def _index_form(index: Tensor | None) -> bool | None:
+def index_form(index: Tensor | None) -> bool | None:
     """Return None without an index, else whether kernels can read it."""
     return None if index is None else index.is_contiguous()
 
@@ -250,7 +250,7 @@ class GroupedGemmArguments(Arguments):
         return (
             sizes,
             rows_bucket(self.num_rows, sizes[0]),
-            _index_form(self.row_to_token),
+            index_form(self.row_to_token),
             self.epilogue,
             None if bias is None else (bias.dtype, bias.stride(-1) == 1),
             self.row_scale is None,
@@ -268,7 +268,7 @@ class GroupedGemmArguments(Arguments):
         layout = "row" if self.B.stride(2) == 1 else "column"
         gather = "A" if self.row_to_token is not None else "none"
         form = f"grouped_gemm B={layout} gather={gather} epilogue={self.epilogue or 'none'}"
-        return _table_key(form, self.A.dtype, num_groups, size_k, size_n, self.num_rows)
+        return sized_key(form, self.A.dtype, num_groups, size_k, size_n, self.num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
@@ -329,7 +329,7 @@ class WgradArguments(Arguments):
         return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
 
     def selection_key(self) -> tuple[Any, ...]:
-        gathers = _index_form(self.a_row_to_token), _index_form(self.dout_row_to_token)
+        gathers = index_form(self.a_row_to_token), index_form(self.dout_row_to_token)
         num_rows = self.num_rows
         form = *gathers, self.epilogue, num_rows == 0
         sizes = self.out.shape
@@ -338,7 +338,7 @@ class WgradArguments(Arguments):
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))
         form = f"wgrad gather={'+'.join(name for name, index in gathers if index is not None) or 'none'}"
-        return _table_key(form, self.A.dtype, *self.out.shape, num_rows=self.num_rows)
+        return sized_key(form, self.A.dtype, *self.out.shape, num_rows=self.num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("dout", 2) or self._expect_rank("out", 3):
@@ -388,7 +388,7 @@ class GemmArguments(Arguments):
     def table_key(self) -> str:
         form = f"gemm B={'row' if self.B.stride(-1) == 1 else 'column'}{epilogue_key(self.epilogue)}"
         num_rows = self.num_batches * self.rows_per_matrix
-        return _table_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows=num_rows)
+        return sized_key(form, self.A.dtype, self.num_batches, *self.B.shape[-2:], num_rows=num_rows)
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2, 3) or self._expect_rank("B", 2, 3):

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..quantization.decode import decode_weight
 from ..runtime.dispatch import without_autocast
 from ..runtime.triton import cdiv
 from ..testing import assert_accurate
 from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
 from .kernel import Kernel
+from .kernels.decoding import DecodingGemmArguments
 from .kernels.jagged import JaggedGemmArguments
 from .kernels.list import GroupedGemmListArguments
 
@@ -165,6 +167,13 @@ def _of_grouped_gemm(args: GroupedGemmArguments, first: int) -> Iterator[Compari
         yield _zeros(args.out[bounds[-2] :])
 
 
+def _of_decoding_gemm(args: DecodingGemmArguments, first: int) -> Iterator[Comparison]:
+    b = decode_weight(args.B.weight, args.A.dtype)
+    options = {name: getattr(args, name) for name in ("row_to_token", "tile_table", "bias", "extra_a", "extra_b")}
+    product = GroupedGemmArguments(args.A, b.mT if args.transposed else b, args.out, zero_tail=False, **options)
+    yield from _of_grouped_gemm(product, first)
+
+
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
     bounds = _bounds(args, args.num_rows)
     for group in _sampled(len(args.out), first):
@@ -208,6 +217,7 @@ def _of_list(args: GroupedGemmListArguments, first: int) -> Iterator[Comparison]
 _COMPARISONS = {
     GroupedGemmArguments: _of_grouped_gemm,
     WgradArguments: _of_wgrad,
+    DecodingGemmArguments: _of_decoding_gemm,
     JaggedGemmArguments: _of_jagged_gemm,
     GemmArguments: _of_gemm,
     GroupedGemmListArguments: _of_list,

@@ -2,6 +2,7 @@
 
     python -m moe_kernels explain 16384,2048,768,128,8 --dtype bfloat16      # T, D, F, E, K
     python -m moe_kernels explain 16384,2048,768,128,8 --cc 90 --gpu "NVIDIA H200"      # as if on this GPU
+    python -m moe_kernels explain 16,2048,768,128,8 --quantized fp8
 
 The exit status is 1 if a result exceeds the error budget.
 """
@@ -26,8 +27,10 @@ from ..experts.fused import fused_experts
 from ..gemm import selection, tables
 from ..gemm.arguments import Arguments
 from ..gemm.kernel import Kernel, WarpSpecializedDesign, device_cc
+from ..gemm.kernels.decoding import MAX_ROWS
 from ..gemm.selection import Copies, get_kernels
 from ..gemm.tables import Table
+from ..quantization.formats import FORMATS
 from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
@@ -155,6 +158,15 @@ def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]
     ]
 
 
+def decoding_choices(layer: LayerForms, format: str, target: Target) -> list[Choice]:
+    """Return the kernels for quantised weights with too few rows for dequantisation, or nothing."""
+    if len(layer.row_to_token) >= MAX_ROWS * len(layer.w_up):
+        return []
+    ops = ("up, then activation", "down", "down, gradient of its input", "up, gradient of its input")
+    forms = layer.decoding(format).values()
+    return [Choice(op, args, select_for(args, target)) for op, args in zip(ops, forms, strict=True)]
+
+
 def print_versions(target: Target) -> None:
     print(f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     print(f"Triton {triton.__version__ if HAS_TRITON else 'is not installed'}{' (interpreter)' if INTERPRET else ''}")
@@ -191,8 +203,13 @@ def print_tables(target: Target) -> None:
     print(f"Own tables: {tables.USER or 'switched off by MOE_KERNELS_TUNING'}")
 
 
-def print_choices(layer: LayerForms, target: Target) -> list[Choice]:
-    copies, choices = choices_of(layer, target)
+def print_choices(layer: LayerForms, target: Target, format: str | None) -> list[Choice]:
+    choices = [] if format is None else decoding_choices(layer, format, target)
+    copies = Copies(False, False, False)
+    if not choices:
+        copies, choices = choices_of(layer, target)
+        if format is not None:
+            print(f"Weights: {format}, dequantised before each GEMM")
     for op, args, kernel in choices:
         by = "table" if _is_in_table(args, kernel, target) else "rule"
         print(f"{op}: {f'{kernel.metadata.kernel_name} (by {by})' if kernel else 'no kernel'}")
@@ -264,6 +281,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("layer", type=parse_layer, metavar="T,D,F,E,K", help="sizes of the layer")
     command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     command.add_argument("--activation", default="swiglu", choices=sorted(EPILOGUES))
+    command.add_argument("--quantized", choices=list(FORMATS), help="as with weights stored in this format")
     command.add_argument("--cc", type=int, help="select as on a GPU of this compute capability; 90 without a GPU")
     command.add_argument("--gpu", help="with the tables of a GPU of this name")
     command.set_defaults(run=explain_command)
@@ -279,7 +297,7 @@ def explain_command(options: argparse.Namespace) -> int:
         layer = LayerForms.drawn(case, dtype, "cuda", options.activation)
     else:
         layer = LayerForms.without_memory(case, dtype, options.activation)
-    choices = print_choices(layer, target)
+    choices = print_choices(layer, target, options.quantized)
     runnable = choices if target.is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passed = check_numbers(runnable, dtype, device, options.activation)

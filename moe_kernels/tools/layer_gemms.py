@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
+from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
+from ..quantization.quantize import quantize
 from ..testing import Case, make_inputs, make_permutation
-from ..types import TileTable
+from ..types import QuantizedWeight, TileTable, WeightFormat
 
 NUM_FORMS = 12  # number of forms in `LayerForms.all`
+NUM_DECODING_FORMS = 4
 
 
 def parse_layer(text: str) -> Case:
@@ -43,7 +46,7 @@ class LayerForms:
         activation: str,
     ):
         self.tokens, self.w_up, self.w_down, self.activation = tokens, w_up, w_down, activation
-        self._index, self._table = row_to_token, tile_table
+        self.row_to_token, self._table = row_to_token, tile_table
         num_rows, d_model, d_ff = len(row_to_token), tokens.shape[1], w_down.shape[2]
         columns = (d_model, d_ff, 2 * d_ff)
         self._rows = [torch.randn(num_rows, n, device=tokens.device, dtype=tokens.dtype) for n in columns]
@@ -78,7 +81,7 @@ class LayerForms:
 
     def all(self) -> dict[str, Arguments]:
         """Return every form: "_gather" reads the tokens' rows through an index, "up_plain" omits the activation."""
-        tokens, index, w_up, w_down = self.tokens, self._index, self.w_up, self.w_down
+        tokens, index, w_up, w_down = self.tokens, self.row_to_token, self.w_up, self.w_down
         rows_d, rows_f, rows_2f = self._rows
         out_d, out_f, out_2f = self._out
         up = {"epilogue": self.activation, "preactivation": out_2f}
@@ -96,6 +99,24 @@ class LayerForms:
             "up_wgrad_gather": self._wgrad(rows_2f, tokens, w_up, dout_row_to_token=index),
             "down_wgrad": self._wgrad(rows_d, rows_f, w_down),
             "down_wgrad_gather": self._wgrad(tokens, rows_f, w_down, a_row_to_token=index),
+        }
+
+    def decoding(self, format: str | WeightFormat) -> dict[str, Arguments]:
+        """Return the forms of quantised weights with few rows."""
+        up, down = quantize(self.w_up, format), quantize(self.w_down, format)
+        _, rows_f, rows_2f = self._rows
+        out_d, out_f, out_2f = self._out
+        gather = {"row_to_token": self.row_to_token}
+
+        def form(a: Tensor, weight: QuantizedWeight, transposed: bool, out: Tensor, **options: Tensor) -> Arguments:
+            b = QuantizedMatrices(weight, transposed)
+            return DecodingGemmArguments.of(a, b, out, tile_table=self._table, **options)
+
+        return {
+            "up_gather": form(self.tokens, up, True, out_2f, **gather),
+            "down": form(rows_f, down, True, out_d),
+            "down_dgrad_gather": form(self.tokens, down, False, out_f, **gather),
+            "up_dgrad": form(rows_2f, up, False, out_d),
         }
 
     def _gemm(self, a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from ..activation_spec import is_gated
 from ..gemm.arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
+from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..gemm.kernels.jagged import JaggedGemmArguments
 from ..gemm.kernels.list import GroupedGemmListArguments
+from ..gemm.tile_table import empty_tile_table, write_table
+from ..quantization.quantize import quantize
 
+_BLOCK_ROWS = 128
 _JAGGED_GROUPS = 16  # the number of groups is not part of the key
 
 
@@ -70,6 +74,22 @@ def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: str
     )
 
 
+def _decoding_gemm(make: _Operands, *, weight: str, B: str, gather: str, G: str, K: str, N: str, rows: str):
+    num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
+    shape = (num_groups, size_n, size_k) if B == "column" else (num_groups, size_k, size_n)
+    b = QuantizedMatrices(quantize(make.normal(*shape).mul_(size_k**-0.5), weight), B == "column")
+    table = empty_tile_table(ends := make.ends(num_groups, int(rows)), num_rows, num_groups, _BLOCK_ROWS)
+    if ends.device.type != "meta":
+        write_table(table, ends, num_rows)
+    return DecodingGemmArguments.of(
+        make.normal(num_rows, size_k),
+        b,
+        make.empty(num_rows, size_n),
+        row_to_token=make.index(num_rows) if gather == "A" else None,
+        tile_table=table,
+    )
+
+
 def _wgrad(make: _Operands, *, gather: str, G: str, K: str, N: str, rows: str):
     num_groups, num_rows = int(G), int(G) * int(rows)
     names = {"A": "a_row_to_token", "dout": "dout_row_to_token"}
@@ -114,6 +134,7 @@ def _of(layout: str, problem: int) -> str:
 _MAKERS = {
     "grouped_gemm": _grouped_gemm,
     "wgrad": _wgrad,
+    "decoding_gemm": _decoding_gemm,
     "jagged_gemm": _jagged_gemm,
     "gemm": _gemm,
     "grouped_gemm_list": _list,

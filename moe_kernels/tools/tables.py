@@ -2,6 +2,7 @@
 
     python -m moe_kernels tune 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
     python -m moe_kernels tune --lists 4x512 64x128 --jagged 131072,2048,2048,16     # G x N; R, K, N, G
+    python -m moe_kernels tune 16,2048,768,128,8 --quantized fp8 mxfp4
     python -m moe_kernels show
     python -m moe_kernels verify
 
@@ -24,10 +25,11 @@ from ..gemm import tables
 from ..gemm.kernel import Kernel
 from ..gemm.selection import get_kernels
 from ..gemm.tables import Table
+from ..quantization.formats import FORMATS
 from ..runtime.triton import triton
 from .layer_gemms import parse_layer
 from .table_keys import arguments_of
-from .tune import check, jagged_job, layer_job, list_job, tune
+from .tune import check, decoding_job, jagged_job, layer_job, list_job, tune
 
 
 def tune_command(options: argparse.Namespace) -> int:
@@ -39,7 +41,8 @@ def tune_command(options: argparse.Namespace) -> int:
         path = tables.USER / tables.table_name(gpu)
     dtype = getattr(torch, options.dtype)
     jobs = [
-        *(layer_job(case, dtype, "cuda", options.activation) for case in options.layers),
+        *(layer_job(case, dtype, "cuda", options.activation) for case in ([] if options.quantized else options.layers)),
+        *(decoding_job(case, format, dtype, "cuda") for case in options.layers for format in options.quantized),
         *(list_job(*map(int, problem.split("x")), dtype=dtype, device="cuda") for problem in options.lists),
         *(jagged_job(*map(int, problem.split(",")), dtype=dtype, device="cuda") for problem in options.jagged),
     ]
@@ -130,6 +133,13 @@ def add_commands(commands: Any) -> None:
     tuning.add_argument("layers", nargs="*", type=parse_layer, metavar="T,D,F,E,K", help="sizes of the layers")
     tuning.add_argument("--lists", nargs="+", default=[], metavar="GxN", help="square products in one launch")
     tuning.add_argument("--jagged", nargs="+", default=[], metavar="R,K,N,G", help="packed rows and a shared matrix")
+    tuning.add_argument(
+        "--quantized",
+        nargs="+",
+        default=[],
+        choices=list(FORMATS),
+        help="measure the GEMMs that decode weights of these formats; the layers' other entries are left alone",
+    )
     tuning.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     tuning.add_argument("--activation", default="swiglu", choices=sorted(EPILOGUES))
     tuning.add_argument("--seconds", type=float, default=math.inf, help="start no measurement later than this")

@@ -30,7 +30,7 @@ from ..gemm.selection import Copies, best_first, copies_key, get_kernels, pin, p
 from ..gemm.tables import Table
 from ..gemm.verify import check_result
 from ..testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
-from .layer_gemms import NUM_FORMS, LayerForms
+from .layer_gemms import NUM_DECODING_FORMS, NUM_FORMS, LayerForms
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
@@ -176,6 +176,17 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
         yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(measure())}))
 
     return Job(",".join(map(str, dataclasses.astuple(case)[:5])), NUM_FORMS + 1, entries)
+
+
+def decoding_job(case: Case, format: str, dtype: torch.dtype, device: str) -> Job:
+    """Return the job of one layer whose weights are quantised, with few rows per expert."""
+
+    def entries() -> Iterator[Entry]:
+        layer = LayerForms.drawn(case, dtype, device, "swiglu")
+        for args in layer.decoding(format).values():
+            yield kernel_entry(args, fastest)
+
+    return Job(f"{format} {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_DECODING_FORMS, entries)
 
 
 def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:

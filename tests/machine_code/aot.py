@@ -26,10 +26,10 @@ from moe_kernels.activation_spec import ACTIVATION_KINDS, is_gated
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
-from moe_kernels.gemm.decoding import QuantizedMatrices, launch_decoding_gemm
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.kernels import precision
+from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
 from moe_kernels.permutation.partial_sums import launch_sum_shares
@@ -114,6 +114,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
+    if kernel.arguments_class is DecodingGemmArguments:
+        return decoding_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -302,30 +304,12 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
     return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
-def run_decoding(format: str, dtype: torch.dtype, rows_per_expert: int, transposed: bool) -> None:
-    """Multiply rows with a quantised weight and every optional operand."""
-    num_experts, size_out, size_in = 2, 1024, 1024  # enough steps that the compiler keeps the loop
-    weight = quantize(torch.zeros(num_experts, size_out, size_in), format)
-    b, num_rows = QuantizedMatrices(weight, transposed), num_experts * rows_per_expert
-    _, size_k, size_n = b.shape
-    launch_decoding_gemm(
-        torch.empty(num_rows, size_k, dtype=dtype),
-        b,
-        torch.empty(num_rows, size_n, dtype=dtype),
-        mk.reference.tile_table(torch.zeros(num_experts, dtype=torch.int32), num_rows, 128),
-        row_to_token=torch.zeros(num_rows, dtype=torch.int32),
-        bias=torch.empty(num_experts, size_n, dtype=dtype),
-        extra_a=torch.empty(num_rows, 16, dtype=dtype),
-        extra_b=torch.empty(num_experts, size_n, 16, dtype=dtype).transpose(1, 2),
-    )
-
-
 def run_dequantize(format: str, dtype: torch.dtype, size_in: int) -> None:
     launch_dequantize(quantize(torch.zeros(2, 128, size_in), format), dtype)
 
 
 def compile_quantized(run: Callable[..., None], cc: int, *args: object) -> list[dict[str, object]]:
-    """Compile a kernel that reads quantised weights. It has "gemm" False, because the catalog does not list it."""
+    """Compile the dequantisation, which the catalog does not list."""
     case = " ".join(map(str, args))
     compiled = compile_launches(partial(run, *args), cc)
     return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
@@ -334,17 +318,10 @@ def compile_quantized(run: Callable[..., None], cc: int, *args: object) -> list[
 def quantized_jobs() -> Iterator[tuple[Callable, tuple]]:
     for format in FORMATS:
         yield compile_quantized, (run_dequantize, 90, format, torch.bfloat16, 512)
-        for rows_per_expert in (8, 32, 128):
-            for transposed in (True, False):
-                yield compile_quantized, (run_decoding, 90, format, torch.bfloat16, rows_per_expert, transposed)
-    # Blocks that run over the ends of rows, other dtypes, and the oldest and newest target.
+    # Blocks that run over the ends of rows, another dtype, and the oldest and newest target.
     yield compile_quantized, (run_dequantize, 90, "nf4_nested", torch.float32, 38)
-    yield compile_quantized, (run_decoding, 90, "int8", torch.float32, 8, True)
     for cc in (80, 100):
         yield compile_quantized, (run_dequantize, cc, "fp8", torch.float16, 512)
-        yield compile_quantized, (run_decoding, cc, "nf4_nested", torch.bfloat16, 128, False)
-        yield compile_quantized, (run_decoding, cc, "mxfp4", torch.float16, 8, True)
-        yield compile_quantized, (run_decoding, cc, "mxfp4", torch.bfloat16, 8, True)
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
@@ -358,10 +335,16 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
         for kernel in mk.get_kernels(cc=cc):
             # Some kernels run another kernel's code, which is compiled under that name.
             if kernel.obstacle is None and getattr(kernel, "compiled_as", kernel) is kernel:
-                # For kernels of all targets, only the oldest and the newest target compile the further forms.
-                between = cc == 90 and kernel.supports_cc(80) and kernel.supports_cc(100)
-                for form in forms(kernel)[: 1 if between else None]:
+                for form in forms(kernel)[: 1 if only_first_form(kernel, cc) else None]:
                     yield compile_gemm, (kernel.metadata.kernel_name, form, cc)
+
+
+def only_first_form(kernel: Kernel, cc: int) -> bool:
+    """Return whether other targets compile the further forms: the oldest and the newest one for kernels of all
+    targets, compute capability 9.0 for those that decode weights."""
+    if kernel.arguments_class is DecodingGemmArguments:
+        return cc != 90
+    return cc == 90 and bool(kernel.supports_cc(80) and kernel.supports_cc(100))
 
 
 def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
@@ -381,8 +364,36 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
                 yield compile_gemm, (metadata.kernel_name, form, 90, name)
 
 
+def decoding_forms(kernel: Kernel) -> tuple[str, ...]:
+    """Return formats of weights, stored as [G, N, K] if "by column"."""
+    tile, dtype = kernel.metadata.design.tile_shape, kernel.metadata.operands.A.dtype
+    if dtype != torch.bfloat16:
+        return ("mxfp4 by column",) if dtype == torch.float16 else ("int8 by column",)
+    by_column, by_row = tuple(f"{name} by column" for name in reversed(FORMATS)), tuple(reversed(FORMATS))
+    # Of the smallest tiles, each is chosen for one layout.
+    return {(16, 64, 128): by_column, (16, 64, 64): by_row}.get(tile, by_column + by_row)
+
+
+def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
+    """Return arguments with every optional operand, and enough steps that the compiler keeps the loop."""
+    format, *by_column = form.split(" ", 1)
+    num_groups, size, num_rows, dtype = 2, 1024, 256, kernel.metadata.operands.A.dtype
+    return DecodingGemmArguments.of(
+        torch.empty(num_rows, size, dtype=dtype),
+        QuantizedMatrices(quantize(torch.zeros(num_groups, size, size), format), bool(by_column)),
+        torch.empty(num_rows, size, dtype=dtype),
+        tile_table=mk.reference.tile_table(torch.zeros(num_groups, dtype=torch.int32), num_rows, 128),
+        row_to_token=torch.zeros(num_rows, dtype=torch.int32),
+        bias=torch.empty(num_groups, size, dtype=dtype),
+        extra_a=torch.empty(num_rows, 16, dtype=dtype),
+        extra_b=torch.empty(num_groups, size, 16, dtype=dtype).transpose(1, 2),
+    )
+
+
 def forms(kernel: Kernel) -> tuple[str, ...]:
     """Return the forms of `gemm_arguments` that compile to different code; some use bfloat16 for all dtypes."""
+    if kernel.arguments_class is DecodingGemmArguments:
+        return decoding_forms(kernel)
     design, operands = kernel.metadata.design, kernel.metadata.operands
     is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
     if kernel.arguments_class is GroupedGemmListArguments:

@@ -13,6 +13,9 @@ from moe_kernels import (
 )
 from moe_kernels.activation_spec import is_gated
 from moe_kernels.gemm.kernel import device_cc
+from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
+from moe_kernels.gemm.tile_table import make_tile_table
+from moe_kernels.quantization.quantize import quantize
 
 
 class Sizes:
@@ -59,6 +62,15 @@ def _grouped(kernel, draw, unwritten, device):
     return GroupedGemmArguments(a, b, unwritten(rows, n), **options)
 
 
+def _decoding(kernel, draw, unwritten, device):
+    # Rows past the last group stay unwritten, so there are none.
+    operand, rows, groups = kernel.metadata.operands.A, Sizes.ends[-1], len(Sizes.ends)
+    weight = quantize(torch.randn(groups, Sizes.size_n, Sizes.size_k, device=device), "fp8")
+    a, b = draw(operand, rows, Sizes.size_k), QuantizedMatrices(weight, transposed=True)
+    table = make_tile_table(_offsets(device), rows, 128)
+    return DecodingGemmArguments.of(a, b, unwritten(rows, Sizes.size_n), tile_table=table)
+
+
 def _wgrad(kernel, draw, unwritten, device):
     operands, rows = kernel.metadata.operands, Sizes.num_rows
     a, dout = draw(operands.A, rows, Sizes.size_k), draw(operands.dout, rows, Sizes.size_n)
@@ -94,6 +106,7 @@ def _list(kernel, draw, unwritten, device):
 
 _MAKERS = {
     GroupedGemmArguments: _grouped,
+    DecodingGemmArguments: _decoding,
     WgradArguments: _wgrad,
     GemmArguments: _gemm,
     JaggedGemmArguments: _jagged,

@@ -109,10 +109,18 @@ def test_follows_the_table(with_gluon, capsys):
     # Another epilogue uses the listed epilogue's kernel.
     other = dataclasses.replace(args, epilogue="reglu")
     assert select_for(other, target) is slow.with_epilogue("reglu")
-    explain.print_choices(LayerForms.without_memory(LAYER, torch.bfloat16, "reglu"), target)
+    explain.print_choices(LayerForms.without_memory(LAYER, torch.bfloat16, "reglu"), target, None)
     first, *others = (line for line in capsys.readouterr().out.splitlines() if "(by " in line)
     assert first == f"up with activation: {slow.with_epilogue('reglu').metadata.kernel_name} (by table)"
     assert others and all(line.endswith("(by rule)") for line in others)
+
+
+@pytest.mark.parametrize(("num_tokens", "decodes"), [(16, True), (1024, False)])
+def test_quantised_weights_are_decoded_by_few_rows_and_dequantised_for_many(num_tokens, decodes, capsys):
+    assert main(["explain", f"{num_tokens},512,256,4,2", "--quantized", "fp8", "--cc", "90"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": decoding_gemm_pointer_bfloat16") == (4 if decodes else 0)
+    assert ("Weights: fp8, dequantised before each GEMM" in printed) != decodes
 
 
 def test_wrong_numbers_exit_with_1(monkeypatch, capsys):

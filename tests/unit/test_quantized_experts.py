@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_kernels import Activation, fused_experts, reference
+from moe_kernels import Activation, fused_experts, get_kernels, reference
 from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts import rows as rows_module
 from moe_kernels.experts.chunked import ExpertsInParts
@@ -15,12 +15,14 @@ from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.decoding import MAX_ROWS
+from moe_kernels.gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments
 from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.runtime.packing import packing_of
 from moe_kernels.testing import Case, check_accuracy, make_inputs
+from moe_kernels.tools.table_keys import arguments_of
+from moe_kernels.tools.tune import check
 from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight
 
 from ..dtypes import DTYPES
@@ -134,6 +136,28 @@ def test_several_steps_and_tiles_without_adapters(format, device):
         NAMES[:3],
         FROZEN,
     )
+
+
+DECODING = get_kernels(
+    metadata_filter=lambda m: m.kernel_class.arguments_class is DecodingGemmArguments and m.operands.A.dtype in DTYPES
+)
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("kernel", DECODING, ids=lambda kernel: kernel.metadata.kernel_name)
+def test_every_kernel_that_decodes(kernel, layout, device):
+    dtype = str(kernel.metadata.operands.A.dtype)[6:]
+    key = f"decoding_gemm weight=nf4_nested B={layout} gather=A {dtype} G=2 K=144 N=136 rows=16"
+    check(kernel, arguments_of(key, device))
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, (16, 64)), (16, (16, 64)), (64, (64, 64)), (128, (128, 128))])
+def test_the_rule_decodes_each_weight_as_rarely_as_rows_allow(rows, tile):
+    for layout, depth in (("row", 64), ("column", 128)):
+        key = f"decoding_gemm weight=fp8 B={layout} gather=A bfloat16 G=2 K=256 N=256 rows={rows}"
+        first, *_ = get_kernels(arguments_of(key, "meta"), cc=90)
+        tile_k = depth if rows <= 16 else 64  # the length along the stored rows, if tiles are short
+        assert first.metadata.design.tile_shape == (*tile, tile_k)
 
 
 HEIGHTS = {

@@ -11,10 +11,10 @@ from moe_kernels.gemm.tables import Table, read, table_name, write
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
 from moe_kernels.tools import tune as tuner
-from moe_kernels.tools.layer_gemms import NUM_FORMS, LayerForms
+from moe_kernels.tools.layer_gemms import NUM_DECODING_FORMS, NUM_FORMS, LayerForms
 from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.tools.tables import verify
-from moe_kernels.tools.tune import Entry, Job, jagged_job, kernel_entry, layer_job, tune
+from moe_kernels.tools.tune import Entry, Job, decoding_job, jagged_job, kernel_entry, layer_job, tune
 
 from .test_verify import CASES, fused_arguments
 
@@ -99,6 +99,17 @@ def test_tunes_a_layer(tmp_path, device, last_is_fastest):
         assert selection.find(args).metadata.kernel_name == table.kernels[key]
     (copies,) = table.copies.values()
     assert copies == [True, True, True]  # the last measured choice
+    assert not verify(table, device)
+
+
+def test_tunes_gemms_that_decode_weights(tmp_path, device, last_is_fastest):
+    path = tmp_path / "table.json"
+    job = decoding_job(SMALL, "fp8", torch.float16, device)
+    assert tune([job], path, seconds=1000, again=False)
+    table = read(path)
+    assert len(table.kernels) == job.num_entries == NUM_DECODING_FORMS
+    for key, name in table.kernels.items():
+        assert "weight=fp8" in key and selection.find(arguments_of(key, device)).metadata.kernel_name == name
     assert not verify(table, device)
 
 

@@ -9,6 +9,7 @@ from moe_kernels import GroupedGemmArguments, GroupedGemmListArguments, get_kern
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.verify import check_result, verified, verify_interval
 from moe_kernels.runtime.triton import HAS_TRITON
+from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.tools.tune import check
 
 from ..processes import run_python
@@ -59,8 +60,13 @@ def float8_arguments(device):
     return dataclasses.replace(args, A_list=a_list, B_list=b_list)
 
 
+def decoding_arguments(device):
+    return arguments_of("decoding_gemm weight=int8 B=column gather=A float16 G=3 K=48 N=40 rows=8", device)
+
+
 CASES = {
     **ARGUMENTS,
+    "decoding": decoding_arguments,
     "gathering": gathering_arguments,
     "gathering_wgrad": gathering_wgrad_arguments,
     "optional": optional_arguments,

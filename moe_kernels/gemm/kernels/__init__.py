@@ -1,6 +1,7 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
 from .batched import BATCHED_KERNELS
+from .decoding import DECODING_KERNELS
 from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
 from .pointer import POINTER_KERNELS
 from .pointer_gemm import POINTER_GEMM_KERNELS
@@ -23,4 +24,5 @@ ALL_KERNELS = (
     *FLOAT32_WGRAD_KERNELS,
     *BATCHED_KERNELS,
     *POINTER_GEMM_KERNELS,
+    *DECODING_KERNELS,
 )

@@ -184,12 +184,12 @@ class PointerGroupedGemm(GroupedGemmKernel):
                 args.B.stride(),
                 args.out,
                 args.out.stride(),
-                *_with_strides(args.bias),
-                *_with_strides(args.row_scale),
-                *_with_strides(args.scale_a),
-                *_with_strides(args.scale_b),
-                *_with_strides(args.extra_a),
-                *_with_strides(args.extra_b),
+                *with_strides(args.bias),
+                *with_strides(args.row_scale),
+                *with_strides(args.scale_a),
+                *with_strides(args.scale_b),
+                *with_strides(args.extra_a),
+                *with_strides(args.extra_b),
                 table.bounds,
                 table.tiles,
                 table.num_tiles,
@@ -208,7 +208,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         )
 
 
-def _with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
+def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
     return tensor, None if tensor is None else tensor.stride()
 
 

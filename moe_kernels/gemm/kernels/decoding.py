@@ -1,0 +1,318 @@
+"""Grouped GEMM of few rows that decodes quantised weights while it loads them.
+
+With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes, and only
+those of experts that have rows. A decoded value has the bits of `dequantize` in the dtype of the rows; products are
+accumulated in float32 and rounded once. Many rows are faster with a dequantised weight: every tile of rows decodes the
+weight again, and the fastest GEMMs need operands that the copy engine can load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quantization.kernels import decode_tile, form_of, kernel_arguments
+from ...runtime.launch import Launch
+from ...runtime.triton import cdiv, tl, triton
+from ...types import QuantizedWeight, TileTable, WeightFormat
+from ..arguments import Arguments, index_form, layout_of, rows_bucket, sized_key, with_launch_key
+from ..kernel import SUPPORTED, Kernel, KernelMetadata, Operand, PointerDesign, Status
+from .base import kernel_name
+from .pointer import multiply_tile, with_strides
+from .precision import add_product, dot_precision, zero_total
+
+# Average rows per expert from which weights are dequantised. By arithmetic, writing a weight once and reading it takes
+# 0.4 of the GEMM's time there, and less with more rows.
+MAX_ROWS = 512
+
+# Multiplications of a tile that take as long as decoding one of its values: about 6 instructions of 128 lanes.
+_DECODING = 40
+_CACHE_LINE = 128  # values of 8 bits
+
+
+class QuantizedMatrices(NamedTuple):
+    """A quantised weight [G, out, in] as the second operand of a GEMM: B[g] = weight[g], or its transpose."""
+
+    weight: QuantizedWeight
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:  # [G, K, N]
+        num_groups, size_out, size_in = self.weight.shape
+        return (num_groups, size_in, size_out) if self.transposed else (num_groups, size_out, size_in)
+
+
+@with_launch_key
+@dataclass(eq=False)
+class DecodingGemmArguments(Arguments):
+    """out[start:end] = A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] + bias[g] for every group g.
+
+    B[g] is the quantised matrix g, or its transpose. Rows past the last group stay unwritten. `of` fills the fields.
+    """
+
+    operand_names = ("A", "out")
+    weight_tensors: ClassVar[tuple[str, ...]] = tuple(
+        name for name in QuantizedWeight._fields if name not in ("format", "shape")
+    )
+    tensors = ("A", "out", *weight_tensors, "row_to_token", "bias", "extra_a", "extra_b")
+
+    A: Tensor  # [R, K]; [T, K] with row_to_token
+    out: Tensor  # [R, N]
+    values: Tensor  # these and the next eight: of `QuantizedMatrices`
+    scales: Tensor
+    format: WeightFormat
+    shape: torch.Size  # [G, out, in]
+    codes: Tensor | None = None
+    nested_codes: Tensor | None = None
+    nested_scales: Tensor | None = None
+    nested_offset: Tensor | None = None
+    transposed: bool = False
+    accumulator_type: torch.dtype = torch.float32
+    row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
+    tile_table: TileTable | None = None
+    epilogue: str | None = None  # always None: no kernel applies one
+    bias: Tensor | None = None  # [G, N]
+    extra_a: Tensor | None = None  # [R, r], never gathered
+    extra_b: Tensor | None = None  # [G, r, N]
+
+    @classmethod
+    def of(cls, a: Tensor, b: QuantizedMatrices, out: Tensor, **options: Any) -> DecodingGemmArguments:
+        return cls(A=a, out=out, transposed=b.transposed, **b.weight._asdict(), **options)
+
+    @property
+    def B(self) -> QuantizedMatrices:  # [G, K, N]
+        fields = {name: getattr(self, name) for name in QuantizedWeight._fields}
+        return QuantizedMatrices(QuantizedWeight(**fields), self.transposed)
+
+    @property
+    def rows_per_group(self) -> int:
+        return cdiv(self.out.shape[0], self.shape[0])
+
+    def selection_key(self) -> tuple[Any, ...]:
+        return (
+            self.shape,
+            self.transposed,
+            self.format,
+            rows_bucket(self.out.shape[0], self.shape[0]),
+            self.out.shape[0] == 0,
+            index_form(self.row_to_token),
+            *(None if t is None else (t.shape[-1], layout_of(t)) for t in (self.bias, self.extra_a, self.extra_b)),
+            self._layouts(),
+        )
+
+    def table_key(self) -> str:
+        nested = "" if self.format.nested_block is None else "_nested"
+        layout = "column" if self.transposed else "row"
+        gather = "A" if self.row_to_token is not None else "none"
+        form = f"decoding_gemm weight={self.format.name}{nested} B={layout} gather={gather}"
+        return sized_key(form, self.A.dtype, *self.B.shape, self.out.shape[0])
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("out", 2):
+            return error
+        num_groups, depth, num_columns = self.B.shape
+        num_rows = self.out.shape[0]
+        rank = 0 if self.extra_a is None else self.extra_a.shape[-1]
+        return (
+            self._expect("A", num_rows if self.row_to_token is None else self.A.shape[0], depth)
+            or self._expect("out", num_rows, num_columns)
+            or self._expect("row_to_token", num_rows, dtype=torch.int32)
+            or self._expect_contiguous("row_to_token")
+            or self._expect("bias", num_groups, num_columns)
+            or self._expect("extra_a", num_rows, rank, dtype=self.A.dtype)
+            or self._expect("extra_b", num_groups, rank, num_columns, dtype=self.A.dtype)
+            or ("Operand `tile_table`: expected one, got None" if self.tile_table is None else None)
+        )
+
+
+@triton.jit
+def _decoding_gemm_kernel(
+    a_ptr,
+    a_strides,  # [R or T, K]
+    row_to_token_ptr,  # [R], or None
+    values_ptr,
+    scales_ptr,
+    codes_ptr,
+    nested_codes_ptr,
+    nested_scales_ptr,
+    nested_offset_ptr,
+    out_ptr,
+    out_strides,  # [R, N]
+    bias_ptr,  # [G, N], or None
+    bias_strides,
+    extra_a_ptr,  # [R, EXTRA_K], or None
+    extra_a_strides,
+    extra_b_ptr,  # [G, EXTRA_K, N], or None
+    extra_b_strides,
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    OUT: tl.constexpr,  # of the stored matrices
+    IN: tl.constexpr,
+    FORM: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXTRA_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # of the table
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program writes BLOCK_N columns of the rows of one tile of the table, BLOCK_M rows after another.
+    Grid: (capacity * cdiv(N, BLOCK_N),)."""
+    N: tl.constexpr = OUT if TRANSPOSED else IN
+    K: tl.constexpr = IN if TRANSPOSED else OUT
+    NUM_COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // NUM_COLUMN_TILES
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    first_column = tl.program_id(0) % NUM_COLUMN_TILES * BLOCK_N
+    group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
+    start = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * TILE_ROWS
+    end = tl.minimum(tl.load(bounds_ptr + group + 1), start + TILE_ROWS)
+    column = first_column + tl.arange(0, BLOCK_N)
+    column_mask = column < N
+    k = tl.arange(0, BLOCK_K)
+    for first_row in range(start, end, BLOCK_M):
+        row = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        row_mask = row < end
+        a_row = row
+        if row_to_token_ptr is not None:
+            a_row = tl.load(row_to_token_ptr + row, mask=row_mask, other=0).to(tl.int64)
+        a_ptrs = a_ptr + a_row[:, None] * a_strides[0] + k[None, :] * a_strides[1]
+        total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
+        for first_k in range(0, K, BLOCK_K):
+            a = tl.load(a_ptrs, mask=row_mask[:, None] & (first_k + k < K)[None, :], other=0.0)
+            b = decode_tile(
+                values_ptr,
+                scales_ptr,
+                codes_ptr,
+                nested_codes_ptr,
+                nested_scales_ptr,
+                nested_offset_ptr,
+                group,
+                first_column if TRANSPOSED else first_k,
+                first_k if TRANSPOSED else first_column,
+                OUT,
+                IN,
+                FORM,
+                BLOCK_N if TRANSPOSED else BLOCK_K,
+                BLOCK_K if TRANSPOSED else BLOCK_N,
+                a.dtype,
+            )
+            total = add_product(a, tl.trans(b) if TRANSPOSED else b, total, end, PRECISION)
+            a_ptrs += BLOCK_K * a_strides[1]
+        total = total.to(tl.float32)
+        if extra_a_ptr is not None:
+            wide_k = k.to(tl.int64)
+            wide_column = column.to(tl.int64)
+            total += multiply_tile(
+                extra_a_ptr + row[:, None] * extra_a_strides[0] + wide_k[None, :] * extra_a_strides[1],
+                extra_a_strides[1],
+                row_mask,
+                extra_b_ptr
+                + group * extra_b_strides[0]
+                + wide_k[:, None] * extra_b_strides[1]
+                + wide_column[None, :] * extra_b_strides[2],
+                extra_b_strides[1],
+                column_mask,
+                EXTRA_K,
+                EXTRA_K % BLOCK_K == 0,
+                PRECISION,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + group * bias_strides[0] + column * bias_strides[1]
+            total += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        out_ptrs = out_ptr + row[:, None] * out_strides[0] + column[None, :] * out_strides[1]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@dataclass(frozen=True)
+class DecodingGemmOperands:
+    """out[start:end] = A[start:end] @ the decoded B[g]."""
+
+    A: Operand
+    out: Operand
+
+
+class DecodingGemm(Kernel):
+    """`DecodingGemmArguments` of any format, gathered or not; one program per tile of the table and of columns."""
+
+    arguments_class = DecodingGemmArguments
+
+    def supports_design(self, args: DecodingGemmArguments) -> Status:
+        return SUPPORTED
+
+    def estimate(self, args: DecodingGemmArguments) -> float:
+        """Return the cost of one group and one step of the reduction. Each tile of rows decodes the weight again, and
+        parts of rows shorter than a cache line are loaded more slowly."""
+        block_m, block_n, block_k = self.metadata.design.tile_shape
+        row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
+        decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
+        return row_tiles * (block_m + decoding) * cdiv(args.B.shape[2], block_n) * block_n
+
+    def launch(self, args: DecodingGemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        table, design = args.tile_table, self.metadata.design
+        assert table is not None
+        weight, num_columns = args.B.weight, args.out.shape[1]
+        block_m, block_n, block_k = design.tile_shape
+        return Launch(
+            _decoding_gemm_kernel,
+            (table.tiles.shape[0] * cdiv(num_columns, block_n),),
+            (
+                args.A,
+                args.A.stride(),
+                args.row_to_token,
+                *kernel_arguments(weight),
+                args.out,
+                args.out.stride(),
+                *with_strides(args.bias),
+                *with_strides(args.extra_a),
+                *with_strides(args.extra_b),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+            ),
+            {
+                "OUT": args.shape[1],
+                "IN": args.shape[2],
+                "FORM": form_of(weight),
+                "TRANSPOSED": args.transposed,
+                "EXTRA_K": 0 if args.extra_a is None else args.extra_a.shape[1],
+                "PRECISION": _precision(args.A),
+                "TILE_ROWS": table.block_rows,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+def _precision(a: Tensor) -> str | None:
+    """Return how rows are multiplied. Triton up to 3.8 cannot compile float64 products of operands made from bytes."""
+    precision = dot_precision(a)
+    return "float32" if precision == "float64" else precision
+
+
+_HALF = [((16, 64, 64), 4, 4), ((16, 64, 128), 4, 4), ((64, 64, 64), 4, 3), ((128, 128, 64), 8, 3)]
+_TILES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: [((16, 32, 32), 4, 2)]}
+
+
+def _kernel(dtype: torch.dtype, design: PointerDesign) -> DecodingGemm:
+    operands = DecodingGemmOperands(Operand(dtype), Operand(dtype))
+    name = kernel_name("decoding_gemm", "pointer", dtype, design)
+    optional = ("bias", "extra_a", "extra_b")
+    return DecodingGemm(KernelMetadata(name, DecodingGemm, 80, operands, design, optional_operands=optional))
+
+
+DECODING_KERNELS = tuple(_kernel(dtype, PointerDesign(*tile)) for dtype, tiles in _TILES.items() for tile in tiles)
