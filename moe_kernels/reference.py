@@ -201,8 +201,10 @@ def _split_groups(
     return rows.contiguous().split(sizes.tolist())
 
 
-def result_dtype(dtype: torch.dtype) -> torch.dtype:
+def result_dtype(dtype: torch.dtype, out: Tensor | None = None) -> torch.dtype:
     """Return the default dtype of a product of operands of `dtype`. A float8 result would need a scale."""
+    if out is not None:
+        return out.dtype
     return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
 
 
@@ -219,7 +221,7 @@ def grouped_gemm(
     out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    out_dtype = out_dtype or (result_dtype(a.dtype) if out is None else out.dtype)
+    out_dtype = out_dtype or result_dtype(a.dtype, out)
     is_plain = out_dtype == a.dtype and bias is row_scale is scale_a is scale_b is None
     dtype = a.dtype if is_plain else torch.promote_types(out_dtype, torch.float32)
     *groups, tail = _split_groups(a.to(dtype), offsets)

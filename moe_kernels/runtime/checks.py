@@ -74,7 +74,7 @@ def result_dtype(op: str, a: Tensor, out: Tensor | None, out_dtype: torch.dtype 
         check_dtype(op, "a", a, FLOAT8)
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"{op}: out_dtype must be out's, got {out_dtype} and {out.dtype}")
-    chosen = out_dtype or (reference.result_dtype(a.dtype) if out is None else out.dtype)
+    chosen = out_dtype or reference.result_dtype(a.dtype, out)
     allowed = {FLOAT8: (torch.bfloat16, torch.float16, torch.float32), torch.float64: (torch.float64,)}
     if chosen not in allowed.get(a.dtype, (a.dtype, torch.float32)):
         raise ValueError(f"{op}: operands of {a.dtype} do not give out_dtype {chosen}")

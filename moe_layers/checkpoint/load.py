@@ -116,10 +116,7 @@ def _load(
         model_config = read_config(values, block.layer)
         config = MoEConfig.from_hf(values, block.layer)
         experts = _checked_experts(experts, config)
-        needed = [name for name in block.tensors(experts) if name in files.file_of]  # some scales may not exist
-        if hub is not None:
-            hub.download({files.file_of[name] for name in needed})
-        files.require(needed)
+        _require(block.tensors(experts), files, hub)
         module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)
         if len(experts) < config.num_experts:
             module.keep_local_experts(experts)
@@ -140,6 +137,14 @@ def _load(
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
     return module, report
+
+
+def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
+    """Download the files that hold these tensors, of which some scales may not exist, and check that they are there."""
+    needed = [name for name in tensors if name in files.file_of]
+    if hub is not None:
+        hub.download({files.file_of[name] for name in needed})
+    files.require(needed)
 
 
 def _take_stored_dtypes(module: Any, plan: Plan, values: dict, model_config: ModelConfig) -> None:

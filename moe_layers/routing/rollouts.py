@@ -69,14 +69,7 @@ def _positions(
     if attention_mask is not None and lengths is not None:
         raise ValueError("RoutingReplay.from_rollouts: one of attention_mask and lengths must be None, got both")
     if attention_mask is not None:
-        if attention_mask.dim() != 2 or len(attention_mask) != len(arrays):
-            raise ValueError(
-                f"RoutingReplay.from_rollouts: attention_mask must be [B={len(arrays)}, S], "
-                f"got {list(attention_mask.shape)}"
-            )
-        mask = attention_mask.to("cpu").bool()
-        total, length = mask.numel(), mask.shape[1]
-        tokens = [row.nonzero().flatten() + index * length for index, row in enumerate(mask)]
+        tokens, total = _of_padded(attention_mask, len(arrays)), attention_mask.numel()
     else:
         wanted = [len(array) for array in arrays] if lengths is None else [int(length) for length in lengths]
         if len(wanted) != len(arrays):
@@ -90,6 +83,17 @@ def _positions(
                 f"sequence, got {len(array)}"
             )
     return [rows[: len(array)] for array, rows in zip(arrays, tokens, strict=True)], total
+
+
+def _of_padded(attention_mask: Tensor, num_sequences: int) -> list[Tensor]:
+    """Return the tokens of each sequence in a flattened batch with padding."""
+    if attention_mask.dim() != 2 or len(attention_mask) != num_sequences:
+        raise ValueError(
+            f"RoutingReplay.from_rollouts: attention_mask must be [B={num_sequences}, S], "
+            f"got {list(attention_mask.shape)}"
+        )
+    mask = attention_mask.to("cpu").bool()
+    return [row.nonzero().flatten() + index * mask.shape[1] for index, row in enumerate(mask)]
 
 
 def _check_distinct(name: str, choice: Tensor) -> None:

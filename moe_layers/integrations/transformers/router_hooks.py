@@ -135,20 +135,18 @@ class HookedRouter:
         recomputes = is_in_backward()
         forward = self.recomputed if recomputes else current_forward()
         choose = self._replayed(forward, recomputes)
-        watches = not recomputes and (self._counts() or self.observer is not None)
         if not recomputes:
-            self.recomputed = None
-            if forward is not None:
-                forward.routers.append(self)
+            self._enter(forward)
+        adds = () if recomputes else self._adds
+        watches = not recomputes and self._watches()
         reads = watches or self._has_loss()
-        if choose is None and not reads and not self._adds:
+        if choose is None and not reads and not adds:
             return inner(*args, **kwargs)
         with Selection(self.num_experts, choose) as selection:
             out = inner(*args, **kwargs)
         chosen = self._chosen(out, selection)
-        if not recomputes:
-            for add in self._adds:
-                add(chosen.to(torch.int32))
+        for add in adds:
+            add(chosen.to(torch.int32))
         if not reads:
             return out
         routing = self._routing(out, chosen, forward)
@@ -156,6 +154,12 @@ class HookedRouter:
         if watches:
             self._watch(routing, loss, selection.keys)
         return (out[0], weights, *out[2:])
+
+    def _enter(self, forward: ModelForward | None) -> None:
+        """Note that a forward of the model, which may be None, has reached this router."""
+        self.recomputed = None
+        if forward is not None:
+            forward.routers.append(self)
 
     def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], Tensor] | None:
         """Return what gives the replayed choice of this forward, or None."""
@@ -240,6 +244,9 @@ class HookedRouter:
 
     def _has_loss(self) -> bool:
         return self.balance_losses.any and torch.is_grad_enabled()
+
+    def _watches(self) -> bool:
+        return self._counts() or self.observer is not None
 
     def _counts(self) -> bool:
         return self.counts and self.router.training

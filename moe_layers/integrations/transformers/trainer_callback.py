@@ -124,9 +124,7 @@ class RoutingCallback(TrainerCallback):
         self.steps.append(step)
         self.loads.append({name: layer.tokens_per_expert for name, layer in read.items()})
         layers = {name: _numbers(layer) for name, layer in read.items()}
-        worst = {"dead_experts": sum, "num_dropped": sum, "max_violation": max, "max_call_violation": max}
-        values = {name: [numbers[name] for numbers in layers.values()] for name in (*_METRICS, "dead_experts")}
-        metrics = {f"routing/{name}": worst.get(name, _mean)(numbers) for name, numbers in values.items()}
+        metrics = _of_all_layers(list(layers.values()))
         if self.per_layer:
             metrics |= {f"routing/{layer}/{k}": v for layer, numbers in layers.items() for k, v in numbers.items()}
         return metrics
@@ -157,6 +155,15 @@ def _numbers(statistics: RoutingStatistics) -> dict[str, float]:
     return {
         **{name: float(getattr(statistics, name)) for name in _METRICS},
         "dead_experts": float(len(statistics.dead_experts)),
+    }
+
+
+def _of_all_layers(layers: list[dict[str, float]]) -> dict[str, float]:
+    """Return sums of counts, the largest violation, and the mean of all else."""
+    worst = {"dead_experts": sum, "num_dropped": sum, "max_violation": max, "max_call_violation": max}
+    return {
+        f"routing/{name}": worst.get(name, _mean)([numbers[name] for numbers in layers])
+        for name in (*_METRICS, "dead_experts")
     }
 
 
