@@ -21,6 +21,8 @@ ACTIVATION_KINDS = {
     "reglu": ActivationKind(gated=True),
     "clamped_swiglu": ActivationKind(gated=True, limit=10.0),
     "swiglu_clamped_after": ActivationKind(gated=True, limit=7.0),
+    "clamped_geglu": ActivationKind(gated=True, limit=10.0),
+    "softcapped_swiglu": ActivationKind(gated=True, limit=25.0, alpha=4.0),
     "gpt_oss": ActivationKind(gated=True, limit=7.0, alpha=1.702),
     "relu_squared": ActivationKind(gated=False),
     "relu": ActivationKind(gated=False),
@@ -41,6 +43,8 @@ class Activation:
         reglu                 relu(g) * u
         clamped_swiglu        silu(min(g, limit)) * clamp(u, -limit, limit)             (DeepSeek-V4, GLM-5)
         swiglu_clamped_after  min(silu(g), limit) * clamp(u, -limit, limit)             (Step 3.7)
+        clamped_geglu         gelu(min(g, limit)) * clamp(u, -limit, limit)             (DeepSeek-V4 with GELU)
+        softcapped_swiglu     alpha tanh(g / alpha) * sigmoid(g) * limit tanh(u / limit)   (Inkling 2)
         gpt_oss               with g and u clamped as in clamped_swiglu: (u + 1) * g * sigmoid(alpha * g)
 
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].

@@ -303,6 +303,14 @@ def _swiglu_clamped_after(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
+def _clamped_geglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return functional.gelu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def _softcapped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * limit * torch.tanh(up / limit)
+
+
 def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
@@ -316,6 +324,8 @@ _ACTIVATIONS = {
     "reglu": lambda gate, up: functional.relu(gate) * up,
     "clamped_swiglu": _clamped_swiglu,
     "swiglu_clamped_after": _swiglu_clamped_after,
+    "clamped_geglu": _clamped_geglu,
+    "softcapped_swiglu": _softcapped_swiglu,
     "gpt_oss": _gpt_oss,
     "relu_squared": lambda x: functional.relu(x).square(),
     "relu": functional.relu,

@@ -74,6 +74,21 @@ def _gelu_tanh(x):
 
 
 @triton.jit
+def _tanh(x):
+    """Return (value, derivative), each to its own last places: a series keeps the digits of small values."""
+    power = exp_negative(2.0 * tl.abs(x))
+    inverse = 1.0 / (1.0 + power)
+    large = (1.0 - power) * inverse
+    square = x * x
+    series = square * -0.008863235530 + 0.02186948854
+    series = series * square - 0.05396825397
+    series = series * square + 0.1333333333
+    series = series * square - 0.3333333333
+    value = tl.where(tl.abs(x) < 0.3, x + x * square * series, tl.where(x < 0.0, -large, large))
+    return value, 4.0 * power * inverse * inverse
+
+
+@triton.jit
 def _relu(x):
     """Return (value, derivative)."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x <= 0.0, 0.0, 1.0)
@@ -171,6 +186,38 @@ def swiglu_clamped_after_backward(gate, up, dactivated, limit, alpha=None):
 
 
 @triton.jit
+def clamped_geglu(gate, up, limit=10.0, alpha=None):
+    value, _ = _gelu(_at_most(gate, limit))
+    return value * _clamp(up, limit)
+
+
+@triton.jit
+def clamped_geglu_backward(gate, up, dactivated, limit, alpha=None):
+    value, derivative = _gelu(_at_most(gate, limit))
+    activated, dgate, dup = _product_backward(value, derivative, _clamp(up, limit), dactivated)
+    return activated, tl.where(gate > limit, 0.0, dgate), tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
+def softcapped_swiglu(gate, up, limit=25.0, alpha=4.0):
+    gate_tanh, _ = _tanh(gate / alpha)
+    up_tanh, _ = _tanh(up / limit)
+    sigmoid, _ = _sigmoid(gate)
+    return alpha * gate_tanh * sigmoid * (limit * up_tanh)
+
+
+@triton.jit
+def softcapped_swiglu_backward(gate, up, dactivated, limit, alpha):
+    gate_tanh, gate_slope = _tanh(gate / alpha)
+    up_tanh, up_slope = _tanh(up / limit)
+    sigmoid, rest = _sigmoid(gate)
+    value = alpha * gate_tanh * sigmoid
+    derivative = sigmoid * gate_slope + value * rest
+    activated, dgate, dup = _product_backward(value, derivative, limit * up_tanh, dactivated)
+    return activated, dgate, dup * up_slope
+
+
+@triton.jit
 def gpt_oss(gate, up, limit=7.0, alpha=1.702):
     gate = _at_most(gate, limit)
     return gate * tl.sigmoid(alpha * gate) * (_clamp(up, limit) + 1.0)
@@ -260,6 +307,8 @@ ACTIVATIONS = {
     "reglu": ActivationFunctions(reglu, reglu_backward),
     "clamped_swiglu": ActivationFunctions(clamped_swiglu, clamped_swiglu_backward),
     "swiglu_clamped_after": ActivationFunctions(swiglu_clamped_after, swiglu_clamped_after_backward),
+    "clamped_geglu": ActivationFunctions(clamped_geglu, clamped_geglu_backward),
+    "softcapped_swiglu": ActivationFunctions(softcapped_swiglu, softcapped_swiglu_backward),
     "gpt_oss": ActivationFunctions(gpt_oss, gpt_oss_backward),
     "relu_squared": ActivationFunctions(relu_squared, relu_squared_backward),
     "relu": ActivationFunctions(relu, relu_backward),
@@ -269,7 +318,8 @@ ACTIVATIONS = {
 }
 
 # Activations that GEMM kernels apply to their product before storing it, as `forward(gate, up)` and therefore with the
-# published numbers: all gated ones. Where rows are gathered, two of them would spill registers.
+# published numbers: the gated ones that published models use most. Where rows are gathered, two of them would spill
+# registers.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")

@@ -61,12 +61,26 @@ def test_numbers_are_the_modules_own(limit):
         gate, up = columns.chunk(2, -1)
         return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
+    def clamped_gelu(columns):
+        gate, up = columns.chunk(2, -1)
+        return functional.gelu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+    def softcapped(columns):
+        gate, up = columns.float().chunk(2, -1)
+        value = 1.3 * torch.tanh(gate / 1.3) * torch.sigmoid(gate) * limit * torch.tanh(up / limit)
+        return value.to(columns.dtype)
+
     recognised = recognise_gated(experts(limit=limit, alpha=1.3), gpt_oss, interleaved=False)
     assert recognised == Activation("gpt_oss", limit=limit, alpha=1.3)
     recognised = recognise_gated(experts(swiglu_limit=limit), before, interleaved=False)
     assert recognised == Activation("clamped_swiglu", limit=limit)
     recognised = recognise_gated(experts(limit=limit), after, interleaved=False)
     assert recognised == Activation("swiglu_clamped_after", limit=limit)
+    recognised = recognise_gated(experts(limit=limit), clamped_gelu, interleaved=False)
+    assert recognised == Activation("clamped_geglu", limit=limit)
+    softcaps = SimpleNamespace(up_softcap=SimpleNamespace(softcap=limit), gate_softcap=SimpleNamespace(softcap=1.3))
+    recognised = recognise_gated(SimpleNamespace(act_fn=softcaps), softcapped, interleaved=False)
+    assert recognised == Activation("softcapped_swiglu", limit=limit, alpha=1.3)
     for wrong in (experts(), experts(limit=1.01 * limit, alpha=1.3)):
         with pytest.raises(ValueError, match="must be one of"):
             recognise_gated(wrong, gpt_oss, interleaved=False)

@@ -16,6 +16,7 @@ from ..dtypes import DTYPES
 # Limits within the range of the inputs, so that inputs reach both sides of every clamp.
 KINDS = [Activation(name, limit=None if kind.limit is None else 2.0) for name, kind in ACTIVATION_KINDS.items()] + [
     Activation("gpt_oss", limit=1.5, alpha=0.7),
+    Activation("softcapped_swiglu", limit=5.0, alpha=0.7),
     Activation("swiglu", interleaved=True),
     Activation("gpt_oss", limit=1.5, interleaved=True),
 ]
@@ -65,6 +66,14 @@ def test_gelu_of_negative_values_keeps_its_digits(device):
     exact = x.double() * torch.special.ndtr(x.double())
     actual = apply_activation(x, "gelu", implementation="triton")
     torch.testing.assert_close(actual.double(), exact, rtol=4e-6, atol=0)
+
+
+def test_softcaps_of_small_values_keep_their_digits(device):
+    x = torch.linspace(-3, 3, 6001, device=device)[:, None]
+    preactivation = torch.cat([torch.ones_like(x), 25 * x * x.abs() / 3], 1)
+    exact = reference.apply_activation(preactivation.double(), "softcapped_swiglu")
+    actual = apply_activation(preactivation, "softcapped_swiglu", implementation="triton")
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("num_rows", "d_ff"), [(1, 1), (3, 700)])
@@ -228,6 +237,11 @@ def test_numbers_by_hand(implementation, device):
         "reglu": [6.0, -20.0],
         "clamped_swiglu": [2 * sigmoid(2) * 2.5, 2.5 * sigmoid(2.5) * -2.5],
         "swiglu_clamped_after": [2 * sigmoid(2) * 2.5, 2.5 * -2.5],
+        "clamped_geglu": [2 * normal_cdf(2) * 2.5, 2.5 * normal_cdf(2.5) * -2.5],
+        "softcapped_swiglu": [
+            4 * math.tanh(0.5) * sigmoid(2) * 2.5 * math.tanh(1.2),
+            4 * math.tanh(1.0) * sigmoid(4) * 2.5 * math.tanh(-2.0),
+        ],
         "gpt_oss": [3.5 * 2 * sigmoid(1.702 * 2), -1.5 * 2.5 * sigmoid(1.702 * 2.5)],
         "relu_squared": [4.0, 16.0],
         "relu": [2.0, 4.0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from moe_kernels import Activation, apply_activation
 from moe_kernels.activation_spec import ACTIVATION_KINDS
 
-# Attribute names that experts modules use for the numbers of their activation.
-_NUMBERS = {"limit": ("limit", "swiglu_limit"), "alpha": ("alpha", "swiglu_alpha")}
+# Attributes of experts modules that hold the numbers of their activation.
+_NUMBERS = {
+    "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
+    "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
+}
 _NUM_COLUMNS = 3  # of a gate; several, so that interleaved columns differ from concatenated ones
 
 
@@ -63,7 +67,7 @@ def _probe(experts: nn.Module) -> Tensor:  # [n] float64, both sides of zero and
 
 
 def _number(experts: nn.Module, kind: str) -> float | None:
-    values = (getattr(experts, name, None) for name in _NUMBERS[kind])
+    values = (reduce(lambda part, name: getattr(part, name, None), path.split("."), experts) for path in _NUMBERS[kind])
     return next((float(value) for value in values if value is not None), None)
 
 
