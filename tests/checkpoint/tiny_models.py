@@ -90,6 +90,7 @@ LAYER = 1
 CLASSES = {
     "deepseek_ocr2_text": "DeepseekOcr2TextModel",
     "diffusion_gemma_text": "DiffusionGemmaEncoderTextModel",
+    "muse_spark_text": "MuseSparkTextModel",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
     "step3p5": "Step3p7TextModel",
     "unlimited_ocr_text": "UnlimitedOcrTextModel",

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from moe_kernels.testing import assert_accurate
 
-from ..checkpoint.tiny_models import config_fields, model_class
+from ..checkpoint.tiny_models import config_fields, known_fields, model_class
 
 transformers.logging.set_verbosity_error()
 
@@ -17,6 +17,7 @@ FLOAT32_EAGER = {"openai_privacy_filter"}
 OWN_FIELDS = {
     "dbrx": {"d_model": 64, "hidden_size": 64},
     "nemotron_h": {"hybrid_override_pattern": "*E"},  # its Mamba layers would look for kernels online
+    "muse_spark_text": {"moe_hidden_size": 20},
     "step3p7_text": {"share_expert_dim": 24, "sliding_window": 8},
 }
 
@@ -40,11 +41,11 @@ def model_class_of(model_type):
 
 
 def config_of(model_type, **changes):
-    config_class = config_class_of(model_type)
-    default = config_class()
-    known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
-    fields = {name: value for name, value in config_fields(model_type).items() if name in known}
-    fields |= OWN_FIELDS.get(model_type, {})
+    return tiny_config(config_class_of(model_type), model_type, **changes)
+
+
+def tiny_config(config_class, model_type, **changes):
+    fields = known_fields(config_class, config_fields(model_type)) | OWN_FIELDS.get(model_type, {})
     if model_type == "dbrx":
         sizes = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_hidden_size": 20, "hidden_size": fields["d_model"]}
         config = config_class(**fields, ffn_config=sizes, attn_config={"clip_qkv": 8.0})
@@ -64,16 +65,23 @@ def build(model_type, device="cpu", dtype=torch.float32, **changes):
     config = config_of(model_type, **changes)
     plain = "batched_mm" if model_type in FLOAT32_EAGER else "eager"  # transformers' own experts in plain PyTorch
     model = model_class_of(model_type)._from_config(config, experts_implementation=plain).eval()
+    return initialise(model).to(device, dtype)
+
+
+def initialise(model):
+    """Give a model weights of unit scale."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dim() > 1:
+            if not tensor.is_floating_point():
+                tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 5)  # experts by token, distinct in a row
+            elif tensor.dim() > 1:
                 tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
             elif "bias" in name:
                 tensor.copy_(torch.randn(tensor.shape) * 0.3)
     for module in model.modules():
         if hasattr(module, "limit"):
             module.limit = 1.5  # values of unit scale reach this limit
-    return model.to(device, dtype)
+    return model
 
 
 def draw_tokens(model, batch=2, length=12, seed=0):
@@ -82,10 +90,14 @@ def draw_tokens(model, batch=2, length=12, seed=0):
 
 
 def step(model, tokens, **options):
-    """Return output, router logits if any and, by name, all gradients of a loss with random weights per output."""
+    """Return output, router logits if any and, by name, all gradients of a loss with random weights per output.
+
+    Args:
+        tokens: or all inputs by name.
+    """
     model.zero_grad()
     options = {"output_router_logits": True, "use_cache": False, **options}
-    result = model(input_ids=tokens, **options)
+    result = model(**(tokens if isinstance(tokens, dict) else {"input_ids": tokens}), **options)
     out = result.last_hidden_state if "last_hidden_state" in result else result.logits
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator).to(out)

@@ -14,8 +14,8 @@ from ..dtypes import DTYPES
 from ..tiers import default_tier
 from .models import build, skip_old_dbrx
 
-# Gated; biases, interleaved and transposed; biases, transposed; and plain.
-LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h"]
+# Gated; biases, interleaved and transposed; biases, transposed; plain; and gated with a norm behind.
+LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark_text"]
 NUM_TOKENS, TOP_K = 24, 3
 
 
@@ -43,7 +43,7 @@ def draw_routing(experts, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", default_tier(DTYPES, DTYPES[-1:]), ids=str)
-@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("model_type", default_tier(LAYOUTS, LAYOUTS[:4]))
 def test_experts_are_the_models_own(model_type, dtype, device):
     own, ours = both(model_type, device, dtype)
     parameters = {name: parameter.detach() for name, parameter in own.named_parameters()}

@@ -79,8 +79,8 @@ def with_unknown_activation(experts):
     experts.act_fn = nn.Mish()
 
 
-def with_norm(experts):
-    experts.has_post_expert_norm = True
+def with_norm_and_bias(experts):
+    experts.has_post_expert_norm = experts.has_bias = True
 
 
 def with_float8(experts):
@@ -91,7 +91,7 @@ def with_float8(experts):
     ("change", "reason"),
     [
         (with_unknown_activation, "the activation of Qwen3MoeExperts must be one of .*Mish"),
-        (with_norm, "the output of an expert must be summed unchanged, got a norm in Qwen3MoeExperts"),
+        (with_norm_and_bias, "experts with a norm must have no biases, got both in Qwen3MoeExperts"),
         (with_float8, "the weights of Qwen3MoeExperts must have one dtype of .*float8_e4m3fn"),
     ],
 )

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,6 +114,30 @@ def test_blocks_whose_forward_is_replaced(model_type):
     baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
     assert len(enable(model, implementation="reference").adapted) == 4
     assert_same_step(step(model, tokens), baseline, exact)
+
+
+def test_adapters_of_experts_with_a_norm_are_left_to_peft():
+    golden, ours = float64_pair("muse_spark_text", lora())
+    report = enable(ours, implementation="reference")
+    assert set(report.adapted_by_wrapper.values()) == {"a norm follows its experts"} and not report.adapted
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_adapters_inside_a_replaced_block_are_refused(order):
+    """JetMoE's block reads the matrices of its linear modules. It would read them without the adapters."""
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("JetMoE of earlier transformers is refused")
+    model, refusal = build("jetmoe"), "input_linear of JetMoeMoE must be JetMoeParallelExperts, got ParamWrapper"
+    targets = lora(targets=["mlp.input_linear.weight"])
+    if order == "adapted":
+        with pytest.raises(ValueError, match=refusal):
+            enable(adapt(model, targets))
+    else:
+        enable(model, implementation="reference")
+        with pytest.raises(ValueError, match=refusal):
+            adapt(model, targets)(draw_tokens(model))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])

@@ -245,6 +245,12 @@ class TestSavedBytes:
             del kept
         assert saved_bytes(model, 10) == seen > 0
 
+    def test_experts_with_a_norm_are_refused(self):
+        model = build("muse_spark_text")
+        enable(model)
+        with pytest.raises(NotImplementedError, match="saved_bytes: experts must have no norm behind them, got one"):
+            saved_bytes(model, 10)
+
     def test_models_that_are_not_enabled_are_refused(self):
         model = build("qwen3_moe")
         with pytest.raises(ValueError, match="saved_bytes: the experts must be computed by moe_layers, got others in"):

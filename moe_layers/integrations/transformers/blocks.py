@@ -83,6 +83,30 @@ class _Float8Spec(ExpertsSpec):
         return QuantizedWeight(values, scales, self.format, torch.Size(shape))
 
 
+@dataclass(frozen=True)
+class _LinearsSpec(ExpertsSpec):
+    """JetMoE: the block holds the weights as `input_linear.weight` and `output_linear.weight`."""
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return ()
+
+    def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
+        return (_weight_of(experts, "input_linear"),)
+
+    def w_down(self, experts: Any) -> Weight:
+        return _weight_of(experts, "output_linear")
+
+
+def _weight_of(experts: Any, name: str) -> Weight:
+    holder = getattr(experts, name)
+    if type(holder).__name__ != "JetMoeParallelExperts":  # the wrapper's change of the weight would be lost
+        raise ValueError(
+            f"moe_layers: {name} of {type(experts).__name__} must be JetMoeParallelExperts, got {type(holder).__name__}"
+        )
+    return holder.weight
+
+
 def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -101,6 +125,18 @@ def _longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
     return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
+
+
+def _jetmoe_forward(self: Any, layer_input: Tensor) -> Tensor:
+    """Run the block. Its router returns the slots in the order of the experts."""
+    tokens = layer_input.reshape(-1, self.input_size)
+    slots, _, gates, num_rows, _ = self.router(tokens)  # slots and gates [T * K]
+    experts = torch.arange(len(num_rows), device=slots.device)
+    experts = experts.repeat_interleave(torch.tensor(num_rows, device=slots.device), output_size=len(slots))
+    shape = len(tokens), self.router.top_k
+    chosen = torch.empty_like(slots).scatter(0, slots, experts).view(shape)
+    weights = torch.empty_like(gates).scatter(0, slots, gates).view(shape)
+    return experts_forward(self, tokens, chosen, weights).view(layer_input.shape) + self.bias
 
 
 def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,6 +180,10 @@ def _llama4(experts: Any, implementation: str | None) -> ExpertsSpec:
     return ExpertsSpec(activation, implementation, transposed=True, weight_on_input=True)
 
 
+def _jetmoe(experts: Any, implementation: str | None) -> ExpertsSpec:
+    return _LinearsSpec(recognise_gated(experts, _swiglu_like(experts.activation), interleaved=False), implementation)
+
+
 def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
     return ExpertsSpec(recognise_gated(experts, experts._apply_gate, interleaved=False), implementation)
 
@@ -170,4 +210,19 @@ SWAPS = {
     "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
     "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),
     "Step3p7Experts": Swap(experts_forward, _step3p7),
+    "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe),
+}
+
+# Mixtures of attention, whose experts project queries. The model computes them.
+ATTENTION = ("JetMoeMoA",)
+
+_MODULES_WITH_DROPOUT = "each expert is a module of its own, with dropout between its matrices"
+# Reasons against experts and blocks that look like those of this package.
+REFUSED = {
+    "DogeCDMoE": "its experts are pairs of vectors, found by product keys",
+    "NllbMoeExperts": "transformers reads the router's mask as expert ids, so only experts 0 and 1 run",
+    "NllbMoeSparseMLP": "transformers reads the router's mask as expert ids, so only experts 0 and 1 run",
+    "SwitchTransformersExperts": _MODULES_WITH_DROPOUT,
+    "SwitchTransformersSparseMLP": _MODULES_WITH_DROPOUT,
+    "VitPoseNaiveMoe": "its experts are single matrices, chosen by data set",
 }

@@ -18,14 +18,14 @@ from moe_kernels.quantization.formats import check_quantized
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import first_three
-from .blocks import SWAPS
+from .blocks import ATTENTION, REFUSED, SWAPS
 from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
 
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
 _SHARED_EXPERTS = re.compile(r"SharedExpert")
-# Earlier versions of DBRX's experts multiplied by transposed matrices.
-_OLDEST = {"DbrxExperts": "5.17"}
+# Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier ones of JetMoE are not tested.
+_OLDEST = {"DbrxExperts": "5.17", "JetMoeMoE": "5.23"}
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,11 @@ def _has_interface(module: nn.Module) -> bool:
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
-    """Yield classes that look like routed experts, with no known module around or inside them."""
-    inside = {inner for block in known for inner in block.modules()}
+    """Yield classes that look like routed experts, with no known module around or inside them, and known reasons."""
+    attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
+    inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():
         kind = type(module).__name__
         looks_alike = _NAMED_EXPERTS.search(kind) and not _SHARED_EXPERTS.search(kind)
         if looks_alike and module not in inside and known.isdisjoint(module.modules()):
-            yield kind
+            yield f"{kind} ({REFUSED[kind]})" if kind in REFUSED else kind

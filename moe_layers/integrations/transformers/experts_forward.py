@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_kernels import Activation, ExpertAdapters, fused_experts, sort_by_expert
+from moe_kernels import (
+    Activation,
+    ExpertAdapters,
+    Permutation,
+    apply_activation,
+    combine,
+    fused_experts,
+    grouped_gemm,
+    permute,
+    sort_by_expert,
+)
 from moe_kernels.runtime.pytorch import constant_for_dynamo, unseen_by_tracers
 from moe_kernels.types import Weight
 
@@ -40,6 +51,7 @@ class ExpertsSpec:
     Attributes:
         transposed: matrices are [in, out].
         implementation: "triton", "reference", or None to choose by device.
+        normed: the experts' `post_expert_norm` norms each output before it is weighted.
     """
 
     copies: ClassVar[bool] = False  # `w_up` is a copy of the parameters instead of a view
@@ -48,6 +60,7 @@ class ExpertsSpec:
     transposed: bool = False
     bias: bool = False
     weight_on_input: bool = False
+    normed: bool = False
 
     @property
     def _up_name(self) -> str:
@@ -56,7 +69,7 @@ class ExpertsSpec:
     @property
     def adaptable(self) -> tuple[str, ...]:
         """Names of the parameters whose low-rank changes `adapters` converts."""
-        return self._up_name, "down_proj"
+        return () if self.normed else (self._up_name, "down_proj")
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (getattr(experts, self._up_name),)
@@ -91,16 +104,15 @@ def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
     Raises:
         ValueError: this package cannot compute it, with the reason.
     """
-    if getattr(experts, "has_post_expert_norm", False):
-        raise ValueError(
-            f"moe_layers: the output of an expert must be summed unchanged, got a norm in {type(experts).__name__}"
-        )
+    normed = getattr(experts, "has_post_expert_norm", False)
+    if normed and experts.has_bias:
+        raise ValueError(f"moe_layers: experts with a norm must have no biases, got both in {type(experts).__name__}")
     interleaved = experts.has_gate and not experts.is_concatenated
     if experts.has_gate:
         activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
     else:
         activation = recognise_plain(experts, experts.act_fn)
-    return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias)
+    return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias, normed=normed)
 
 
 def check_weights(name: str, weights: Iterable[Weight]) -> None:
@@ -119,9 +131,7 @@ def _recognise_once(experts: nn.Module) -> None:
     if not hasattr(experts, ATTRIBUTE):
         with unseen_by_tracers():
             spec = interface_spec(experts, None)
-        names = (*spec.adaptable, *(f"{name}_bias" for name in spec.adaptable))
-        stored = dict(experts.named_parameters(recurse=False))
-        check_weights(type(experts).__name__, [stored[name] for name in names if name in stored])
+        check_weights(type(experts).__name__, dict(experts.named_parameters(recurse=False)).values())
         setattr(experts, ATTRIBUTE, spec)
 
 
@@ -159,8 +169,24 @@ def experts_forward(
                 implementation=spec.implementation,
             )
 
+    if spec.normed:
+        experts = partial(_normed_experts, self, top_k_weights, permutation)
     weights = (spec.w_up(*parameters), w_down, *spec.biases(self))
     return call_with_autocast_rules(experts, hidden_states, *weights).to(hidden_states.dtype)
+
+
+def _normed_experts(
+    self: Any, top_k_weights: Tensor, permutation: Permutation, tokens: Tensor, w_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """Compute experts whose outputs are normed: a norm does not commute with the weights, which the fused op applies
+    before the down projection."""
+    spec: ExpertsSpec = getattr(self, ATTRIBUTE)
+    product = partial(grouped_gemm, offsets=permutation.offsets, implementation=spec.implementation)
+    rows = permute(tokens, permutation, implementation=spec.implementation)
+    preactivation = product(rows, w_up.transpose(1, 2))
+    activated = apply_activation(preactivation, spec.activation, implementation=spec.implementation)
+    out = self.post_expert_norm(product(activated, w_down.transpose(1, 2)))
+    return combine(out, top_k_weights, permutation.slot_to_row, implementation=spec.implementation)
 
 
 # Registered here, because unpickling a model that was enabled or called imports this file and may call nothing else.

@@ -118,6 +118,8 @@ def _reason_against(wrapper: Any) -> str | None:
         return "moe_layers does not compute its experts"
     if not _is_replaced(wrapper) and "forward" in vars(wrapper):
         return "another forward was put in its place"
+    if spec.normed:
+        return "a norm follows its experts"
     if wrapper.parameter_name not in spec.adaptable:
         return "it is not a weight of the experts"
     if wrapper.merged:

@@ -104,6 +104,8 @@ class HookedRouter:
         spec = getattr(self.experts, ATTRIBUTE, None)
         if spec is None:
             raise ValueError(f"{op}: the experts must be computed by moe_layers, got others in {self.name}")
+        if spec.normed:
+            raise NotImplementedError(f"{op}: experts must have no norm behind them, got one behind {self.name}")
         if hasattr(self.block, "self_attn"):
             raise NotImplementedError(f"{op}: router and experts must form a block, got a layer around {self.name}")
         return spec.implementation, spec.up_parameters(self.experts)[0]
