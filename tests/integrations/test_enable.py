@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_layers.integrations.transformers import disable
 from moe_layers.integrations.transformers import enable as enable_with
+from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE
 
 from ..checkpoint.golden import FASTEST
 from ..processes import run_python
@@ -350,6 +351,34 @@ def test_a_model_with_an_enabled_part_is_copied(model_type, device):
         assert torch.equal(twin(input_ids=tokens).logits, own)
 
 
+@pytest.mark.parametrize("model_type", MODELS)
+def test_an_interrupted_enable_changes_nothing(model_type, device, monkeypatch):
+    """Also for copies and pickles, which can be enabled."""
+    model = build(model_type, device)
+    tokens = draw_tokens(model)
+    wanted = snapshot(model)
+    layers, replaced = model.model.layers, []
+
+    def replace_one(place):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(place)
+        assert any(hasattr(part, ATTRIBUTE) for part in layers[1].modules())
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moe_layers.integrations.transformers.enabling.replace_forwards", replace_one)
+        enable(model)
+    assert_same_model(snapshot(model), wanted)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    for twin in copies(model):
+        assert torch.equal(twin(input_ids=tokens).logits, wanted[3])
+        assert enable(twin).blocks == 2
+        assert not torch.equal(twin(input_ids=tokens).logits, wanted[3])
+    with pytest.raises(ValueError, match="disable: the model must have been given to enable"):
+        disable(model)
+    assert enable(model).blocks == 2
+
+
 PICKLED = """
 import torch
 model, tokens, wanted = torch.load("pickled.pt", weights_only=False)
@@ -358,11 +387,13 @@ assert torch.equal(model(input_ids=tokens).logits, wanted)
 
 
 @slow  # a process that imports transformers; test_a_copy_of_an_enabled_model_is_its_own copies in this one
+@pytest.mark.parametrize("part", ["", "model.layers.1"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
-def test_an_enabled_model_unpickles_in_a_new_process(model_type, tmp_path, device):
+def test_an_enabled_model_unpickles_in_a_new_process(model_type, part, tmp_path, device):
+    """Whole or in part."""
     model = build(model_type, device)
     tokens = draw_tokens(model)
-    enable(model)
+    enable(model.get_submodule(part))
     torch.save((model, tokens, model(input_ids=tokens).logits.detach()), tmp_path / "pickled.pt")
     run_python(["-c", PICKLED], cwd=tmp_path, interpret=True)
 

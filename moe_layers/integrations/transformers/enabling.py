@@ -111,8 +111,8 @@ _STATES: WeakSet[_State] = WeakSet()  # of all currently enabled models
 def enable(model: nn.Module, *, implementation: str | None = None) -> EnableReport:
     """Compute the experts of all MoE blocks of a model with `moe_kernels`.
 
-    The function checks everything before it changes anything. An enabled model may be enabled again, with another
-    implementation.
+    The function checks everything before it changes anything. If it is interrupted, the model is not enabled. An
+    enabled model may be enabled again, with another implementation.
 
     The function sets `experts_implementation="moe_layers"` in the model's configuration. A model with the same
     configuration object then computes its experts here, too. For a part of a model, such as one layer, and for a second
@@ -142,16 +142,20 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
         places,
         [place.holder.register_forward_pre_hook(partial(replace_new_forwards, place)) for place in places],
     )
-    for part in found:
-        setattr(part.experts, ATTRIBUTE, part.spec)
-    for module, forward in forwards.items():
-        module.forward = partial(forward, module)
-    for place in places:
-        replace_forwards(place)
-    for config in configs:
-        # The public setters also change the configurations of parts without experts.
-        config._experts_implementation_internal = NAME
     setattr(_innermost(model), _STATE, state)
+    try:
+        for part in found:
+            setattr(part.experts, ATTRIBUTE, part.spec)
+        for module, forward in forwards.items():
+            module.forward = partial(forward, module)
+        for place in places:
+            replace_forwards(place)
+        for config in configs:
+            # The public setters also change the configurations of parts without experts.
+            config._experts_implementation_internal = NAME
+    except BaseException:  # also Ctrl-C
+        _restore(model, state)
+        raise
     return _report(found, places)
 
 
@@ -194,13 +198,13 @@ def _restore(model: nn.Module, state: _State) -> None:
     for config, implementation in state.configs:
         config._experts_implementation_internal = implementation
     for module in state.replaced:
-        del module.forward
+        vars(module).pop("forward", None)  # not there if `enable` was interrupted
     for hook in state.hooks:
         hook.remove()
     for place in state.places:
         restore_forwards(place)
     for experts in state.experts:
-        delattr(experts, ATTRIBUTE)
+        vars(experts).pop(ATTRIBUTE, None)
         vars(experts).pop(CHANGES, None)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
