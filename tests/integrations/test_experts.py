@@ -12,7 +12,7 @@ from moe_layers.integrations.transformers import blocks, enable
 
 from ..dtypes import DTYPES
 from ..tiers import default_tier
-from .models import build, skip_old_dbrx
+from .models import build, skip_old
 
 # Gated; biases, interleaved and transposed; biases, transposed; plain; and gated with a norm behind.
 LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark_text"]
@@ -107,7 +107,7 @@ def test_compiles_without_a_break(model_type, device):
 @pytest.fixture
 def rebuilt(device, monkeypatch):
     """Return DBRX's experts on the kernels, and a list that records each copy of their gate and up weights."""
-    skip_old_dbrx("dbrx")
+    skip_old("dbrx")
     copies = []
     w_up = blocks._FlatSpec.w_up
     monkeypatch.setattr(blocks._FlatSpec, "w_up", lambda *args: copies.append(args) or w_up(*args))

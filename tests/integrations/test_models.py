@@ -9,7 +9,7 @@ from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import enable
 
 from ..tiers import default_tier
-from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
+from .models import assert_same_step, build, draw_tokens, skip_old, step
 
 # gpt_oss: biases, an active clamp, transposed and interleaved. nemotron_h: no gates. qwen2_moe: a shared expert.
 INTERFACE = {
@@ -23,9 +23,10 @@ INTERFACE = {
     "glm4_moe": "swiglu",
     "nemotron_h": "relu_squared",
 }
-# dbrx: flat weights. llama4_text: the weights are on the input. longcat_flash: zero experts.
+# dbrx: flat weights. jetmoe: sorted slots. llama4_text: weights on the input. longcat_flash: zero experts.
 REPLACED = {
     "dbrx": "swiglu",
+    "jetmoe": "swiglu",
     "llama4_text": "swiglu",
     "longcat_flash": "swiglu",
     "step3p7_text": "swiglu_clamped_after(limit=1.5)",
@@ -50,7 +51,7 @@ def test_experts_by_the_interface(model_type, device):
 
 @pytest.mark.parametrize("model_type", REPLACED)
 def test_blocks_without_the_interface(model_type, device):
-    skip_old_dbrx(model_type)
+    skip_old(model_type)
     model = build(model_type, device)
     assert_enabled_step_is_the_models_own(model, REPLACED[model_type], "replaced forward")
 
@@ -58,7 +59,7 @@ def test_blocks_without_the_interface(model_type, device):
 @pytest.mark.parametrize("model_type", ["gpt_oss", "dbrx"])
 def test_weights_that_are_inference_tensors(model_type, device):
     """A model built in inference mode. PEFT's adapters make such weights there, too."""
-    skip_old_dbrx(model_type)
+    skip_old(model_type)
     with torch.inference_mode():
         model = build(model_type, device)
         tokens = draw_tokens(model)

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import disable, enable
 
-from .models import assert_same_step, build, draw_tokens, step
+from .models import assert_same_step, build, draw_tokens, skip_old, step
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -127,8 +126,7 @@ def test_adapters_of_experts_with_a_norm_are_left_to_peft():
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_inside_a_replaced_block_are_refused(order):
     """JetMoE's block reads the matrices of its linear modules. It would read them without the adapters."""
-    if Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("JetMoE of earlier transformers is refused")
+    skip_old("jetmoe")
     model, refusal = build("jetmoe"), "input_linear of JetMoeMoE must be JetMoeParallelExperts, got ParamWrapper"
     targets = lora(targets=["mlp.input_linear.weight"])
     if order == "adapted":

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import default_tier
-from .models import assert_same_step, build, draw_tokens, skip_old_dbrx, step
+from .models import assert_same_step, build, draw_tokens, skip_old, step
 from .test_models import INTERFACE, REPLACED
 
 RANK = 3
@@ -89,22 +89,28 @@ def test_low_rank_changes_of_the_experts(model_type, order, device):
 
 
 def called(model):
-    """Return the names of the called modules, except those that the kernels replace: an activation, DBRX's `mlp`."""
+    """Return the names of the called modules, except those that the kernels replace: an activation, DBRX's `mlp`, the
+    linear modules of JetMoE."""
     names, handles = set(), []
     for name, module in model.named_modules():
         handles.append(module.register_forward_hook(lambda *_, name=name: names.add(name)))
     model(input_ids=draw_tokens(model))
     for handle in handles:
         handle.remove()
-    return {name for name in names if ".experts." not in name or name.endswith("identity_expert")}
+    replaced = (".input_linear", ".output_linear", ".mlp.activation")
+    return {
+        name
+        for name in names
+        if name.endswith("identity_expert") or not (".experts." in name or name.endswith(replaced))
+    }
 
 
 @pytest.mark.parametrize("model_type", default_tier([*INTERFACE, *REPLACED], ["qwen3_moe", "dbrx", "longcat_flash"]))
 def test_each_module_is_called_as_before(model_type, device):
-    skip_old_dbrx(model_type)
+    skip_old(model_type)
     model = build(model_type, device)
     before = called(model)
-    assert any(name.endswith("experts") for name in before)
+    assert any(name.endswith(("experts", "mlp")) for name in before)
     enable(model)
     assert called(model) >= before
 

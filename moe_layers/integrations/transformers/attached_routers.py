@@ -14,10 +14,11 @@ from .router_hooks import HookedRouter
 
 _ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
 _NAMES = ("gate", "router")  # of a router in its block
-_KINDS = re.compile(r"(Router|Gate)$")
+_KINDS = re.compile(r"(Router|Gate|Gating)$")
 # Routers whose forward does not return what the experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
+    "JetMoeTopKGating": "it returns slots in the order of the experts",
     "Llama4Router": _BLOCK_CHOOSES,
     "ZayaRouter": "it sends skipped slots to expert 0",
 }
@@ -58,12 +59,13 @@ def _holds_experts(module: nn.Module) -> bool:
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
     """Return the names of the block and the router of experts. Wrappers may be around the experts and the router.
 
+    The block may be the experts module itself.
+
     Raises:
         ValueError: no module around the experts has a router, or its router is not supported.
     """
-    block = name
-    while block:
-        block = block.rpartition(".")[0]
+    parts = name.split(".") if name else []
+    for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
         for child in _NAMES:
             router = f"{block}.{child}" if block else child
             while f"{router}.base_layer" in modules:  # of PEFT
