@@ -75,7 +75,9 @@ def test_slots_of_experts_elsewhere_add_nothing(model_type, device):
     torch.testing.assert_close(out, ours(tokens, ids, weights.masked_fill(elsewhere, 0.0)))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", default_tier(["qwen3_moe", "gpt_oss", "muse_spark_text"], ["qwen3_moe", "gpt_oss"])
+)
 def test_autocast_decides_the_dtype_of_the_products(model_type, device):
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
@@ -88,7 +90,9 @@ def test_autocast_decides_the_dtype_of_the_products(model_type, device):
     assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", default_tier(["qwen3_moe", "gpt_oss", "muse_spark_text"], ["qwen3_moe", "gpt_oss"])
+)
 def test_compiles_without_a_break(model_type, device):
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
