@@ -17,6 +17,7 @@ added before or after `enable`. Needs transformers 5.7 or later; reads adapters 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -146,17 +147,21 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
     try:
         for part in found:
             setattr(part.experts, ATTRIBUTE, part.spec)
-        for module, forward in forwards.items():
-            module.forward = partial(forward, module)
-        for place in places:
-            replace_forwards(place)
-        for config in configs:
-            # The public setters also change the configurations of parts without experts.
-            config._experts_implementation_internal = NAME
+        _replace(forwards, places, configs)
     except BaseException:  # also Ctrl-C
         _restore(model, state)
         raise
     return _report(found, places)
+
+
+def _replace(forwards: dict[nn.Module, Callable[..., object]], places: list[Place], configs: list[Any]) -> None:
+    for module, forward in forwards.items():
+        module.forward = partial(forward, module)
+    for place in places:
+        replace_forwards(place)
+    for config in configs:
+        # The public setters also change the configurations of parts without experts.
+        config._experts_implementation_internal = NAME
 
 
 def _configs_of(found: list[Found]) -> list[Any]:

@@ -169,10 +169,9 @@ def experts_forward(
                 implementation=spec.implementation,
             )
 
-    if spec.normed:
-        experts = partial(_normed_experts, self, top_k_weights, permutation)
+    normed = partial(_normed_experts, self, top_k_weights, permutation)
     weights = (spec.w_up(*parameters), w_down, *spec.biases(self))
-    return call_with_autocast_rules(experts, hidden_states, *weights).to(hidden_states.dtype)
+    return call_with_autocast_rules(normed if spec.normed else experts, hidden_states, *weights).to(hidden_states.dtype)
 
 
 def _normed_experts(
