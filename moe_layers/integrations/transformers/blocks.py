@@ -32,6 +32,8 @@ class _FlatSpec(ExpertsSpec):
     def adaptable(self) -> tuple[str, ...]:
         return ()
 
+    readable = adaptable
+
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return experts.mlp.w1, experts.mlp.v1
 
@@ -47,6 +49,10 @@ class _FirstSpec(ExpertsSpec):
     """LongCat: the experts' matrices are followed by unused matrices of the zero experts."""
 
     num_experts: int = 0
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        return ()
 
     def w_up(self, *parameters: Any) -> Weight:
         (stored,) = parameters

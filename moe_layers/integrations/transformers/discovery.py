@@ -12,6 +12,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_kernels.quantization.formats import check_quantized
@@ -20,6 +21,7 @@ from moe_kernels.types import QuantizedWeight
 from ...checks import first_three
 from .blocks import ATTENTION, REFUSED, SWAPS
 from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
+from .stored_weights import check_stored
 
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
@@ -40,6 +42,10 @@ class Found:
     experts: nn.Module
     spec: ExpertsSpec
     forwards: dict[nn.Module, Callable[..., object]]
+
+    @property
+    def kind(self) -> str:
+        return type_before_parametrizations(self.experts).__name__
 
     @property
     def path(self) -> str:
@@ -66,24 +72,29 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
         raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
     for part in found:
         spec, experts = part.spec, part.experts
+        check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
         with torch.no_grad():  # quantised weights must be frozen only where gradients are computed
             weights = (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts))
         check_weights(part.name, weights)
         for name, weight in zip(("the up-projection", "the down-projection"), weights, strict=False):
             if isinstance(weight, QuantizedWeight):
                 check_quantized("enable", f"{name} of {part.name}", weight)
+        formats = sorted({str(weight.format) for weight in weights if isinstance(weight, QuantizedWeight)})
+        if len(formats) > 1:
+            raise ValueError(f"enable: the weights of {part.name} must have one format, got {formats}")
     return found
 
 
 def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
-    kind = type(module).__name__
+    own_class = type_before_parametrizations(module)
+    kind = own_class.__name__
     if _has_interface(module):
         forwards: dict[nn.Module, Callable[..., object]] = {}
         if id(module.config) not in selectable:
             forwards[module] = experts_forward
         _check_forwards(forwards)
         return Found(name, module, interface_spec(module, implementation), forwards)
-    if kind not in SWAPS or not type(module).__module__.startswith("transformers."):
+    if kind not in SWAPS or not own_class.__module__.startswith("transformers."):
         return None
     if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
         return None
@@ -132,7 +143,7 @@ def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
     attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():
-        kind = type(module).__name__
+        kind = type_before_parametrizations(module).__name__
         looks_alike = _NAMED_EXPERTS.search(kind) and not _SHARED_EXPERTS.search(kind)
         if looks_alike and module not in inside and known.isdisjoint(module.modules()):
             yield f"{kind} ({REFUSED[kind]})" if kind in REFUSED else kind

@@ -222,7 +222,7 @@ def _innermost(model: Any) -> nn.Module:
 
 
 def _report(found: list[Found], places: list[Place]) -> EnableReport:
-    kinds = Counter((type(part.experts).__name__, str(part.spec.activation), part.path) for part in found)
+    kinds = Counter((part.kind, str(part.spec.activation), part.path) for part in found)
     computed, left = report_wrappers(places)
     return EnableReport(len(found), dict(kinds), tuple(computed), left, _stored_bytes(found))
 

@@ -24,11 +24,12 @@ from moe_kernels import (
     sort_by_expert,
 )
 from moe_kernels.runtime.pytorch import constant_for_dynamo, unseen_by_tracers
-from moe_kernels.types import Weight
+from moe_kernels.types import QuantizedWeight, Weight
 
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
 from .recognition import recognise_gated, recognise_plain
+from .stored_weights import check_stored, stored_weight
 
 NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from `enable` or from the first call
@@ -71,15 +72,29 @@ class ExpertsSpec:
         """Names of the parameters whose low-rank changes `adapters` converts."""
         return () if self.normed else (self._up_name, "down_proj")
 
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """Names of the parameters that the kernels can read in 4 bits."""
+        return () if self.normed else (self._up_name, "down_proj")
+
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
-        return (getattr(experts, self._up_name),)
+        return (self._parameter(experts, self._up_name),)
 
     def w_up(self, *parameters: Any) -> Weight:  # [E, 2F, D] in the activation's order of rows; [E, F, D]
-        (stored,) = parameters
-        return stored.transpose(1, 2) if self.transposed else stored
+        (parameter,) = parameters
+        return self._matrices(parameter)
 
     def w_down(self, experts: Any) -> Weight:  # [E, D, F]
-        return experts.down_proj.transpose(1, 2) if self.transposed else experts.down_proj
+        return self._matrices(self._parameter(experts, "down_proj"))
+
+    def _parameter(self, experts: Any, name: str) -> Weight:
+        stored = stored_weight(experts, self.readable, name, transposed=self.transposed)
+        return getattr(experts, name) if stored is None else stored
+
+    def _matrices(self, parameter: Weight) -> Weight:  # [E, out, in]
+        if self.transposed and isinstance(parameter, Tensor):
+            return parameter.transpose(1, 2)
+        return parameter
 
     def biases(self, experts: Any) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
         if not self.bias:
@@ -131,6 +146,7 @@ def _recognise_once(experts: nn.Module) -> None:
     if not hasattr(experts, ATTRIBUTE):
         with unseen_by_tracers():
             spec = interface_spec(experts, None)
+        check_stored(type(experts).__name__, experts, spec.readable, transposed=spec.transposed)
         check_weights(type(experts).__name__, dict(experts.named_parameters(recurse=False)).values())
         setattr(experts, ATTRIBUTE, spec)
 

@@ -21,6 +21,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .experts_forward import ATTRIBUTE, CHANGES, NAME, ExpertsSpec, LowRank
+from .stored_weights import parameter_shape
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
 _SWAPS_SINCE = "0.19"  # earlier versions neither swap the axes nor have the flag
@@ -147,7 +148,7 @@ def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:
 def _reason_against_layout(wrapper: Any, adapter: str) -> str | None:
     if not hasattr(wrapper, _SWAPPED) and Version(_peft_version()) >= Version(_SWAPS_SINCE):
         return "this version of PEFT does not state the order of its axes"
-    shape = tuple(wrapper.get_param().shape)
+    shape = tuple(parameter_shape(wrapper.get_base_layer(), wrapper.parameter_name))
     num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
     if len(shape) != 3 or num_experts < 2:
         return f"its parameter must have 3 axes and several experts, got shape {list(shape)}"

@@ -1,0 +1,248 @@
+"""Experts that bitsandbytes quantised to 4 bits: inference and adapters over the stored bytes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from moe_layers.integrations.transformers import disable, enable
+
+from ..tiers import slow
+from .models import build, draw_tokens, step
+
+pytestmark = [
+    slow,  # importing bitsandbytes takes seconds
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
+]
+KEYS = ("gate_up_proj", "down_proj")
+# Of bitsandbytes' block sizes the smallest, the usual one and the largest; matrices are no whole blocks.
+OPTIONS = {
+    "nf4 (1x64)": {},
+    "nf4 (1x64, scales in blocks of 256)": {"compress_statistics": True},
+    "nf4 (1x32)": {"blocksize": 32},
+    "nf4 (1x4096, scales in blocks of 256)": {"blocksize": 4096, "compress_statistics": True},
+}
+
+
+@pytest.fixture(scope="module")
+def replace_parameter_4bit():
+    return pytest.importorskip("bitsandbytes.nn.parametrize").replace_parameter_4bit
+
+
+def experts_of(model):
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def pair(replace, device="cpu", dtype=torch.float32, **options):
+    """Return a model with quantised experts, and one with their dequantised values."""
+    stored, plain = build("qwen3_moe", device, dtype), build("qwen3_moe", device, dtype)
+    for (_, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
+        for key in KEYS:
+            replace(experts, key, **options)
+            getattr(target, key).data.copy_(getattr(experts, key))
+        target.requires_grad_(False)
+    return stored, plain
+
+
+def assert_same(actual, expected, num_gradients):
+    assert torch.equal(actual[0], expected[0]) and actual[0].any()
+    assert actual[2].keys() == expected[2].keys() and len(actual[2]) == num_gradients
+    for name, gradient in expected[2].items():
+        assert torch.equal(actual[2][name], gradient), name
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_outputs_and_gradients_are_those_of_the_dequantised_model(name, replace_parameter_4bit):
+    stored, plain = pair(replace_parameter_4bit, **OPTIONS[name])
+    report = enable(stored, implementation="reference")
+    enable(plain, implementation="reference")
+    assert list(report.quantized) == [name]
+    assert list(report.kinds) == [("Qwen3MoeExperts", "swiglu", "experts interface")]
+    values = sum(p.numel() for _, experts in experts_of(stored) for p in experts.parameters())
+    assert values < report.quantized[name] < 1.35 * values  # scales are the rest; tables of 256 weigh in small models
+    tokens = draw_tokens(stored)
+    assert_same(step(stored, tokens), step(plain, tokens), len(list(plain.named_parameters())) - 4)
+
+
+def test_bfloat16(replace_parameter_4bit):
+    stored, plain = pair(replace_parameter_4bit, dtype=torch.bfloat16)
+    for model in (stored, plain):
+        enable(model, implementation="reference")
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        assert torch.equal(stored(tokens).logits, plain(tokens).logits)
+
+
+def test_kernels_decode_what_is_stored(replace_parameter_4bit, device):
+    stored, plain = pair(replace_parameter_4bit, device, compress_statistics=True)
+    for model in (stored, plain):
+        enable(model, implementation="triton")
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        torch.testing.assert_close(stored(tokens).logits, plain(tokens).logits)
+
+
+def test_nothing_is_copied(replace_parameter_4bit):
+    stored, _ = pair(replace_parameter_4bit, compress_statistics=True)
+    enable(stored, implementation="reference")
+    (_, experts), *_ = experts_of(stored)
+    held, state = experts.parametrizations.down_proj.original, experts.parametrizations.down_proj[0].quant_state
+    weight = experts._moe_layers_experts.w_down(experts)
+    assert weight.values.data_ptr() == held.data_ptr() and weight.scales is state.absmax
+    assert weight.nested_scales is state.state2.absmax and weight.codes is state.code
+
+
+def test_disable_copies_and_state_dicts(replace_parameter_4bit):
+    stored, _ = pair(replace_parameter_4bit)
+    tokens, before = draw_tokens(stored), stored.state_dict()
+    with torch.no_grad():
+        own = stored(tokens).logits
+    enable(stored, implementation="reference")
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(stored)(tokens).logits, stored(tokens).logits)
+    after = stored.state_dict()
+    assert before.keys() == after.keys() and "model.layers.0.mlp.experts.down_proj.absmax" in after
+    disable(stored)
+    with torch.no_grad():
+        assert torch.equal(stored(tokens).logits, own)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "replaced", "options", "error", "message"),
+    [
+        (
+            "qwen3_moe",
+            KEYS,
+            {"quant_type": "fp4"},
+            NotImplementedError,
+            r"Qwen3MoeExperts\.gate_up_proj, quantised by bitsandbytes: the format 'fp4' is not supported",
+        ),
+        (
+            "qwen3_moe",
+            KEYS[:1],
+            {},
+            ValueError,
+            r"either none or exactly \['gate_up_proj', 'down_proj'\] must be stored",
+        ),
+        ("gpt_oss", KEYS, {}, ValueError, r"\(GptOssExperts\) must be stored as \[E, out, in\] if it is in 4 bits"),
+        ("longcat_flash", KEYS, {}, ValueError, "the weights of LongcatFlashExperts must be plain"),
+        ("dbrx", ("w1", "v1", "w2"), {}, ValueError, r"DbrxExperts must be plain.*got mlp\.v1, mlp\.w1, mlp\.w2 of"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(model_type, replaced, options, error, message, replace_parameter_4bit):
+    model = build(model_type)
+    _, experts = experts_of(model)[-1]
+    for key in replaced:
+        replace_parameter_4bit(experts.mlp if model_type == "dbrx" else experts, key, **options)
+    with pytest.raises(error, match=message):
+        enable(model, implementation="reference")
+    assert not any(hasattr(module, "_moe_layers_experts") for module in model.modules())
+
+
+def test_two_block_sizes_in_a_block_are_refused(replace_parameter_4bit):
+    model = build("qwen3_moe")
+    _, experts = experts_of(model)[-1]
+    for key, blocksize in zip(KEYS, (64, 128), strict=True):
+        replace_parameter_4bit(experts, key, blocksize=blocksize)
+    with pytest.raises(ValueError, match=r"must have one format, got \['nf4 \(1x128\)', 'nf4 \(1x64\)'\]"):
+        enable(model, implementation="reference")
+
+
+def test_values_in_8_bits_are_refused():
+    """bitsandbytes has no 8-bit form of such parameters; somebody may put the numbers there."""
+    model = build("qwen3_moe")
+    _, experts = experts_of(model)[-1]
+    for key in KEYS:
+        values = torch.zeros(getattr(experts, key).shape, dtype=torch.int8)
+        setattr(experts, key, nn.Parameter(values, requires_grad=False))
+    with pytest.raises(ValueError, match=r"the weights of .*experts must have one dtype of .*got \['torch.int8'\]"):
+        enable(model, implementation="reference")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_stay_plain_when_transformers_quantises_a_model(bits, tmp_path, replace_parameter_4bit):
+    import transformers
+
+    build("qwen3_moe").save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == {4: "Linear4bit", 8: "Linear8bitLt"}[bits]
+    assert enable(model, implementation="reference").quantized == {}
+    disable(model)
+    for _, experts in experts_of(model):
+        for key in KEYS:
+            replace_parameter_4bit(experts, key)
+    assert list(enable(model, implementation="reference").quantized) == ["nf4 (1x64)"]
+
+
+def adapted(model, peft_tests, names=None):
+    names = names or [f"{name}.{key}" for name, _ in experts_of(model) for key in KEYS]
+    return peft_tests.adapt(model, peft_tests.lora(targets=names))
+
+
+def factors_of(model):
+    """Return PEFT's factors by place and parameter. Their names depend on the order of the wrappers, which differs."""
+    return {
+        (name.replace(".base_layer", ""), wrapper.parameter_name, factor): getattr(wrapper, factor)["default"].weight
+        for name, wrapper in model.named_modules()
+        if hasattr(wrapper, "parameter_name")
+        for factor in ("lora_A", "lora_B")
+    }
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_adapters_of_peft(order, replace_parameter_4bit):
+    """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    stored, plain = pair(replace_parameter_4bit, compress_statistics=True)
+    if order == "enabled":
+        enable(stored, implementation="reference")
+    stored, golden = adapted(stored, peft_tests), adapted(plain, peft_tests)
+    if order == "adapted":
+        report = enable(stored, implementation="reference")
+        assert len(report.adapted) == 4 and not report.adapted_by_wrapper
+    ours, theirs = factors_of(stored), factors_of(golden)
+    assert ours.keys() == theirs.keys() and len(ours) == 8
+    with torch.no_grad():
+        for place, factor in ours.items():
+            factor.copy_(theirs[place])
+    tokens = draw_tokens(golden)
+    expected = step(golden, tokens)[0]
+    for _ in range(2):
+        actual = step(stored, tokens)[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        for place, factor in ours.items():
+            gradient = theirs[place].grad
+            largest = gradient.abs().max().item()
+            torch.testing.assert_close(factor.grad, gradient, rtol=1e-3, atol=1e-4 * largest)
+
+
+def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch):
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    stored, _ = pair(replace_parameter_4bit)
+    stored = adapted(stored, peft_tests)
+    enable(stored, implementation="reference")
+    functional = pytest.importorskip("bitsandbytes").functional
+    monkeypatch.setattr(functional, "dequantize_4bit", None)
+    assert len(step(stored, draw_tokens(stored))[2]) == 8
+
+
+def test_targets_of_peft_need_full_names(replace_parameter_4bit):
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    stored, _ = pair(replace_parameter_4bit)
+    with pytest.raises(ValueError, match="target_parameters"):
+        adapted(stored, peft_tests, [f"mlp.experts.{key}" for key in KEYS])
+
+
+def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    stored, _ = pair(replace_parameter_4bit)
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        base = stored(tokens).logits
+        stored = adapted(stored, peft_tests)
+        enable(stored, implementation="reference")
+        assert not torch.allclose(stored(tokens).logits, base)
+        stored.merge_adapter()
+        torch.testing.assert_close(stored(tokens).logits, base)
