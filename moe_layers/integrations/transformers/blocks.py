@@ -226,6 +226,8 @@ _MODULES_WITH_DROPOUT = "each expert is a module of its own, with dropout betwee
 # Reasons against experts and blocks that look like those of this package.
 REFUSED = {
     "DogeCDMoE": "its experts are pairs of vectors, found by product keys",
+    "Mxfp4GptOssExperts": "they hold MXFP4 in the order of transformers' own kernels; load the model with keep_mxfp4 "
+    "of moe_layers.integrations.transformers.mxfp4, or with Mxfp4Config(dequantize=True)",
     "NllbMoeExperts": "transformers reads the router's mask as expert ids, so only experts 0 and 1 run",
     "NllbMoeSparseMLP": "transformers reads the router's mask as expert ids, so only experts 0 and 1 run",
     "SwitchTransformersExperts": _MODULES_WITH_DROPOUT,

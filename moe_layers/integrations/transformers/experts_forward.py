@@ -24,7 +24,7 @@ from moe_kernels import (
     sort_by_expert,
 )
 from moe_kernels.runtime.pytorch import constant_for_dynamo, unseen_by_tracers
-from moe_kernels.types import QuantizedWeight, Weight
+from moe_kernels.types import Weight
 
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward

@@ -146,9 +146,8 @@ def _read(experts: Any, name: str) -> _Stored | None:
     if isinstance(part, StoredMxfp4):
         return _Stored(part.weight(values), True)
     if _is_bitsandbytes(part):
-        return _Stored(
-            _of_bitsandbytes(f"{type(experts).__bases__[0].__name__}.{name}", values, part.quant_state), False
-        )
+        kind = parametrize.type_before_parametrizations(experts).__name__
+        return _Stored(_of_bitsandbytes(f"{kind}.{name}", values, part.quant_state), False)
     return None
 
 
