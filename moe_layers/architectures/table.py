@@ -146,13 +146,14 @@ class Architecture:
 # checkpoint, and the name of the field with the layout of the experts.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
+_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # the rest of such a configuration are settings
 
 
 class _OwnArchitecture(Architecture):
     """The configuration holds `MoEConfig.to_dict()`."""
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
-        return {name: value for name, value in config.values.items() if name not in ("model_type", RECORD)}
+        return {name: value for name, value in config.values.items() if name not in _NO_SETTINGS}
 
 
 _MIXTRAL = Architecture(routers.softmax(True), d_ff="intermediate_size")

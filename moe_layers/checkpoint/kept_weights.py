@@ -1,4 +1,4 @@
-"""Experts that keep the bytes of a quantised checkpoint: `from_checkpoint(..., keep_quantized=True)`.
+"""Experts that keep the bytes of a quantised checkpoint: `from_checkpoint(..., keep_quantized=True)`, and writing them.
 
 The numbers and the scales of a matrix are two matrices with the same layout, so one key places both. FP8's scales
 belong to blocks of rows and columns: a key may transpose square blocks, and parts must be whole blocks of rows.
@@ -6,6 +6,7 @@ belong to blocks of rows and columns: a key may transpose square blocks, and par
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from moe_kernels.types import QuantizedWeight, WeightFormat
 from ..checks import first_three
 from ..experts.quantized import QuantizedExperts, as_bits, replace_weight
 from .files import CheckpointFiles
-from .layouts import Key, Sizes, copy_expert
+from .layouts import Key, Layout, Sizes, copy_expert
 from .plan import Fill, Plan
 
 WEIGHTS = ("experts.w_up", "experts.w_down")
@@ -61,7 +62,11 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
             f"got {first_three(described)}, first {first.name}"
         )
     for key in {fill.key for fill in fills if fill.key is not None}:
-        _check_key(key, format, sizes)
+        if _is_misplaced(key, format, sizes):
+            raise ValueError(
+                f"from_checkpoint: keep_quantized cannot place the scales of {key.name} as {format}, because its parts "
+                f"are no whole blocks (d_ff {sizes.d_ff}); load without keep_quantized, then call quantize_experts_"
+            )
     if len(scale_dtypes) > 1:
         raise ValueError(
             f"from_checkpoint: scales must have one dtype to be kept, got {sorted(map(str, scale_dtypes))}"
@@ -69,19 +74,13 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
     return format, scale_dtypes.pop()
 
 
-def _check_key(key: Key, format: WeightFormat, sizes: Sizes) -> None:
-    """Raise ValueError unless the scales can be placed like the numbers."""
+def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
+    """Return whether the scales cannot be placed like the numbers."""
     rows, columns = format.block
     if format.name == "mxfp4":
-        misplaced = key.transposed or key.flat
-    else:
-        cut = key.parts != ("down",) and sizes.d_ff % rows != 0
-        misplaced = key.interleaved or key.flat or cut or (key.transposed and rows != columns)
-    if misplaced:
-        raise ValueError(
-            f"from_checkpoint: keep_quantized cannot place the scales of {key.name} as {format}, because its parts are "
-            f"no whole blocks (d_ff {sizes.d_ff}); load without keep_quantized, then call quantize_experts_"
-        )
+        return key.transposed or key.flat
+    cut = key.parts != ("down",) and sizes.d_ff % rows != 0
+    return key.interleaved or key.flat or cut or (key.transposed and rows != columns)
 
 
 def fill_stored(
@@ -109,3 +108,28 @@ def _check_finite(name: str, scales: Tensor) -> None:
     is_finite = as_bits(scales) != 255 if scales.element_size() == 1 else scales.isfinite()
     if not is_finite.all():
         raise ValueError(f"checkpoint: the scales of {name} must be finite")
+
+
+def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
+    """Raise ValueError unless a layout has tensors for experts in a format."""
+    cure = "call dequantize_experts_ first"
+    if format.name not in ("fp8", "mxfp4"):
+        raise ValueError(f"save_checkpoint: no published checkpoint has experts in {format}; {cure}")
+    for key in layout.select(bias=False):
+        if _is_misplaced(key, format, sizes):
+            raise ValueError(
+                f"save_checkpoint: layout {layout.name!r} cannot place the scales of {key.name} as {format} "
+                f"(d_ff {sizes.d_ff}); choose another layout, or {cure}"
+            )
+
+
+def stored_matrices(layout: Layout, kept: QuantizedExperts) -> Iterator[tuple[str, torch.dtype, Tensor]]:
+    """Yield numbers, then scales: the end of their name, their dtype on disk, and their bits [E, rows, columns]."""
+    weight = kept.weight()
+    values, scales = as_bits(weight.values).flatten(2), as_bits(weight.scales)
+    if layout.encoding == "mxfp4":
+        yield "_blocks", torch.uint8, values
+        yield "_scales", torch.uint8, scales
+    else:
+        yield "", torch.int8 if weight.format.name == "mxfp4" else weight.values.dtype, values
+        yield "_scale_inv", weight.scales.dtype, scales

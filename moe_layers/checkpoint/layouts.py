@@ -230,13 +230,16 @@ def published_layouts(model_type: str) -> tuple[str, ...]:
     return _PUBLISHED.get(model_type, ("fused",))
 
 
-def find_layout(name: str, *, gated: bool, bias: bool) -> Layout:
+def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> Layout:
     """Return the layout to write.
+
+    Args:
+        encoding: of the matrices; one of "mxfp4" also has a layout of its own.
 
     Raises:
         ValueError: the name is unknown, or the layout has no tensors for plain (gated) experts or for biases.
     """
-    writable = [layout for layout in LAYOUTS if not layout.encoding]
+    writable = [layout for layout in LAYOUTS if layout.encoding in ("", encoding)]
     names = tuple(dict.fromkeys(layout.name for layout in writable))
     if name not in names:
         raise ValueError(f"checkpoint: layout must be one of {names}, got {name!r}")

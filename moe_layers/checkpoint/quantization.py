@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from moe_kernels.types import WeightFormat
+
 from ..architectures import NESTED, ModelConfig
 
 _FLOAT8_BLOCK = [128, 128]
@@ -31,4 +35,21 @@ def without_quantization(values: dict) -> dict:
         name: without_quantization(value) if name in NESTED and isinstance(value, dict) else value
         for name, value in values.items()
         if name not in ("quantization_config", "expert_dtype")  # the latter is DeepSeek-V4's
+    }
+
+
+def with_quantization(values: dict, format: WeightFormat, dtype: torch.dtype) -> dict:
+    """Return the configuration of a model whose experts are in a format, and whose other parameters have a dtype."""
+    kept = without_quantization(_without_dtype(values))
+    quantization: dict = {"quant_method": format.name}
+    if format.name == "fp8":
+        quantization["weight_block_size"] = list(format.block)
+    return {**kept, "quantization_config": quantization, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _without_dtype(values: dict) -> dict:
+    return {
+        name: _without_dtype(value) if name in NESTED and isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in ("dtype", "torch_dtype")
     }

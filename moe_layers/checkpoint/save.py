@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ..architectures import OWN_MODEL_TYPE, RECORD
+from ..checks import is_dtensor
 from ..config import MoEConfig
+from ..experts.quantized import QuantizedExperts, stored
 from .blocks import OTHER_NAMES, check_names
+from .kept_weights import check_writable, stored_matrices
 from .layouts import Key, Layout, Sizes, find_layout
-from .quantization import without_quantization
+from .quantization import with_quantization, without_quantization
 from .source import CheckpointSource
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
 
@@ -26,22 +29,30 @@ def save_layer(
     """Write a directory that `from_checkpoint` reads, with every value bit by bit.
 
     Names and configuration are those of the model that the layer was read from. Those of any other layer are our own,
-    and its configuration is `config.to_dict()`. Noise and an assignment are not saved.
+    and its configuration is `config.to_dict()`. Noise and an assignment are not saved. Experts in block FP8 or MXFP4
+    are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
-        layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; None for the source's.
+        layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; "mxfp4" is gpt-oss's, for
+            experts in this format. None for the source's.
 
     Raises:
-        ValueError: the layout is unknown or has no place for these experts, experts are missing here, or the directory
-            holds files.
+        ValueError: the layout is unknown or has no place for these experts, experts are missing here, the experts are
+            in a format of no published checkpoint, or the directory holds files.
     """
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
+    kept = module.experts.w_up if isinstance(module.experts.w_up, QuantizedExperts) else None
+    encoding = "" if kept is None else kept.format.name
     if layout is None:
-        layout = "per_expert" if source is None or source.layout == "mxfp4" else source.layout
-    target = find_layout(layout, gated=config.is_gated, bias=config.bias)
+        layout = source.layout if source is not None else "per_expert"
+        if layout == "mxfp4" and encoding != "mxfp4":
+            layout = "per_expert"
+    target = find_layout(layout, gated=config.is_gated, bias=config.bias, encoding=encoding)
     _check_holds_all(module, config.num_experts)
+    if kept is not None:
+        check_writable(target, kept.format, _sizes(config))
     if module.experts.lora is not None:
         names = sorted(module.experts.lora)
         raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters {names}")
@@ -51,16 +62,17 @@ def save_layer(
     writer = ShardWriter(directory, max_shard_bytes)
     _add_others(writer, state, source, prefix)
     _add_shared_expert(writer, state, source, prefix, config)
-    _add_experts(writer, state, target, prefix, config)
-    own = {"model_type": OWN_MODEL_TYPE, **config.to_dict()}
-    writer.finish({**(own if source is None else without_quantization(source.config)), RECORD: layout})
+    _add_experts(writer, module, state, target, prefix)
+    values = {"model_type": OWN_MODEL_TYPE, **config.to_dict()} if source is None else source.config
+    values = without_quantization(values) if kept is None else with_quantization(values, kept.format, kept.dtype)
+    writer.finish({**values, RECORD: layout})
 
 
 def _check_holds_all(module: Any, num_experts: int) -> None:
     experts = module.experts
     if experts.num_experts != num_experts:
         raise ValueError(f"save_checkpoint: the layer must hold all {num_experts} experts, got {experts.num_experts}")
-    if experts.local_share is not None:
+    if experts.local_share is not None or is_dtensor(stored(experts.w_up)):
         raise ValueError(
             "save_checkpoint: the layer must hold all experts, got experts sharded over ranks; load their full state "
             "dict (torch.distributed.checkpoint.state_dict) into a layer on one rank"
@@ -88,13 +100,35 @@ def _add_shared_expert(
         writer.add(key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated))
 
 
-def _add_experts(writer: ShardWriter, state: dict[str, Tensor], target: Layout, prefix: str, config: MoEConfig) -> None:
-    sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+def _sizes(config: MoEConfig) -> Sizes:
+    return Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+
+
+def _add_experts(writer: ShardWriter, module: Any, state: dict[str, Tensor], target: Layout, prefix: str) -> None:
+    config: MoEConfig = module.config
+    source: CheckpointSource | None = module.checkpoint_source
     for key in target.select(bias=config.bias):
-        parameter = state[f"experts.{key.parameter}"]
+        weight = getattr(module.experts, key.parameter)
+        dotted = key.per_expert and source is not None and source.dotted_scales
         for number in range(config.num_experts) if key.per_expert else (None,):
-            tensor = _expert_tensor(key, parameter, number, sizes, target.gated)
-            writer.add(prefix + key.name.replace("{e}", str(number)), tensor)
+            name = prefix + key.name.replace("{e}", str(number))
+            if not isinstance(weight, QuantizedExperts):
+                parameter = state[f"experts.{key.parameter}"]
+                writer.add(name, _expert_tensor(key, parameter, number, _sizes(config), target.gated))
+                continue
+            for suffix, dtype, matrices in stored_matrices(target, weight):
+                tensor = _expert_tensor(key, matrices, number, _sizes_of(key, matrices, target.gated), target.gated)
+                tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
+                is_dotted = dotted and suffix == "_scale_inv"
+                writer.add(name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor)
+
+
+def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:
+    """Return the sizes of experts with these numbers, or scales, in the place of whole matrices."""
+    num_experts, rows, columns = matrices.shape
+    if key.parts == ("down",):
+        return Sizes(num_experts, columns, rows)
+    return Sizes(num_experts, rows // (2 if gated else 1), columns)
 
 
 def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:

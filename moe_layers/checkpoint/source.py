@@ -19,6 +19,7 @@ class CheckpointSource:
         names: full tensor names of the router and other single parameters, by parameter.
         shapes: shapes of these tensors on disk, where some biases are [1, E].
         shared: key table of the shared expert, with full names.
+        dotted_scales: the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
     """
 
     config: dict
@@ -28,6 +29,7 @@ class CheckpointSource:
     names: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     shared: tuple[Key, ...]
+    dotted_scales: bool = False
 
     @classmethod
     def of(cls, config: dict, block: Block, plan: Plan) -> CheckpointSource:
@@ -41,4 +43,5 @@ class CheckpointSource:
             names={fill.parameter: fill.stored.name for fill in single},
             shapes={fill.parameter: fill.stored.shape for fill in single},
             shared=tuple(Key(fill.stored.name, fill.key.parts) for fill in others if fill.key is not None),
+            dotted_scales=any(f.stored.names[-1].endswith(".scale") for f in plan.fills if f.experts is not None),
         )
