@@ -2,7 +2,8 @@
 
 Blocks share their names and the current folder. `python` blocks run. `pycon` blocks are sessions whose output,
 including errors, must equal that on the page. Of `sh` blocks, only commands run that need neither network nor much
-time. A block marked `gpu` runs only where there is a GPU, one marked `peft` only where peft is installed.
+time. A block marked `gpu` runs only where there is a GPU, one marked `peft` or `bitsandbytes` only where that package
+is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replac
 
 class Block(NamedTuple):
     language: str
-    marks: tuple[str, ...]  # words after the language: "gpu", "peft"
+    marks: tuple[str, ...]  # words after the language: "gpu", "peft", "bitsandbytes"
     text: str
     line: int  # line of its first line in the page, from 1
 
@@ -84,7 +85,8 @@ def run_page(page: Path) -> None:
     for block in blocks_of(page):
         if "gpu" in block.marks and not torch.cuda.is_available():
             continue
-        if "peft" in block.marks and importlib.util.find_spec("peft") is None:
+        packages = {"peft", "bitsandbytes"} & set(block.marks)
+        if not all(map(importlib.util.find_spec, packages)):
             continue
         if block.language == "python":
             # Compiled with the page's line numbers, for tracebacks.

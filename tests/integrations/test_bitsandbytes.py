@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from moe_layers.checkpoint.lora import read_peft_adapter
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import slow
@@ -14,6 +15,8 @@ from .models import build, draw_tokens, step
 pytestmark = [
     slow,  # importing bitsandbytes takes seconds
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # peft 0.18
+    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
 ]
 KEYS = ("gate_up_proj", "down_proj")
 # Of bitsandbytes' block sizes the smallest, the usual one and the largest; matrices are no whole blocks.
@@ -126,6 +129,7 @@ def test_disable_copies_and_state_dicts(replace_parameter_4bit):
             r"either none or exactly \['gate_up_proj', 'down_proj'\] must be stored",
         ),
         ("gpt_oss", KEYS, {}, ValueError, r"\(GptOssExperts\) must be stored as \[E, out, in\] if it is in 4 bits"),
+        ("llama4_text", KEYS, {}, ValueError, r"\(Llama4TextExperts\) must be stored as \[E, out, in\] if"),
         ("longcat_flash", KEYS, {}, ValueError, "the weights of LongcatFlashExperts must be plain"),
         ("dbrx", ("w1", "v1", "w2"), {}, ValueError, r"DbrxExperts must be plain.*got mlp\.v1, mlp\.w1, mlp\.w2 of"),
     ],
@@ -246,3 +250,29 @@ def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):
         assert not torch.allclose(stored(tokens).logits, base)
         stored.merge_adapter()
         torch.testing.assert_close(stored(tokens).logits, base)
+
+
+def test_adapter_files_have_another_order(replace_parameter_4bit, tmp_path):
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    stored, _ = pair(replace_parameter_4bit)
+    stored = adapted(stored, peft_tests)
+    tokens = draw_tokens(stored)
+    enable(stored, implementation="reference")
+    with torch.no_grad():
+        expected = stored(tokens).logits
+    stored.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lora: the adapters must be of weights \[E, 2F, D\] and \[E, D, F\]"):
+        read_peft_adapter(tmp_path)
+    again, _ = pair(replace_parameter_4bit)
+    again = peft_tests.peft.PeftModel.from_pretrained(again, tmp_path)
+    enable(again, implementation="reference")
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected)
+
+
+def test_scales_on_another_device_are_named(replace_parameter_4bit):
+    stored, _ = pair(replace_parameter_4bit)
+    state = experts_of(stored)[0][1].parametrizations.gate_up_proj[0].quant_state
+    state.absmax = state.absmax.to("meta")
+    with pytest.raises(ValueError, match=r"the scales of the up-projection of .*experts must be on cpu, got meta"):
+        enable(stored, implementation="reference")

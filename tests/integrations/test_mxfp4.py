@@ -19,7 +19,10 @@ from moe_layers.integrations.transformers.mxfp4 import _taken, keep_mxfp4  # noq
 
 from .models import build, draw_tokens, step  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft, of its use of transformers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # peft 0.18
+]
 CASE = "gpt_oss_mxfp4"
 KEYS = ("gate_up_proj", "down_proj")
 NAME = "model.layers.0.mlp.experts"
@@ -173,6 +176,24 @@ def test_adapters_of_peft(order):
     pairs = share_factors(ours, golden)
     assert len(pairs) == 4
     assert_same_adapted_step(ours, golden, pairs)
+
+
+def test_targets_of_peft_need_full_names():
+    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    with pytest.raises(ValueError, match="target_parameters"):
+        peft_tests.adapt(load_stored(), peft_tests.lora())
+
+
+def test_merging_by_peft_does_not_reach_the_bytes():
+    stored = load_stored(dtype=torch.float32)
+    base = logits_of(stored)
+    adapted = adapt(stored)
+    enable(adapted, implementation="reference")
+    assert not torch.allclose(logits_of(adapted), base)
+    adapted.merge_adapter()
+    torch.testing.assert_close(logits_of(adapted), base)
+    held = stored.get_submodule(f"{NAME}.base_layer.base_layer.parametrizations.down_proj").original
+    assert torch.equal(held, Golden(CASE).tensors("model")[f"{NAME}.down_proj_blocks"])
 
 
 class Twice(nn.Module):
