@@ -56,6 +56,27 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model():
         assert torch.equal(actual[2][name], gradient), name
 
 
+def test_packed_float4():
+    """FP8Experts hold DeepSeek-V4's float4 numbers as int8, two in a byte."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    stored, plain = build("qwen3_moe", **sizes), build("qwen3_moe", **sizes)
+    for (name, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
+        packed = finegrained_fp8.FP8Experts(stored.config, block_size=BLOCK)
+        for key in ("gate_up_proj", "down_proj"):
+            weight = quantize(getattr(experts, key).detach(), "mxfp4")
+            values, scales = weight.values.flatten(2).view(torch.int8), weight.scales.view(torch.float8_e8m0fnu)
+            setattr(packed, key, nn.Parameter(values, requires_grad=False))
+            setattr(packed, f"{key}_scale_inv", nn.Parameter(scales, requires_grad=False))
+            getattr(target, key).data.copy_(dequantize(weight, torch.float32))
+        stored.set_submodule(name, packed)
+    assert list(enable(stored, implementation="reference").quantized) == ["mxfp4 (1x32)"]
+    enable(plain, implementation="reference")
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        actual = stored(tokens).logits
+        assert torch.equal(actual, plain(tokens).logits) and actual.any()
+
+
 def test_unfrozen_weights_run_without_gradients_only():
     stored, plain = pair(frozen=False)
     enable(stored, implementation="reference")

@@ -125,7 +125,8 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
 
     Raises:
         ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
-            or a model around it, is enabled.
+            or a model around it, is enabled. Weights are quantised in a way that the kernels cannot read.
+        NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
     check_kind("enable", "model", model, nn.Module)

@@ -55,7 +55,7 @@ class _KeepMxfp4Config(QuantizationConfigMixin):
 
     def __init__(self, **settings: Any):
         self.settings = {**settings, "quant_method": _PUBLISHED}
-        self.quant_method = _METHOD
+        self.quant_method = _METHOD  # pyright: ignore[reportAttributeAccessIssue]  # an enum of transformers' own
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.settings)
@@ -65,7 +65,7 @@ class _KeepMxfp4Config(QuantizationConfigMixin):
 class _KeepMxfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
         """Give the experts parameters with the names on disk, so that transformers loads them as they are."""
         for _, experts in _experts_of(model):
             for name in _WEIGHTS:
@@ -78,7 +78,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                     experts.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
             experts._is_hf_initialized = True  # its initialisation writes the dequantised weights
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+    def _process_model_after_weight_loading(self, model: nn.Module, **options: Any) -> None:
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise ValueError("keep_mxfp4: each rank must hold all experts, got tensor or expert parallelism")
         for path, experts in _experts_of(model):

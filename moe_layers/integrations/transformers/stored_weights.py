@@ -108,22 +108,22 @@ def check_stored(name: str, experts: nn.Module, readable: tuple[str, ...], *, tr
         return
     if not readable:
         raise ValueError(
-            f"enable: the weights of {kind} must be plain, because the kernels read a copy of them, "
+            f"moe_layers: the weights of {kind} must be plain, because the kernels read a copy of them, "
             f"got {first_three(held)} of {name} in 4 bits"
         )
     if held != sorted(readable):
         raise ValueError(
-            f"enable: of the parameters of {name} ({kind}), either none or exactly {list(readable)} must be stored in "
-            f"4 bits, got {held}"
+            f"moe_layers: of the parameters of {name} ({kind}), either none or exactly {list(readable)} must be stored "
+            f"in 4 bits, got {held}"
         )
     for parameter in readable:
         stored = _read(experts, parameter)
         if stored is None:
-            raise ValueError(f"enable: {parameter} of {name} must have one parametrization, got several")
+            raise ValueError(f"moe_layers: {parameter} of {name} must have one parametrization, got several")
         if stored.transposed != transposed:
             raise ValueError(
-                f"enable: {parameter} of {name} ({kind}) must be stored as [E, out, in] if it is in 4 bits, because "
-                "blocks run along the inputs, got [E, in, out]"
+                f"moe_layers: {parameter} of {name} ({kind}) must be stored as [E, out, in] if it is in 4 bits, "
+                "because blocks run along the inputs, got [E, in, out]"
             )
 
 
@@ -162,7 +162,7 @@ def _of_bitsandbytes(name: str, values: Tensor, state: Any) -> QuantizedWeight:
         NotImplementedError: it is not nf4.
         ValueError: the block size is unknown.
     """
-    op = f"enable: {name}, quantised by bitsandbytes"
+    op = f"moe_layers: {name}, quantised by bitsandbytes"
     if state.quant_type != "nf4":
         as_format(op, state.quant_type)  # raises with the reason
     nested = state.state2 if state.nested else None
