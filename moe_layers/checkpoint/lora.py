@@ -1,7 +1,8 @@
 """Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
 
 PEFT stores for each adapted parameter [E, out, in] of an experts module `lora_A.weight` and `lora_B.weight`, below one
-`base_layer` per wrapper that is further out. The first parameter of the module is innermost.
+`base_layer` per wrapper that is further out. The first parameter of the module is innermost; over parameters in 4 bits,
+which are parametrizations, the first in the alphabet. The widths of gated experts tell the order.
 
     orientation "0.19"      lora_A [E r, in], the expert slowest      lora_B [out, r E], the expert fastest
     orientation "0.18"      lora_A [E r, out]                         lora_B [in, r E]
@@ -164,7 +165,7 @@ def _pairs(tensors: dict[str, Tensor], config: dict) -> list[_Pair]:
         parameters = _parameters(f"{prefix.removeprefix(_ROOT)}.", config)
         if found != set(range(len(parameters))):
             raise ValueError(f"lora: {prefix} must have one wrapper for each of {parameters}, got {len(found)}")
-        for depth, parameter in enumerate(reversed(parameters)):
+        for depth, parameter in enumerate(_outermost_first(prefix, parameters, tensors)):
             key = f"{prefix}{'.base_layer' * depth}"
             names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
             if missing := [name for name in names if name not in tensors]:
@@ -191,6 +192,19 @@ def _parameters(experts: str, config: dict) -> list[str]:
     if unknown := names - {"gate_up_proj", "up_proj", "down_proj"}:
         raise NotImplementedError(f"lora: adapters of {sorted(unknown)} are not read, only those of expert weights")
     return [name for name in ("gate_up_proj", "up_proj", "down_proj") if name in names]
+
+
+def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tensor]) -> list[str]:
+    """Return the adapted parameters in the order of the wrappers."""
+    usual = parameters[::-1]
+    if usual != ["down_proj", "gate_up_proj"]:
+        return usual
+    keys = prefix, f"{prefix}.base_layer"
+    factors = [[tensors.get(f"{key}.lora_{factor}.weight") for factor in "AB"] for key in keys]
+    widths = [(a.shape[1], len(b)) for a, b in factors if a is not None and b is not None and a.dim() == b.dim() == 2]
+    # An order and an orientation fit together at most once, because 2F is not F.
+    is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
+    return parameters if is_swapped else usual
 
 
 def _of_pattern(config: dict, kind: str, name: str, default: Number) -> Number:
@@ -221,15 +235,20 @@ def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
     sizes = {pair.parameter: (pair.a.shape[1], len(pair.b)) for pair in pairs if pair.layer == pairs[0].layer}
     if not {"gate_up_proj", "down_proj"} <= sizes.keys():
         return None
-    (up_a, up_b), (down_a, down_b) = sizes["gate_up_proj"], sizes["down_proj"]
-    if (up_a, up_b) == (down_b, 2 * down_a):
+    up, down = sizes["gate_up_proj"], sizes["down_proj"]
+    if (found := _fitting_orientation(up, down)) is None:
+        raise ValueError(
+            f"lora: the adapters must be of weights [E, 2F, D] and [E, D, F], got widths {up[0]}, {up[1]} of "
+            f"gate_up_proj and {down[0]}, {down[1]} of down_proj"
+        )
+    return found
+
+
+def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | None:
+    """Return the orientation in which the widths of lora_A and lora_B are those of gated experts, or None."""
+    if up == (down[1], 2 * down[0]):
         return "0.19"
-    if (up_a, up_b) == (2 * down_b, down_a):
-        return "0.18"
-    raise ValueError(
-        f"lora: the adapters must be of weights [E, 2F, D] and [E, D, F], got widths {up_a}, {up_b} of gate_up_proj "
-        f"and {down_a}, {down_b} of down_proj"
-    )
+    return "0.18" if up == (2 * down[1], down[0]) else None
 
 
 def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool, rslora: bool) -> ExpertAdapters:

@@ -57,8 +57,12 @@ def delta(adapters, name):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("orientation", ["0.19", "0.18"])
-def test_both_orientations_are_told_by_the_shapes(orientation, sizes, tmp_path):
-    wanted = make_adapter(tmp_path / "in", *SIZES[sizes], orientation)
+@pytest.mark.parametrize(
+    "names", [("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")], ids=["usual", "4 bits"]
+)
+def test_order_and_orientation_are_told_by_the_shapes(names, orientation, sizes, tmp_path):
+    """`names` begins with the innermost parameter."""
+    wanted = make_adapter(tmp_path / "in", *SIZES[sizes], orientation, names)
     loaded = read_peft_adapter(tmp_path / "in")
     assert (loaded.report.orientation, loaded.report.told_by) == (orientation, "shapes")
     for (layer, name), value in wanted.items():
