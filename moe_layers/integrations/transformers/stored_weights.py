@@ -108,7 +108,7 @@ def check_stored(name: str, experts: nn.Module, readable: tuple[str, ...], *, tr
         return
     if not readable:
         raise ValueError(
-            f"moe_layers: the weights of {kind} must be plain, because the kernels read a copy of them, "
+            f"moe_layers: the weights of {kind} must be plain, because the kernels read parts of its parameters, "
             f"got {first_three(held)} of {name} in 4 bits"
         )
     if held != sorted(readable):
