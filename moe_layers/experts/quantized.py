@@ -52,6 +52,8 @@ class QuantizedExperts(nn.Module):
         self._stored_dtypes = {name: tensor.dtype for name, tensor in weight.tensors.items()}
         for name, tensor in weight.tensors.items():
             bits = as_bits(tensor)
+            if bits.dim() == 4:  # MXFP4 as published, [E, out, in / 32, 16]; one shape for all state dicts
+                bits = bits.flatten(2)
             if name in by_expert:
                 has_axis = bits.dim() > 1 and len(bits) == num_experts
                 held = bits if has_axis else bits.reshape(num_experts, -1)

@@ -1,11 +1,13 @@
 """`from_checkpoint(..., keep_quantized=True)`: the stored bytes, and the values of the dequantised layer."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moe_layers import LoRA, MoEFeedForward
-from moe_layers.experts.quantization import dequantize_experts_
+from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
 from moe_layers.experts.quantized import QuantizedExperts
 
 from .golden import Golden
@@ -48,6 +50,10 @@ def test_the_values_are_those_of_the_dequantised_layer(make, tmp_path):
     name = {"float8_case": "fp8 (8x16)", "gpt_oss_case": "mxfp4 (1x32)"}[make.__name__]
     assert report.kept_format == name and f"experts kept as {name}" in str(report)
     assert not [name for name in report.dtype_changes if "experts" in name and "bias" not in name]
+    again = copy.deepcopy(plain)
+    quantize_experts_(again, kept.experts.w_up.format)
+    again.load_state_dict(kept.state_dict())
+    assert torch.equal(again(x), kept(x))
     dequantize_experts_(kept)
     assert torch.equal(kept.experts.w_up, plain.experts.w_up)
     assert torch.equal(kept.experts.w_down, plain.experts.w_down)

@@ -10,7 +10,7 @@ from moe_layers.checkpoint.lora import read_peft_adapter, write_adapter
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import slow
-from .models import build, draw_tokens, skip_old_dbrx, step
+from .models import build, draw_tokens, skip_old, step
 
 pytestmark = [
     slow,  # importing bitsandbytes takes seconds
@@ -135,7 +135,7 @@ def test_disable_copies_and_state_dicts(replace_parameter_4bit):
     ],
 )
 def test_what_cannot_be_read_is_refused(model_type, replaced, options, error, message, replace_parameter_4bit):
-    skip_old_dbrx(model_type)
+    skip_old(model_type)
     model = build(model_type)
     _, experts = experts_of(model)[-1]
     for key in replaced:
