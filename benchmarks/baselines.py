@@ -26,6 +26,7 @@ class TorchGroupedMM(nn.Module):
         self.w_up = layer.experts.w_up
         self.w_down = layer.experts.w_down
         self.top_k = layer.router.top_k
+        self.activation = layer.experts.activation
 
     def forward(
         self,
@@ -41,10 +42,22 @@ class TorchGroupedMM(nn.Module):
         slot_to_row = torch.empty_like(row_to_slot)
         slot_to_row[row_to_slot] = torch.arange(len(row_to_slot), device=tokens.device)
         rows = tokens[row_to_slot // self.top_k]
-        gate, up = functional.grouped_mm(rows, self.w_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
-        rows = functional.grouped_mm(functional.silu(gate) * up, self.w_down.transpose(1, 2), offs=offsets)
+        hidden = functional.grouped_mm(rows, self.w_up.transpose(1, 2), offs=offsets)
+        rows = functional.grouped_mm(self._activated(hidden), self.w_down.transpose(1, 2), offs=offsets)
         chosen = rows[slot_to_row].view(num_tokens, self.top_k, -1)
         return (chosen * weights[..., None]).sum(1).to(tokens.dtype)
+
+    def _activated(self, hidden: Tensor) -> Tensor:  # [R, 2F or F] -> [R, F]
+        if self.activation.name == "relu_squared":
+            return functional.relu(hidden).square()
+        assert self.activation.name == "swiglu", self.activation
+        gate, up = hidden.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+def grouped_mm_takes(shape: Shape, dtype: torch.dtype) -> bool:
+    """Return whether `grouped_mm` computes the layer. It needs rows that start at multiples of 16 bytes."""
+    return all(width * dtype.itemsize % 16 == 0 for width in (shape.d_model, shape.d_ff))
 
 
 def dense_gemms(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
@@ -55,10 +68,10 @@ def dense_gemms(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Call
 
     rows, hidden, activated = (
         normal(shape.num_rows, shape.d_model),
-        normal(shape.num_rows, 2 * shape.d_ff),
+        normal(shape.num_rows, shape.up_columns),
         normal(shape.num_rows, shape.d_ff),
     )
-    w_up, w_down = normal(2 * shape.d_ff, shape.d_model), normal(shape.d_model, shape.d_ff)
+    w_up, w_down = normal(shape.up_columns, shape.d_model), normal(shape.d_model, shape.d_ff)
     return {
         "up": partial(torch.mm, rows, w_up.t()),
         "down": partial(torch.mm, activated, w_down.t()),

@@ -1,9 +1,15 @@
 """The whole layer, forward and backward, against PyTorch's grouped_mm and against the dense bound.
 
     python -m benchmarks.layer --commit $(git rev-parse --short HEAD) --output benchmarks/results/layer.json
+    python -m benchmarks.layer --shapes unseen --time-limit-s 540 --resume --commit COMMIT --output FILE
+    python -m benchmarks.layer --off-grid --commit COMMIT --output FILE
     python -m benchmarks.layer --compare benchmarks/results/layer.json
     python -m benchmarks.layer --table benchmarks/results/layer.json
     python -m benchmarks.layer --plot benchmarks/results/layer.json
+
+`--shapes` takes names of shapes and of groups: "tuned" (default), "unseen" and "off-grid". `grouped_mm` takes no rows
+that start between multiples of 16 bytes; such shapes have no baseline. A shape that the GPU's memory cannot hold is
+left out.
 
 Every shape is checked before timing. Timings take turns in rounds. The dense bound of a pass is measured in the same
 run: the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. Saved memory is the memory allocated
@@ -17,6 +23,7 @@ import argparse
 import datetime
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,19 +33,20 @@ from moe_kernels import fused_experts, reference
 from moe_kernels.testing import assert_accurate, make_logits
 from moe_layers import MoEFeedForward
 
-from .baselines import FORWARD_GEMMS, TorchGroupedMM, dense_gemms
-from .shapes import SHAPES, TINY, Shape
+from . import results_file
+from .baselines import FORWARD_GEMMS, TorchGroupedMM, dense_gemms, grouped_mm_takes
+from .shapes import Shape, shapes_named
 from .timing import Timing, time_interleaved
 
 MIB = 2**20
+CHECKED_BYTES = 80e9  # largest memory of a check
 PASSES = ("forward", "forward+backward")
 
 
 def make_layer(shape: Shape, device: str, dtype: torch.dtype) -> MoEFeedForward:
     torch.manual_seed(0)
-    return MoEFeedForward(
-        shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, device=device, dtype=dtype, implementation=None
-    )
+    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    return MoEFeedForward(*sizes, activation=shape.activation, device=device, dtype=dtype)
 
 
 def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.dtype) -> Tensor:  # [T, D]
@@ -51,17 +59,36 @@ def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.
     return tokens.to(dtype)
 
 
-def check_layer(layer: MoEFeedForward, tokens: Tensor) -> None:
-    """Apply the tests' error budget to the expert op, output and gradients, with one choice of experts for all
-    dtypes."""
+def fits_memory(shape: Shape, device: str) -> bool:
+    """Return whether the GPU can hold the layer, its gradients and the rows of both implementations, by estimate."""
+    num_bytes = 6 * shape.num_weights + 20 * shape.num_rows * (shape.d_model + shape.d_ff)
+    return device == "cpu" or num_bytes < torch.cuda.get_device_properties(0).total_memory
+
+
+def num_checked(shape: Shape) -> int:
+    """Return the number of experts whose check in float32 needs at most `CHECKED_BYTES`, at least 1."""
+    num_bytes = 16 * shape.num_weights + 32 * shape.num_rows * (shape.d_model + shape.d_ff)
+    return max(int(shape.num_experts / max(num_bytes / CHECKED_BYTES, 1.0)), 1)
+
+
+def check_layer(layer: MoEFeedForward, tokens: Tensor, num_experts: int | None = None) -> None:
+    """Apply the tests' error budget to the expert op, output and gradients, with one choice of experts for all dtypes.
+
+    Args:
+        num_experts: check the first experts, with as many rows per expert, because memory for all lacks; default: all.
+    """
+    num_all, (w_up, w_down) = layer.num_experts, (layer.experts.w_up, layer.experts.w_down)
+    num_experts = num_experts or num_all
+    tokens = tokens[: len(tokens) * num_experts // num_all]
     with torch.no_grad():
         routed = layer.router(tokens)
-    operands = (tokens, routed.topk_weights, layer.experts.w_up, layer.experts.w_down)
+    topk_experts = routed.topk_experts % num_experts
+    operands = (tokens, routed.topk_weights, w_up[:num_experts], w_down[:num_experts])
 
     def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(dtype if t.dtype == tokens.dtype else t.dtype).requires_grad_() for t in operands]
-        permutation = reference.sort_by_expert(routed.topk_experts, len(leaves[2]))
-        out = op(leaves[0], leaves[1], permutation, *leaves[2:])
+        permutation = reference.sort_by_expert(topk_experts, num_experts)
+        out = op(leaves[0], leaves[1], permutation, *leaves[2:], activation=layer.experts.activation)
         generator = torch.Generator(tokens.device).manual_seed(1)
         dout = torch.randn(out.shape, device=out.device, generator=generator).to(tokens.dtype).to(dtype)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -109,13 +136,15 @@ def bench_layer(
     shape: Shape, routing: str, device: str, dtype: torch.dtype, rounds: int, round_ms: float
 ) -> list[dict]:
     """Return result rows for one shape and routing."""
+    torch._dynamo.reset()  # frees the layer of the last shape
+    torch.cuda.empty_cache()  # does nothing without a GPU
     layer = make_layer(shape, device, dtype)
     tokens = make_tokens(layer, shape, routing, dtype)
-    check_layer(layer, tokens)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    torch._dynamo.reset()
-    modules = {"triton": layer, "torch_grouped_mm": torch.compile(TorchGroupedMM(layer), disable=device == "cpu")}
+    check_layer(layer, tokens, num_checked(shape))
+    torch.cuda.empty_cache()
+    modules = {"triton": layer}
+    if grouped_mm_takes(shape, dtype):
+        modules["torch_grouped_mm"] = torch.compile(TorchGroupedMM(layer), disable=device == "cpu")
     runs = {name: passes(module, tokens) for name, module in modules.items()}
     memory = {
         name: measure_memory(modules[name], tokens) if device == "cuda" else (None, None) for name in _warmed_up(runs)
@@ -198,7 +227,8 @@ def compare(rows: list[dict]) -> list[dict]:
         line[f"{'ms' if ours else 'baseline_ms'} {row['pass']}"] = row["ms"]
     for (shape, routing), line in table.items():
         for name in PASSES:
-            line[f"speedup {name}"] = line[f"baseline_ms {name}"] / line[f"ms {name}"]
+            if f"baseline_ms {name}" in line:
+                line[f"speedup {name}"] = line[f"baseline_ms {name}"] / line[f"ms {name}"]
             if routing == "zipf" and (shape, "even") in table:
                 line[f"cost of zipf {name}"] = line[f"ms {name}"] / table[shape, "even"][f"ms {name}"] - 1
     return list(table.values())
@@ -222,7 +252,7 @@ def markdown_table(rows: list[dict]) -> str:
     for name in dict.fromkeys(row["shape"] for row in rows):
         sizes = found[name, "even", PASSES[0], "triton"]
         ours = [found[name, "even", which, "triton"] for which in PASSES]
-        baseline = [found[name, "even", which, "torch_grouped_mm"] for which in PASSES]
+        baseline = [found.get((name, "even", which, "torch_grouped_mm")) for which in PASSES]
         skewed = [found.get((name, "zipf", which, "triton")) for which in PASSES]
         lines.append(
             (
@@ -230,11 +260,15 @@ def markdown_table(rows: list[dict]) -> str:
                 " / ".join(f"{row['ms']:.2f}" for row in ours),
                 " / ".join(f"{row['share_of_dense_bound']:.2f}" for row in ours),
                 " / ".join("-" if row is None else f"{row['share_of_dense_bound']:.2f}" for row in skewed),
-                " / ".join(f"{b['ms'] / row['ms']:.2f}" for row, b in zip(ours, baseline, strict=True)),
-                *(f"{ours[1][key]:.0f} ({baseline[1][key]:.0f})" for key in ("saved_mib", "peak_mib")),
+                " / ".join(f"{b['ms'] / row['ms']:.2f}" if b else "-" for row, b in zip(ours, baseline, strict=True)),
+                *(f"{ours[1][key]:.0f} ({_mib(baseline[1], key)})" for key in ("saved_mib", "peak_mib")),
             )
         )
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _mib(row: dict | None, key: str) -> str:
+    return "-" if row is None else f"{row[key]:.0f}"
 
 
 def plot(path: Path) -> Path:
@@ -279,19 +313,19 @@ def environment(device: str, commit: str) -> dict[str, str | None]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=list(SHAPES))
-    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", default=["tuned"], help="shapes or groups of them")
+    parser.add_argument("--off-grid", action="store_const", dest="shapes", const=["off-grid"], help="that group")
+    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], help="default: both; even with many shapes")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    results_file.add_options(parser)
     parser.add_argument("--compare", type=Path, metavar="RESULTS", help="print a results file as a table and stop")
     parser.add_argument("--table", type=Path, metavar="RESULTS", help="print a results file as Markdown and stop")
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.plot:
         print(plot(options.plot))
         return
@@ -304,17 +338,19 @@ def main() -> None:
         ]
         print_rows(compare(json.loads(options.compare.read_text())), ["shape", "routing", *columns])
         return
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows = []
-    for name in options.shapes:
-        shape = TINY if name == TINY.name else SHAPES[name]
-        for routing in options.routing:
-            measured = bench_layer(shape, routing, options.device, dtype, options.rounds, options.round_ms)
-            rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-            print_rows(measured)
-            if options.output:  # after every shape, so that a stopped run keeps its results
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
+    shapes = shapes_named(options.shapes)
+    routings = options.routing or (["even", "zipf"] if len(shapes) < 10 else ["even"])
+    tasks = []
+    for shape in shapes:
+        if not fits_memory(shape, device):
+            print(f"{shape.name}: left out, because the GPU's memory cannot hold it")
+            continue
+        for routing in routings:
+            measure = partial(bench_layer, shape, routing, device, dtype, options.rounds, options.round_ms)
+            tasks.append(({"shape": shape.name, "routing": routing}, measure))
+    for rows in results_file.ResultsFile.of(options, environment(device, options.commit)).measure(tasks):
+        print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,56 @@
-"""The rule that selects kernels on GPUs without a table, compared with this GPU's table, entry by entry.
+"""The rules that select kernels and copies without a table, compared with the table or with all candidates.
 
     python -m benchmarks.rule_of_thumb --commit $(git rev-parse --short HEAD) --output benchmarks/results/rule.json
+    python -m benchmarks.rule_of_thumb --layers unseen --time-limit-s 450 --resume --commit COMMIT --output FILE
 
-The bound is the table's choice, measured in the same run: the ratio is the time of the rule's kernel divided by that of
-the table's. Both are checked first, and timed as replays of a CUDA graph, without host time.
+Without `--layers`, entry by entry of this GPU's table. The bound is the table's choice, measured in the same run: the
+ratio is the time of the rule's kernel divided by that of the table's. Both are checked first, and timed as replays of a
+CUDA graph, without host time.
+
+With `--layers`, GEMM by GEMM of each layer. All kernels that may be the fastest are checked and timed in turns, and the
+fastest one stands for the table's. The file holds every time, so that a rule can be derived from it. `--tile-orders`
+adds the rule's kernel with other numbers of row tiles that walk the columns together. The form "copies" times the whole
+op with backward, host time included, for every choice of copies.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
+import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
+from moe_kernels.activation_spec import is_gated
 from moe_kernels.gemm import tables
 from moe_kernels.gemm.arguments import Arguments
 from moe_kernels.gemm.kernel import Kernel
-from moe_kernels.gemm.selection import best_first
+from moe_kernels.gemm.selection import best_first, copies_for, copies_key
 from moe_kernels.gemm.tables import Table
+from moe_kernels.testing import Case, make_inputs
+from moe_kernels.tools.layer_gemms import LayerForms
 from moe_kernels.tools.table_keys import arguments_of
-from moe_kernels.tools.tune import check
+from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 
-from .layer import environment, print_rows
+from . import results_file
+from .layer import environment, fits_memory, print_rows
+from .results_file import Row, Task
+from .shapes import Shape, shapes_named
 from .timing import in_a_graph, time_interleaved
 
 WITHIN = 1.15  # largest accepted ratio
 
 
-def bench_entry(key: str, table_kernel: str, device: str, round_ms: float) -> dict:
-    """Measure both kernels for the arguments of one entry.
+def bench_entry(key: str, table_kernel: str, device: str, *, round_ms: float, rounds: int) -> list[Row]:
+    """Return one row: both kernels measured for the arguments of one entry.
 
     Raises:
         ValueError: the table names a kernel that does not support the arguments.
@@ -54,13 +69,90 @@ def bench_entry(key: str, table_kernel: str, device: str, round_ms: float) -> di
     runs = {kernel.metadata.kernel_name: run_of(kernel, args) for kernel in chosen.values()}
     if device == "cuda":
         runs = {name: in_a_graph(run) for name, run in runs.items()}
-    times = time_interleaved(runs, device, round_ms=round_ms)
-    row = {"op": key.split(" ")[0], "key": key}
+    times = time_interleaved(runs, device, rounds=rounds, round_ms=round_ms)
+    row: Row = {"op": key.split(" ")[0], "key": key}
     for name, kernel in chosen.items():
         timing = times[kernel.metadata.kernel_name]
         row |= {f"{name}_kernel": kernel.metadata.kernel_name}
         row |= {f"{name}_{field}": value for field, value in timing._asdict().items()}
-    return {**row, "ratio": row["rule_ms"] / row["table_ms"]}
+    return [{**row, "ratio": row["rule_ms"] / row["table_ms"]}]
+
+
+FORMS = (*LayerForms.without_memory(Case(16, 16, 16, 2, 1), torch.float32, "swiglu").all(), "copies")
+TILE_ORDERS = (4, 8, 16)
+
+
+def layer_tasks(shape: Shape, forms: Sequence[str], device: str, **timing: Any) -> Iterator[Task]:
+    """Yield the tasks of a layer. The first one that runs makes the operands of the GEMMs."""
+    case, dtype = case_of(shape), torch.bfloat16 if device == "cuda" else torch.float32
+    drawn = functools.cache(lambda: LayerForms.drawn(case, dtype, device, shape.activation).all())
+    sizes = {"shape": shape.name, **dict(zip("TDFEK", dataclasses.astuple(case)[:5], strict=True))}
+
+    def measure(form: str) -> list[Row]:
+        shared = {**sizes, "form": form}
+        if form != "copies":
+            return [{**shared, **bench_form(drawn()[form], device, **timing)}]
+        drawn.cache_clear()
+        return [{**shared, **bench_copies(shape, dtype, device, **timing)}]
+
+    for form in forms:
+        yield {**sizes, "form": form}, partial(measure, form)
+
+
+def case_of(shape: Shape) -> Case:
+    return Case(shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, routing="even")
+
+
+def bench_form(args: Arguments, device: str, *, tile_orders: bool, round_ms: float, rounds: int) -> Row:
+    """Measure all kernels that may be the fastest for these arguments.
+
+    Raises:
+        AssertionError: a kernel is wrong.
+    """
+    row: Row = {"op": args.table_key().split(" ")[0], "key": args.table_key()}
+    kernels = candidates(args)
+    if not kernels:
+        return {**row, "rule_kernel": None, "times_ms": {}}
+    rule = best_first(kernels, args, measured=None)[0]
+    runs = {kernel.metadata.kernel_name: kernel for kernel in kernels}
+    runs |= {f"{rule.metadata.kernel_name} of {n}": in_order(rule, n) for n in TILE_ORDERS} if tile_orders else {}
+    for kernel in runs.values():
+        check(kernel, args)
+    functions = {name: run_of(kernel, args) for name, kernel in runs.items()}
+    if device == "cuda":
+        functions = {name: in_a_graph(run) for name, run in functions.items()}
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    return {**row, **compared(rule.metadata.kernel_name, {name: timing.ms for name, timing in timings.items()})}
+
+
+def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
+    """Return the kernel with another order of tiles."""
+    design = dataclasses.replace(kernel.metadata.design, group_tiles=group_tiles)
+    return type(kernel)(dataclasses.replace(kernel.metadata, design=design))
+
+
+def bench_copies(
+    shape: Shape, dtype: torch.dtype, device: str, *, tile_orders: bool, round_ms: float, rounds: int
+) -> Row:
+    """Measure every choice of copies by the whole op with backward. It has no tile orders."""
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    inputs = make_inputs(case_of(shape), dtype, device)
+    if not is_gated(shape.activation):
+        inputs = inputs._replace(w_up=inputs.w_up[:, : shape.d_ff].contiguous())
+    rule = copies_for(None, inputs.tokens, inputs.w_up, shape.d_ff, shape.num_rows)
+    steps = copies_steps(inputs, shape.top_k, shape.activation)
+    functions = {copies_name(copies): step for copies, step in steps.items()}
+    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    key = copies_key(inputs.tokens, inputs.w_up, shape.d_ff, shape.num_rows)
+    times = {name: timing.ms for name, timing in timings.items()}
+    return {"op": "copies", "key": key, **compared(copies_name(rule), times)}
+
+
+def compared(rule: str, times_ms: dict[str, float]) -> Row:
+    """Return the rule's choice next to the fastest one."""
+    best = min(times_ms, key=times_ms.__getitem__)
+    row: Row = {"rule_kernel": rule, "rule_ms": times_ms[rule], "table_kernel": best, "table_ms": times_ms[best]}
+    return {**row, "ratio": times_ms[rule] / times_ms[best], "times_ms": times_ms}
 
 
 def run_of(kernel: Kernel, args: Arguments) -> Callable[[], object]:
@@ -71,8 +163,13 @@ def run_of(kernel: Kernel, args: Arguments) -> Callable[[], object]:
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Summarise each op, and all ops together."""
-    by_op = [(op, list(of_op)) for op, of_op in groupby(sorted(rows, key=lambda row: row["op"]), lambda row: row["op"])]
+    """Summarise each op or form, and all together."""
+
+    def op_of(row: Row) -> str:
+        return row.get("form", row["op"])
+
+    rows = [row for row in rows if "ratio" in row]
+    by_op = [(op, list(of_op)) for op, of_op in groupby(sorted(rows, key=op_of), op_of)]
     return [
         {
             "op": op,
@@ -101,11 +198,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, help="only this table; default: those that kernels are selected by")
     parser.add_argument("--ops", nargs="+", metavar="OP", help="only these: grouped_gemm, wgrad, ...")
-    parser.add_argument("--round-ms", type=float, default=25.0, help="time of a kernel in each of three rounds")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--layers", nargs="+", metavar="NAME", help="shapes or groups of them, instead of a table")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="with --layers, only these")
+    parser.add_argument("--tile-orders", action="store_true", help="with --layers, other orders of tiles, too")
+    parser.add_argument("--round-ms", type=float, default=25.0, help="time of a kernel in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    results_file.add_options(parser)
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    timing = {"round_ms": options.round_ms, "rounds": options.rounds}
+    tasks = table_tasks(options, device, timing) if options.layers is None else layers_tasks(options, device, timing)
+    file = results_file.ResultsFile.of(options, environment(device, options.commit))
+    for _ in file.measure(tqdm(tasks, unit="entry")):
+        torch.cuda.empty_cache()  # the next operands have other sizes; does nothing without a GPU
+    names = ("key",) if options.layers is None else ("shape", "form")
+    print_rows(file.rows, ["ratio", "rule_ms", "table_ms", *names, "rule_kernel", "table_kernel"])
+    print_rows(summary(file.rows), list(summary(file.rows)[0]))
+
+
+def table_tasks(options: argparse.Namespace, device: str, timing: dict[str, Any]) -> list[Task]:
     entries = {
         key: name
         for key, name in tables_of(options).kernels.items()
@@ -113,16 +224,15 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if not entries:
         raise SystemExit(f"rule_of_thumb: the table has no entry of {options.ops}")
-    rows = []
-    for key, name in tqdm(entries.items(), unit="entry"):
-        rows.append({**bench_entry(key, name, device, options.round_ms), **environment(device, options.commit)})
-        if device == "cuda":
-            torch.cuda.empty_cache()  # the next operands have other sizes
-    print_rows(rows, ["ratio", "rule_ms", "table_ms", "key", "rule_kernel", "table_kernel"])
-    print_rows(summary(rows), list(summary(rows)[0]))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    return [({"key": key}, partial(bench_entry, key, name, device, **timing)) for key, name in entries.items()]
+
+
+def layers_tasks(options: argparse.Namespace, device: str, timing: dict[str, Any]) -> Iterator[Task]:
+    for shape in shapes_named(options.layers):
+        if fits_memory(shape, device):
+            yield from layer_tasks(shape, options.forms, device, tile_orders=options.tile_orders, **timing)
+        else:
+            print(f"{shape.name}: left out, because the GPU's memory cannot hold it")
 
 
 if __name__ == "__main__":

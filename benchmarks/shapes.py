@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_kernels.activation_spec import is_gated
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -15,10 +17,25 @@ class Shape:
     d_ff: int
     num_experts: int
     top_k: int
+    activation: str = "swiglu"
 
     @property
     def num_rows(self) -> int:
         return self.num_tokens * self.top_k
+
+    @property
+    def up_columns(self) -> int:
+        """Return the columns of the up-projection: gate and up, or up alone with a plain activation."""
+        return (1 + is_gated(self.activation)) * self.d_ff
+
+    @property
+    def num_weights(self) -> int:
+        """Return the number of values in the experts' weights."""
+        return self.num_experts * self.d_model * (self.up_columns + self.d_ff)
+
+    def with_tokens(self, num_tokens: int) -> Shape:
+        """Return the layer with another number of tokens, which its name then holds."""
+        return replace(self, name=f"{self.name}-t{num_tokens}", num_tokens=num_tokens)
 
     def of_one_process(self, num_ranks: int) -> Shape:
         """Return the layer with the experts of one of `num_ranks` ranks, and as many rows."""
@@ -40,3 +57,62 @@ SHAPES = {
     )
 }
 TINY = Shape("tiny", 40, 64, 32, 8, 2)
+
+# Published sizes of further models. No table has measurements for them. Expert-parallel shares hold the experts of one
+# rank and as many rows per token as the model has.
+PUBLISHED = {
+    shape.name: shape
+    for shape in (
+        Shape("granite-3.0-3b-a800m", 16384, 1536, 512, 40, 8),
+        Shape("deepseek-v2-lite", 16384, 2048, 1408, 64, 6),
+        Shape("deepseek-v3-ep8", 16384, 7168, 2048, 256, 8).of_one_process(8),
+        Shape("kimi-k2-ep16", 16384, 7168, 2048, 384, 8).of_one_process(16),
+        Shape("minimax-m2", 16384, 3072, 1536, 256, 8),
+        Shape("glm-4.5-air", 16384, 4096, 1408, 128, 8),
+        Shape("ernie-4.5-21b", 16384, 2560, 1536, 64, 6),
+        Shape("hunyuan-a13b", 16384, 4096, 3072, 64, 8),
+        Shape("phi-3.5-moe", 16384, 4096, 6400, 16, 2),
+        Shape("llama4-scout", 16384, 5120, 8192, 16, 1),
+        Shape("jamba", 16384, 4096, 14336, 16, 2),
+        Shape("dbrx", 16384, 6144, 10752, 16, 4),
+        Shape("lfm2-8b", 16384, 2048, 1792, 32, 4),
+        Shape("qwen2-moe-57b", 16384, 3584, 2560, 64, 8),
+        Shape("arctic", 16384, 7168, 4864, 128, 2),
+        Shape("nemotron-3-nano", 16384, 2688, 1856, 128, 6, "relu_squared"),
+    )
+}
+TOKENS = (16384, 4096, 65536)  # numbers of tokens of the unseen layers, in the order of their measurement
+UNSEEN = {
+    shape.name: shape
+    for num_tokens in TOKENS
+    for shape in (layer.with_tokens(num_tokens) for layer in (*PUBLISHED.values(), *SHAPES.values()))
+}
+
+# Widths between the tiles: multiples of 8 that are none of 64, then widths whose rows TMA cannot address because they
+# do not start at multiples of 16 bytes.
+OFF_GRID = {
+    shape.name: shape
+    for shape in (
+        Shape("off-grid-2056x712", 10007, 2056, 712, 60, 6),
+        Shape("off-grid-3080x1352", 16384, 3080, 1352, 32, 4),
+        Shape("off-grid-1544x520", 32768, 1544, 520, 40, 8),
+        Shape("off-grid-4104x200", 16384, 4104, 200, 128, 8),
+        Shape("granite-like", 32768, 1536, 512, 40, 8),
+        Shape("no-tma-2050x770", 16384, 2050, 770, 64, 6),
+        Shape("no-tma-2047x1023", 8191, 2047, 1023, 64, 8),
+    )
+}
+GROUPS = {"tuned": SHAPES, "unseen": UNSEEN, "off-grid": OFF_GRID}
+
+
+def shapes_named(names: list[str]) -> list[Shape]:
+    """Return the shapes of these names. The name of a group stands for all of its shapes.
+
+    Raises:
+        SystemExit: a name is unknown.
+    """
+    known = {shape.name: [shape] for shape in (TINY, *(shape for group in GROUPS.values() for shape in group.values()))}
+    known |= {name: list(group.values()) for name, group in GROUPS.items()}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"shapes: must be among {', '.join(known)}, got {', '.join(unknown)}")
+    return [shape for name in names for shape in known[name]]

@@ -1,30 +1,32 @@
-"""The layer with few tokens: launches, CPU time per call, and a forward replayed as a CUDA graph.
+"""The layer with few tokens: launches, host time per call, and a forward replayed as a CUDA graph.
 
     python -m benchmarks.small_batches --commit $(git rev-parse --short HEAD) --output benchmarks/results/small.json
 
-The bound of a replayed forward is the time to read the weights of every chosen expert once at the speed of a large
-copy.
+Host time is the CPU time of the calling thread between the first and the last call of a batch, without waiting for the
+GPU. Autograd runs in the calling thread. `*_wall_us` is the time on the clock of the same calls with autograd's own
+thread. The bound of a replayed forward is the time to read the weights of every chosen expert once at the speed of a
+large copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from moe_layers import MoEFeedForward
 
-from .layer import environment, make_layer, make_tokens, passes, print_rows
-from .shapes import SHAPES, Shape
+from . import results_file
+from .layer import PASSES, environment, make_layer, make_tokens, passes, print_rows
+from .shapes import SHAPES, TINY, Shape
 from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
-NUM_TOKENS = (64, 256, 1024, 4096)
+NUM_TOKENS = (1, 8, 64, 256, 512, 1024, 4096)
 
 
 def count_launches(function: Callable[[], object]) -> int:
@@ -37,15 +39,18 @@ def count_launches(function: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
 
 
-def cpu_us(function: Callable[[], object], *, batch: int = 20, rounds: int = 15) -> float:
-    """Return median microseconds until a call returns, while the GPU's queue never fills up."""
+def host_us(
+    function: Callable[[], object], clock: Callable[[], float], device: str, *, batch: int = 20, rounds: int = 15
+) -> float:
+    """Return median microseconds of `clock` per call, while the GPU's queue never fills up."""
     samples = []
     for _ in range(rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = clock()
         for _ in range(batch):
             function()
-        samples.append((time.perf_counter() - begin) / batch)
+        samples.append((clock() - begin) / batch)
     return 1e6 * statistics.median(samples)
 
 
@@ -57,47 +62,57 @@ def touched_bytes(layer: MoEFeedForward, tokens: torch.Tensor) -> int:
     return (num_experts * per_expert + layer.router.weight.numel()) * tokens.element_size()
 
 
-def bench_small(shape: Shape, bytes_per_ms: float) -> dict:
-    layer = make_layer(shape, "cuda", torch.bfloat16)
-    tokens = make_tokens(layer, shape, "even", torch.bfloat16)
+def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
+    """Return one row. Launches and graphs exist on a GPU only; elsewhere their fields are None."""
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer = make_layer(shape, device, dtype)
+    tokens = make_tokens(layer, shape, "even", dtype)
     run = passes(layer, tokens)
-    launches = {name: count_launches(function) for name, function in run.items()}
-    cpu = {name: cpu_us(function) for name, function in run.items()}
+    for function in run.values():
+        for _ in range(3):  # compile and warm up
+            function()
+    row = {"shape": shape.name, "T": shape.num_tokens}
+    with torch.autograd.set_multithreading_enabled(False):
+        row |= {f"{name}_cpu_us": host_us(run[name], time.thread_time, device) for name in PASSES}
+    row |= {f"{name}_wall_us": host_us(run[name], time.perf_counter, device) for name in PASSES}
+    launches, replay = dict.fromkeys(PASSES), {}
     with torch.no_grad():
         bound_ms = touched_bytes(layer, tokens) / bytes_per_ms
-        replay = in_a_graph(lambda: layer(tokens))
-    timings = time_interleaved({"eager": run["forward"], "graph": replay}, "cuda")
-    return {
-        "shape": shape.name,
-        "T": shape.num_tokens,
-        "forward_launches": launches["forward"],
-        "backward_launches": launches["forward+backward"] - launches["forward"],
-        "forward_cpu_us": cpu["forward"],
-        "forward+backward_cpu_us": cpu["forward+backward"],
-        "forward_ms": timings["eager"].ms,
-        "graph_forward_ms": timings["graph"].ms,
-        "weights_bound_ms": bound_ms,
-        "graph_over_bound": timings["graph"].ms / bound_ms,
-    }
+    if device == "cuda":
+        launches = {name: count_launches(function) for name, function in run.items()}
+        with torch.no_grad():
+            replay = {"graph": in_a_graph(lambda: layer(tokens))}
+    timings = time_interleaved({"eager": run["forward"], **replay}, device)
+    graph_ms = timings["graph"].ms if replay else None
+    return [
+        {
+            **row,
+            **{f"{name}_launches": number for name, number in launches.items()},
+            "forward_ms": timings["eager"].ms,
+            "graph_forward_ms": graph_ms,
+            "weights_bound_ms": bound_ms,
+            "graph_over_bound": None if graph_ms is None else graph_ms / bound_ms,
+        }
+    ]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-30b-a3b", "mixtral-8x7b"])
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-    bytes_per_ms = copy_bytes_per_ms("cuda")
-    rows = []
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=["qwen3-30b-a3b", "mixtral-8x7b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    results_file.add_options(parser)
+    options = parser.parse_args(arguments)
+    bytes_per_ms = copy_bytes_per_ms(options.device)
+    tasks = []
     for name in options.shapes:
-        for num_tokens in NUM_TOKENS:
-            shape = dataclasses.replace(SHAPES[name], num_tokens=num_tokens)
-            rows.append({**bench_small(shape, bytes_per_ms), **environment("cuda", options.commit)})
-            torch.cuda.empty_cache()
-    print_rows(rows, [column for column in rows[0] if column not in environment("cuda", "")])
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+        for num_tokens in options.tokens:
+            shape = dataclasses.replace(TINY if name == TINY.name else SHAPES[name], num_tokens=num_tokens)
+            measure = partial(bench_small, shape, options.device, bytes_per_ms)
+            tasks.append(({"shape": name, "T": num_tokens}, measure))
+    for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
+        print_rows(rows, list(rows[0]))
 
 
 if __name__ == "__main__":

@@ -220,15 +220,22 @@ def choose_copies(
     key = (*_copies_key(tokens, w_up, d_ff, num_rows), assumed_rows)
     copies = _copies.get(key)
     if copies is None:
-        num_experts, num_columns, d_model = w_up.shape
-        # Expanded tensors have the shape of the rows without their memory.
-        rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
-        offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
-        b = (torch.empty_like(w_up, device=tokens.device) if w_up.is_meta else w_up).transpose(1, 2)
-        kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
         entry = table_for(tokens.device).copies.get(copies_key(tokens, w_up, d_ff, num_rows))
-        copies = _copies[key] = decide_copies(kernel, d_ff, num_columns, entry)
+        copies = _copies[key] = copies_for(entry, tokens, w_up, d_ff, num_rows, assumed_rows)
     return copies
+
+
+def copies_for(
+    entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
+) -> Copies:
+    """Return the choice of copies with this entry of a table, or None for no entry."""
+    num_experts, num_columns, d_model = w_up.shape
+    # Expanded tensors have the shape of the rows without their memory.
+    rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
+    b = (torch.empty_like(w_up, device=tokens.device) if w_up.is_meta else w_up).transpose(1, 2)
+    kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
+    return decide_copies(kernel, d_ff, num_columns, entry)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..activation_spec import is_gated
 from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
 from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..quantization.quantize import quantize
@@ -39,7 +40,7 @@ class LayerForms:
     def __init__(
         self,
         tokens: Tensor,  # [T, D]
-        w_up: Tensor,  # [E, 2F, D]
+        w_up: Tensor,  # [E, 2F, D], or [E, F, D] with a plain activation
         w_down: Tensor,  # [E, D, F]
         row_to_token: Tensor,  # [R] int32
         tile_table: TileTable,
@@ -48,7 +49,7 @@ class LayerForms:
         self.tokens, self.w_up, self.w_down, self.activation = tokens, w_up, w_down, activation
         self.row_to_token, self._table = row_to_token, tile_table
         num_rows, d_model, d_ff = len(row_to_token), tokens.shape[1], w_down.shape[2]
-        columns = (d_model, d_ff, 2 * d_ff)
+        columns = (d_model, d_ff, w_up.shape[1])
         self._rows = [torch.randn(num_rows, n, device=tokens.device, dtype=tokens.dtype) for n in columns]
         self._out = [torch.empty_like(rows) for rows in self._rows]
 
@@ -57,7 +58,8 @@ class LayerForms:
         """Return forms of random tokens and weights. Every expert gets an equal share of the rows."""
         inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
         _, permutation = make_permutation(inputs, case.top_k)
-        operands = inputs.tokens, inputs.w_up, inputs.w_down
+        w_up = inputs.w_up if is_gated(activation) else inputs.w_up[:, : case.d_ff].contiguous()
+        operands = inputs.tokens, w_up, inputs.w_down
         return cls(*operands, permutation.row_to_token, permutation.tile_table, activation)
 
     @classmethod
@@ -72,7 +74,7 @@ class LayerForms:
         table = TileTable(*(empty(*size, dtype=torch.int32) for size in sizes), block_rows=128)
         return cls(
             empty(case.num_tokens, case.d_model),
-            empty(num_experts, 2 * case.d_ff, case.d_model),
+            empty(num_experts, (1 + is_gated(activation)) * case.d_ff, case.d_model),
             empty(num_experts, case.d_model, case.d_ff),
             empty(num_rows, dtype=torch.int32),
             table,

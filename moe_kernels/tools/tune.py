@@ -135,12 +135,18 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
     return Entry(key, is_known, measure)
 
 
-def fastest(args: Arguments) -> Measured | None:
-    """Return the fastest kernel for these arguments, checked. Among near equals, the rule of thumb decides."""
+def candidates(args: Arguments) -> list[Kernel]:
+    """Return the kernels that may be the fastest. With many rows per group, no pointer kernel is."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
         kernels = [k for k in kernels if not isinstance(k.metadata.design, PointerDesign)]
+    return kernels
+
+
+def fastest(args: Arguments) -> Measured | None:
+    """Return the fastest kernel for these arguments, checked. Among near equals, the rule of thumb decides."""
+    kernels = candidates(args)
     if not kernels:
         return None
     for kernel in kernels:
@@ -189,9 +195,8 @@ def decoding_job(case: Case, format: str, dtype: torch.dtype, device: str) -> Jo
     return Job(f"{format} {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_DECODING_FORMS, entries)
 
 
-def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
-    """Return the fastest choice, per gather, between a copy and a gather inside the GEMM, for the whole op and
-    backward."""
+def copies_steps(inputs: LayerInputs, top_k: int, activation: str) -> dict[Copies, Callable[[], None]]:
+    """Return the whole op and backward for every choice, per gather, between a copy and a gather inside the GEMM."""
     topk_weights, permutation = make_permutation(inputs, top_k)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.tokens, inputs.w_up, inputs.w_down)]
     dout = torch.randn_like(inputs.tokens)
@@ -201,10 +206,19 @@ def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
         out = fused_experts(leaves[0], topk_weights, permutation, *leaves[1:], activation=activation)
         torch.autograd.grad(out, leaves, dout)
 
-    candidates = [Copies(*choice) for choice in itertools.product([False, True], repeat=3)]
-    times = measure({str(tuple(map(int, copies))): partial(step, copies) for copies in candidates})
+    return {copies: partial(step, copies) for copies in map(Copies._make, itertools.product([False, True], repeat=3))}
+
+
+def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
+    """Return the fastest choice of copies for the whole op and backward."""
+    steps = copies_steps(inputs, top_k, activation)
+    times = measure({copies_name(copies): step for copies, step in steps.items()})
     _print("copies", times)
-    return candidates[min(range(len(candidates)), key=list(times.values()).__getitem__)]
+    return min(steps, key=lambda copies: times[copies_name(copies)])
+
+
+def copies_name(copies: Copies) -> str:
+    return str(tuple(map(int, copies)))
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Measured:

@@ -1,12 +1,14 @@
 """benchmarks/rule_of_thumb.py on a table of small shapes."""
 
 import json
+from functools import partial
 
 import pytest
 
+from benchmarks import rule_of_thumb, shapes
 from benchmarks.rule_of_thumb import WITHIN, main, summary
 from moe_kernels import get_kernels
-from moe_kernels.gemm.selection import best_first
+from moe_kernels.gemm.selection import Copies, best_first
 from moe_kernels.gemm.tables import Table, write
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.tools.table_keys import arguments_of
@@ -44,6 +46,38 @@ def test_small_run_writes_a_results_file(tmp_path, capsys, device):
     assert "geometric_mean" in printed and "\nall " in printed
     main(["--table", str(tmp_path / "table.json"), "--ops", "wgrad", *options])
     assert [row["op"] for row in json.loads(output.read_text())] == ["wgrad"]
+
+
+def test_small_run_of_a_layer(monkeypatch, tmp_path, device):
+    calls = []
+    # In the interpreter the op of every choice of copies would take half a minute.
+    steps = {
+        copies: partial(calls.append, copies) for copies in (Copies(False, False, False), Copies(True, True, True))
+    }
+    monkeypatch.setattr(rule_of_thumb, "copies_steps", lambda inputs, top_k, activation: steps)
+    monkeypatch.setitem(shapes.OFF_GRID, "small", shapes.Shape("small", 16, 16, 8, 2, 1))
+    output = tmp_path / "results.json"
+    options = ["--layers", "small", "--forms", "up", "up_wgrad", "copies", "--tile-orders", "--output", str(output)]
+    options += ["--rounds", "1", "--round-ms", "1", "--time-limit-s", "600", "--resume"]
+    main(options)
+    up, wgrad, copies = rows = json.loads(output.read_text())
+    assert [row["form"] for row in rows] == ["up", "up_wgrad", "copies"]
+    assert all({"shape": "small", "T": 16, "D": 16, "F": 8, "E": 2, "K": 1}.items() <= row.items() for row in rows)
+    if device == "cpu":
+        assert up["times_ms"] == {} and "ratio" not in up  # no kernel has this epilogue in the interpreter
+    names = [kernel.metadata.kernel_name for kernel in kernels_of(wgrad["key"], device)]
+    rule = names[0]
+    assert wgrad["rule_kernel"] == rule and wgrad["times_ms"].keys() == {
+        *names,
+        *(f"{rule} of {n}" for n in (4, 8, 16)),
+    }
+    assert wgrad["table_ms"] == min(wgrad["times_ms"].values()) == wgrad["times_ms"][wgrad["table_kernel"]]
+    assert wgrad["ratio"] == wgrad["times_ms"][rule] / wgrad["table_ms"] >= 1
+    assert copies["rule_kernel"] == "(0, 0, 0)" and copies["times_ms"].keys() == {"(0, 0, 0)", "(1, 1, 1)"}
+    assert set(calls) == set(steps)
+    num_calls = len(calls)
+    main(options)
+    assert len(calls) == num_calls and json.loads(output.read_text()) == rows
 
 
 def test_summary_by_hand():

@@ -77,6 +77,15 @@ def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
     assert len(kernels) == 6 and not any(isinstance(k.metadata.design, WarpSpecializedDesign) for k in kernels)
 
 
+def test_forms_of_a_plain_activation(with_gluon):
+    case = dataclasses.replace(LAYER, d_ff=64)
+    forms = LayerForms.without_memory(case, torch.bfloat16, "relu_squared").all()
+    assert forms["up"].B.shape[2] == forms["up"].out.shape[1] == 64 == forms["up_wgrad"].A.shape[1]
+    assert all(get_kernels(args, cc=90) for form, args in forms.items() if form != "up_gather")
+    drawn = LayerForms.drawn(Case(16, 16, 8, 2, 1), torch.float32, "cpu", "relu_squared").all()
+    assert drawn["up_dgrad"].B.shape == (2, 8, 16) and drawn["up_dgrad"].B.is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("case", "dtype", "cc", "reason"),
     [
