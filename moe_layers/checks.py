@@ -35,4 +35,4 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether this is a DTensor. Importing its class takes as long as half of PyTorch."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # a failed look-up is slow

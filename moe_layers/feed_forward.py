@@ -321,7 +321,8 @@ class MoEFeedForward(nn.Module):
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
         slots = self._route(router_tokens, info, topk_experts, return_routing)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
-        shared_out = None if self.shared_expert is None else self.shared_expert(info.all_tokens)
+        shared = self.shared_expert
+        shared_out = None if shared is None else shared(info.all_tokens)
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
@@ -334,14 +335,17 @@ class MoEFeedForward(nn.Module):
         routing_is_read = return_routing or info.token_mask is not None or topk_experts is not None
         routing_is_read |= self._has_aux_loss() or type(self.observer) not in (type(None), RoutingObserver)
         fuse_router_grad = not routing_is_read and can_fuse_router_gradient(self, tokens)
-        routed = self.router(tokens.detach() if fuse_router_grad else tokens, **given)
+        router = self.router
+        routed = router(tokens.detach() if fuse_router_grad else tokens, **given)
         chosen = routed.topk_experts
         if info.token_mask is not None:
             chosen = torch.where(info.token_mask[:, None], chosen, -1)
         max_rows = routed.max_rows if isinstance(routed, Slots) else None
-        w_router = self.router.weight if fuse_router_grad else None  # only without a capacity
+        w_router = router.weight if fuse_router_grad else None  # only without a capacity
         slots = Slots(chosen, routed.topk_weights, routed.logits, max_rows, w_router=w_router)
-        return drop_beyond_capacity(slots, info.sequence_length, self.router.top_k, self.capacity)
+        if self.capacity is None:
+            return slots
+        return drop_beyond_capacity(slots, info.sequence_length, router.top_k, self.capacity)
 
     def _to_latent(self, tokens: Tensor) -> Tensor:  # [T, D] -> [T, D or latent_dim]
         return tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)

@@ -181,7 +181,7 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: tor
 
 
 def _check_router_gradient(permutation: Permutation, weight_on_input: bool, batch_invariant: bool) -> None:
-    num_rows, num_slots = len(permutation.row_to_token), permutation.slot_to_row.numel()
+    num_rows, num_slots = permutation.row_to_token.shape[0], permutation.slot_to_row.numel()
     if weight_on_input or batch_invariant or num_rows != num_slots:
         raise ValueError(
             "fused_experts: w_router needs weights on the output, no batch_invariant, and a row for each slot, got "

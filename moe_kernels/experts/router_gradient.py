@@ -61,7 +61,7 @@ def _slot_terms(
     """The expert of each slot, some expert if it is dropped, and the gradient of its logit."""
     num_tokens, top_k = slot_to_row.shape
     slot_experts, dlogits = torch.empty_like(slot_to_row), torch.empty_like(topk_weights)
-    num_experts, block_k = len(bounds) - 2, next_power_of_2(top_k)
+    num_experts, block_k = bounds.shape[0] - 2, next_power_of_2(top_k)
     block_t = max(1, 256 // block_k)
     launch_kernel(
         _slot_terms_kernel,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,19 +74,22 @@ class Rows(NamedTuple):
         extra_a, extra_b = extra or (None, None)
         out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
-        operands: dict[str, Any] = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
         if isinstance(b, QuantizedMatrices):
+            operands = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
             selection.run(DecodingGemmArguments.of(a, b, out, tile_table=self.table, **operands))
             return out
         args = GroupedGemmArguments(
             a,
             b,
             out,
+            row_to_token=index,
             tile_table=self.table,
             zero_tail=False,
+            bias=bias,
+            extra_a=extra_a,
+            extra_b=extra_b,
             reserved_sms=self.reserved_sms,
             assumed_rows=self.assumed_rows,
-            **operands,
         )
         launch_product(args)
         return out

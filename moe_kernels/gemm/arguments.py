@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..activation_spec import is_gated
 from ..runtime.pytorch import fp32_precision
@@ -57,6 +58,7 @@ def epilogue_key(epilogue: str | None) -> str:
     return "" if epilogue is None else f" epilogue={epilogue}"
 
 
+_PLAIN_TENSORS = frozenset((Tensor, Parameter, type(None)))
 _Form = TypeVar("_Form", bound="Arguments")
 
 
@@ -98,6 +100,8 @@ class Arguments(abc.ABC):
 
     def __post_init__(self) -> None:
         fields = self.__dict__
+        if _PLAIN_TENSORS.issuperset(map(type, map(fields.get, self.tensors))):
+            return
         for name in self.tensors:
             value = fields[name]
             if value is not None and not isinstance(value, Tensor):

@@ -15,7 +15,7 @@ from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
 from ..runtime.launch import Ready, run_launch
 from ..runtime.triton import HAS_TRITON, INTERPRET
-from .arguments import Arguments, GroupedGemmArguments, layout_of, rows_bucket
+from .arguments import Arguments, GroupedGemmArguments, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
 from .tables import Table, merged_table
@@ -258,7 +258,10 @@ def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: C
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    return tokens.device, layout_of(tokens), layout_of(w_up), w_up.shape, d_ff, rows_bucket(num_rows, len(w_up))
+    sizes = w_up.shape
+    of_tokens = tokens.device, tokens.dtype, tokens.stride(), tokens.data_ptr() % 16 == 0
+    of_weight = w_up.dtype, w_up.stride(), w_up.data_ptr() % 16 == 0, sizes
+    return *of_tokens, *of_weight, d_ff, rows_bucket(num_rows, sizes[0])
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def combine(
 
 @registered_op("permute")
 def _permute_op(tokens: Tensor, row_to_token: Tensor, slot_to_row: Tensor) -> Tensor:
-    num_rows, d_model = len(row_to_token), tokens.shape[1]
+    num_rows, d_model = row_to_token.shape[0], tokens.shape[1]
     rows = tokens.new_empty(num_rows, d_model)
     slot_to_row = slot_to_row.contiguous()
     launch_permute(tokens, None, slot_to_row, rows)
@@ -230,7 +230,7 @@ def launch_combine(
             d_model,
             TOP_K=top_k,
             BLOCK_D=block_d,
-            SKIP=len(rows) < slot_to_row.numel(),
+            SKIP=rows.shape[0] < slot_to_row.numel(),
             num_warps=max(1, block_d // 256),  # 8 columns per thread, 16 bytes of a 16-bit dtype
         )
     return out

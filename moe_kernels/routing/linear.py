@@ -69,7 +69,7 @@ def router_gradients(
 def _gradients_op(
     dlogits: Tensor, tokens: Tensor, w_router: Tensor, needs_dtokens: bool, needs_dw_router: bool, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:  # [T, D], [E, D]; empty where not needed
-    is_split = dlogits.shape[1] != len(w_router)
+    is_split = dlogits.shape[1] != w_router.shape[0]
     dtokens = dw_router = None
     if needs_dtokens:
         weights = torch.cat([w_router, w_router]) if is_split else w_router.float()

@@ -94,7 +94,7 @@ def linear_routing(
     """
     spec = _SOFTMAX if spec is None else spec
     _check_linear(tokens, w_router)
-    num_experts, needs_bias = len(w_router), spec.selection_bias is not None
+    num_experts, needs_bias = w_router.shape[0], spec.selection_bias is not None
     _check_bias("linear_routing", "logit_bias", spec.logit_bias, logit_bias, w_router, num_experts)
     _check_bias("linear_routing", "selection_bias", needs_bias, selection_bias, w_router, num_experts)
     spec.check_sizes("linear_routing", num_experts, top_k)

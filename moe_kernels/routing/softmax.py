@@ -53,7 +53,7 @@ def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
             logits = None if ctx.normalize else router_logits_op(tokens, w_router, None, ctx.batch_invariant)
             split_dtype = halves_dtype(tokens, w_router)
             dlogits = _topk_backward_op(
-                dweights, topk_weights, topk_experts, logits, dlogits_direct, len(w_router), split_dtype
+                dweights, topk_weights, topk_experts, logits, dlogits_direct, w_router.shape[0], split_dtype
             )
         gradients = router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
         return *gradients, None, None, None

@@ -71,7 +71,7 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch `function[grid](*arguments, **options)` on the current device. The arguments contain no descriptors."""
     launch = Launch(function, grid, arguments, options)
-    _launch(launch, _find_ready(launch))
+    _launch(launch, None if INTERPRET else _ready.get(signature(launch)))
 
 
 class Ready(NamedTuple):
@@ -113,7 +113,7 @@ def run_launch(
         _make_context(operand)  # must precede the loading of an artifact's kernel, too
     if ready is None:
         if artifact is None or artifact.compiled is None:
-            ready = _find_ready(launch)
+            ready = None if INTERPRET else _ready.get(signature(launch))
         else:
             _from_artifacts[id(artifact.compiled)] = artifact.compiled
             ready = _make_ready(launch, artifact.compiled)
@@ -164,18 +164,14 @@ def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
     if ready is None:
         compiled = function[grid](*arguments, **options, **_FUSION)
         return None if compiled is None else _keep_ready(launch, compiled)
+    compiled, run, kernel, constants, _, _, device = ready
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
     else:
-        stream = triton.runtime.driver.active.get_current_stream(ready.device)
-        ready.run(*(*grid, 1, 1)[:3], stream, *ready.kernel, *arguments, *ready.constants)
+        stream = triton.runtime.driver.active.get_current_stream(device)
+        run(*(*grid, 1, 1)[:3], stream, *kernel, *arguments, *constants)
     return ready
-
-
-def _find_ready(launch: Launch) -> Ready | None:
-    """Return the result of an earlier launch of the same signature; None in the interpreter, which compiles nothing."""
-    return None if INTERPRET else _ready.get(signature(launch))
 
 
 def _keep_ready(launch: Launch, compiled: Any) -> Ready | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
-from .packing import PackedSignature
+from .packing import PackedSignature, places_of
+from .pytorch import has_saved_tensors_hooks
 
 
 def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,11 +37,16 @@ class Op:
         self._signature = signature
         self._implementation = function
         function = signature.on_leaves(function) if signature.has_packed else function
+
+        @functools.wraps(function)
+        def on_its_device(*leaves: Any) -> Any:
+            return on_device_of(places_of(leaves).read(leaves)[0], function, *leaves)
+
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # pyright: ignore[reportPrivateImportUsage]  # private API
+        _LIBRARY.impl(name, torch._disable_dynamo(on_its_device), "CompositeExplicitAutograd")  # pyright: ignore[reportPrivateImportUsage]  # private API
         self.overload = getattr(torch.ops.moe_kernels, name).default
         self._function = type(
             name,
@@ -51,8 +58,11 @@ class Op:
         _LIBRARY.impl(name, self._autograd, "Autograd")
 
     def __call__(self, *args: Any) -> Any:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and _thread.in_unseen_backward:
+            return self._implementation(*args)
         flat = self._signature.flatten(*args) if self._signature.has_packed else args
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_torch_function(flat):
+        if compiling or torch._C._are_functorch_transforms_active() or has_torch_function(flat):
             return self._result(self.overload(*flat))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self._name}", flat)
@@ -60,11 +70,13 @@ class Op:
         if _needs_gradient(flat):
             return self._result(self._apply(*flat))
         with torch._C._AutoDispatchBelowAutograd():
-            return self._run(args, flat)
+            return self._run(args, flat, _unseen_tensors(flat))
 
-    def _run(self, args: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """Call the function, through the dispatcher only if a mode, a profiler or a subclass must see the call."""
-        return self._implementation(*args) if _is_unseen(flat) else self._result(self.overload(*flat))
+    def _run(self, args: Sequence[Any], flat: Sequence[Any], unseen: Sequence[Tensor]) -> Any:
+        """Call the function, through the dispatcher only if something must see the call."""
+        if unseen:
+            return on_device_of(unseen[0], self._implementation, *args)
+        return self._result(self.overload(*flat))
 
     def _result(self, results: Any) -> Any:
         return results if self._signature.result is None else self._signature.result._make(results)
@@ -101,16 +113,35 @@ class Op:
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:
         packed = self._signature.pack(*inputs) if self._signature.has_packed else inputs
+        unseen = _unseen_tensors(inputs)
         with torch._C._AutoDispatchBelowAutograd():
-            output = self._run(packed, inputs)
+            output = self._run(packed, inputs, unseen)
+        # Hooks on saved tensors may run any code in backward, and return any tensors.
+        ctx.unseen = bool(unseen) and not has_saved_tensors_hooks()
         if self._setup_context is not None:
             self._setup_context(ctx, packed, output)
         return output
 
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
+        """Compute the gradients. If nothing must see the ops in it, the first one's checks serve all."""
         if self._backward is None:
             raise NotImplementedError(f"moe_kernels::{self._name} has no gradient")
-        return self._backward(ctx, *gradients)
+        unseen = _unseen_tensors(gradients) if ctx.unseen and not torch.is_grad_enabled() else ()
+        if not unseen or torch._C._are_functorch_transforms_active() or has_torch_function(gradients):
+            return self._backward(ctx, *gradients)
+        _thread.in_unseen_backward = True
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return on_device_of(unseen[0], self._backward, ctx, *gradients)
+        finally:
+            _thread.in_unseen_backward = False
+
+
+class _Thread(threading.local):
+    in_unseen_backward = False
+
+
+_thread = _Thread()
 
 
 def check_tangents(op: str, values: Sequence[Any]) -> None:
@@ -128,33 +159,25 @@ def check_transforms(op: str, values: Sequence[Any]) -> None:
                 raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
 
 
+_requires_grad, _is_meta = attrgetter("requires_grad"), attrgetter("is_meta")
+
+
 def _needs_gradient(values: Sequence[Any]) -> bool:
-    if torch.is_grad_enabled():
-        for value in values:
-            if isinstance(value, Tensor) and value.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(map(_requires_grad, places_of(values).read(values)))
 
 
-_PLAIN_TENSORS = frozenset((Tensor, Parameter))
-_PLAIN_VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))
+def _unseen_tensors(values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the tensors if the dispatcher would only call the function with these values; else nothing.
 
-
-def _is_unseen(values: Sequence[Any]) -> bool:
-    """Return whether the dispatcher would only call the function: no mode is active, and tensors are plain memory.
-
-    A profiler sees the op's name only through the dispatcher.
+    Modes see calls, and a profiler sees an op's name only through the dispatcher. Values that are not plain, or that
+    are not in the tensors' memory, need it. All tensors are on one device.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-        return False
-    for value in values:
-        kind = type(value)
-        if kind in _PLAIN_TENSORS:
-            if value.is_neg() or value.is_meta:
-                return False
-        elif kind not in _PLAIN_VALUES:
-            return False
-    return True
+    _, read, are_plain = places_of(values)
+    profiles = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    if profiles or not are_plain or torch._C._len_torch_dispatch_stack():
+        return ()
+    tensors = read(values)
+    return () if any(map(Tensor.is_neg, tensors)) or any(map(_is_meta, tensors[:1])) else tensors
 
 
 _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
@@ -164,18 +187,19 @@ def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callabl
     """Register a function that writes only to `mutates` as an op. It runs on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
+        signature = PackedSignature(function)
+        if signature.has_packed:
+            return Op(name, function, signature)
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        if not (mutates or "Tensor[" in schema):
+            return Op(name, function, signature)
+
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args[0] is not None else args[1]
             first = first[0] if isinstance(first, (list, tuple)) else first
             return on_device_of(first, function, *args, **kwargs)
 
-        signature = PackedSignature(function)
-        if signature.has_packed:
-            return Op(name, on_its_device, signature)
-        schema = torch.library.infer_schema(on_its_device, mutates_args=mutates)
-        if mutates or "Tensor[" in schema:
-            return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)
-        return Op(name, on_its_device, signature)
+        return torch.library.custom_op(f"moe_kernels::{name}", on_its_device, mutates_args=mutates)
 
     return register

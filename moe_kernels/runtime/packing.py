@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..types import QuantizedWeight, Weight, WeightFormat
 
@@ -47,6 +49,30 @@ def _layout_of_string(layout: str) -> tuple[WeightFormat, torch.Size]:
     name, *numbers = layout.split()
     rows, columns, nested, *shape = map(int, numbers)
     return WeightFormat(name, (rows, columns), nested or None), torch.Size(shape)
+
+
+_PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.dtype))
+
+
+class Places(NamedTuple):
+    """The tensors among values of certain types."""
+
+    places: tuple[int, ...]
+    read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of such values
+    are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
+
+
+def places_of(values: Iterable[Any]) -> Places:
+    """Return where the tensors are. The types decide, in one look-up, because a loop over the values takes longer."""
+    return _places_of_types(tuple(map(type, values)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _places_of_types(types: tuple[type, ...]) -> Places:
+    places = tuple(i for i, kind in enumerate(types) if issubclass(kind, Tensor))
+    # With one place, itemgetter returns the tensor itself.
+    read = itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
+    return Places(places, read, _PLAIN.issuperset(types))
 
 
 class Packing:
@@ -120,10 +146,12 @@ def packing_of(kind: type) -> Packing:
 
 def save_for_backward(ctx: Any, packed: tuple[Any, ...]) -> None:
     """Keep a NamedTuple for `saved_for_backward`: its tensors through autograd, other values as they are."""
-    leaves = packing_of(type(packed)).flatten(packed)
-    ctx.save_for_backward(*[leaf if isinstance(leaf, Tensor) else None for leaf in leaves])
-    ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    ctx.kind = type(packed)
+    leaves = list(packing_of(type(packed)).flatten(packed))
+    places, read, _ = places_of(leaves)
+    ctx.save_for_backward(*read(leaves))
+    for place in places:
+        leaves[place] = None
+    ctx.kind, ctx.places, ctx.constants = type(packed), places, leaves
 
 
 def saved_for_backward(ctx: Any) -> Any:
@@ -132,8 +160,9 @@ def saved_for_backward(ctx: Any) -> Any:
     Releases autograd's references to the tensors, unless the graph is retained. A tensor's memory is then free as soon
     as the caller drops it, not only after backward.
     """
-    pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
-    leaves = [constant if tensor is None else tensor for tensor, constant in pairs]
+    leaves = ctx.constants.copy()
+    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        leaves[place] = tensor
     ctx.maybe_clear_saved_tensors()
     (packed,) = packing_of(ctx.kind).pack(*leaves)
     return packed

@@ -22,6 +22,7 @@ from .grouped import GroupedExperts
 from .lora import uses_dropout
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple("_global" + name for name in _HOOKS)
 
 
 def can_fuse_router_gradient(layer: nn.Module, tokens: Tensor) -> bool:
@@ -51,8 +52,7 @@ def can_fuse_router_gradient(layer: nn.Module, tokens: Tensor) -> bool:
 
 def is_called_as_written(module: nn.Module) -> bool:
     """No hook, nor another `forward` in this instance, as some libraries put there."""
-    everywhere = torch.nn.modules.module
-    hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-    if any(getattr(everywhere, "_global" + name) for name in _HOOKS) or "forward" in vars(module):
+    own = vars(module)
+    if any(map(vars(torch.nn.modules.module).get, _GLOBAL_HOOKS)) or "forward" in own:
         return False
-    return all(hasattr(hook, "watches_choice") for hook in hooks)
+    return all([hasattr(hook, "watches_choice") for name in _HOOKS for hook in own[name].values()])

@@ -19,10 +19,11 @@ def check_tokens(
 
     Hooks may convert parameters or tokens, as those of FSDP do. With hooks, the ops check what they get.
     """
-    weight = layer.experts.w_up
+    experts = layer.experts
+    weight = experts.w_up
     if x.dtype == weight.dtype and x.device == weight.device:
         return
-    if type(layer.experts) is not GroupedExperts or not is_called_as_written(layer.experts):
+    if type(experts) is not GroupedExperts or not is_called_as_written(experts):
         return
     device_type = weight.device.type
     if x.device != weight.device:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..checks import check_kind, is_dtensor
 
+_unsafe_view = torch.ops.aten._unsafe_view.default  # calling an overload takes half the time of calling its packet
+
 
 class TokenInfo(NamedTuple):
     """Settings of the tokens of one forward."""
@@ -52,7 +54,7 @@ def flatten_tokens(
         check_kind("MoEFeedForward", "sequence_lengths", sequence_lengths, Tensor)
         check_sequence_lengths("MoEFeedForward", sequence_lengths, x.device)
         lengths = sequence_lengths
-    all_tokens = x.reshape(-1, d_model)
+    all_tokens = x if x.dim() == 2 else x.reshape(-1, d_model)  # even a view of the same shape takes autograd time
     if token_mask is None:
         return all_tokens, TokenInfo(all_tokens, x.shape, None, lengths, num_tokens)
     check_kind("MoEFeedForward", "token_mask", token_mask, Tensor)
@@ -102,7 +104,7 @@ def restore_shape(
     """Return the output in the shape of the layer's input. It is no view, as nn.Linear's is none: a view that is
     changed in place drops the hook by which FSDP2 gathers the parameters before backward. PyTorch does not notice such
     a change where a forward hook of the experts keeps `out`; the layer itself never keeps it."""
-    return torch.ops.aten._unsafe_view(out, info.shape)
+    return out if len(info.shape) == 2 else _unsafe_view(out, info.shape)
 
 
 def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:

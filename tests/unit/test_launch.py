@@ -178,7 +178,7 @@ def test_a_launch_gets_its_own_arguments_and_constants(launches):
         run(launch)
     for launch in (plain, more, *others, alike, plain):
         launching.launch_kernel(launch.function, launch.grid, *launch.arguments, **launch.options)
-        handed = launching._find_ready(launch).compiled.launches[-1]
+        handed = launching._ready[launching.signature(launch)].compiled.launches[-1]
         grid = (*launch.grid, 1, 1)[:3]
         stream = f"stream of {launch.arguments[0].get_device()}"
         assert handed[:9] == (*grid, stream, "function", "packed", None, None, None)
