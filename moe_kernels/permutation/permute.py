@@ -261,7 +261,7 @@ def _combine_setup(ctx, inputs, output):
 
 def _combine_backward(ctx, dout):
     rows, topk_weights, slot_to_row = ctx.saved_tensors
-    needs_rows, needs_weights, _ = ctx.needs_input_grad
+    needs_rows, needs_weights, *_ = ctx.needs_input_grad
     drows, dweights = None, None
     if needs_rows:
         drows = _combine_drows_op(dout, topk_weights, slot_to_row, ctx.num_rows)

@@ -25,6 +25,23 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
         return function(*args, **kwargs)
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
+def _inspect(values: Sequence[Any]) -> tuple[tuple[Tensor, ...], bool]:
+    """Return the tensors, and whether the dispatcher would only call the function with these values.
+
+    Modes see calls, and a profiler sees an op's name only through the dispatcher. Values that are not plain, or that
+    are not in the tensors' memory, need it. All tensors are on one device.
+    """
+    _, read, are_plain = places_of(values)
+    tensors = read(values)
+    profiles = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    if profiles or not are_plain or torch._C._len_torch_dispatch_stack() or not tensors or tensors[0].is_meta:
+        return tensors, False
+    return tensors, not any(map(Tensor.is_neg, tensors))
+
+
 class Op:
     """An op of PyTorch's dispatcher that mutates none of its tensors and takes no lists of tensors.
 
@@ -66,17 +83,14 @@ class Op:
             return self._result(self.overload(*flat))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self._name}", flat)
+        tensors, is_unseen = _inspect(flat)
         # No other dispatch key applies here, so calling what `_autograd` would call saves one pass of the dispatcher.
-        if _needs_gradient(flat):
-            return self._result(self._apply(*flat))
+        if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+            return self._result(self._apply(*flat, (args, tensors[0], is_unseen)))
         with torch._C._AutoDispatchBelowAutograd():
-            return self._run(args, flat, _unseen_tensors(flat))
-
-    def _run(self, args: Sequence[Any], flat: Sequence[Any], unseen: Sequence[Tensor]) -> Any:
-        """Call the function, through the dispatcher only if something must see the call."""
-        if unseen:
-            return on_device_of(unseen[0], self._implementation, *args)
-        return self._result(self.overload(*flat))
+            if is_unseen:
+                return on_device_of(tensors[0], self._implementation, *args)
+            return self._result(self.overload(*flat))
 
     def _result(self, results: Any) -> Any:
         return results if self._signature.result is None else self._signature.result._make(results)
@@ -96,7 +110,7 @@ class Op:
 
     def needed(self, ctx: Any) -> dict[str, bool]:
         """Return whether each input needs a gradient, by its name in the schema."""
-        return dict(zip(self._signature.types, ctx.needs_input_grad, strict=True))
+        return dict(zip(self._signature.types, ctx.needs_input_grad[:-1], strict=True))  # the last input is no leaf
 
     def gradients(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the result of `backward`: the gradients of the named inputs, None for the others."""
@@ -105,34 +119,43 @@ class Op:
     def _autograd(self, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self._name}", inputs)
-        if _needs_gradient(inputs):
+        tensors, is_unseen = _inspect(inputs)
+        if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
             check_transforms(f"moe_kernels::{self._name}", inputs)
-            return self._function.apply(*inputs)
+            args = self._signature.pack(*inputs) if self._signature.has_packed else inputs
+            return self._function.apply(*inputs, (args, tensors[0], is_unseen))
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:
-        packed = self._signature.pack(*inputs) if self._signature.has_packed else inputs
-        unseen = _unseen_tensors(inputs)
+        *flat, (args, first, is_unseen) = inputs
         with torch._C._AutoDispatchBelowAutograd():
-            output = self._run(packed, inputs, unseen)
+            if is_unseen:
+                output = on_device_of(first, self._implementation, *args)
+            else:
+                output = self._result(self.overload(*flat))
         # Hooks on saved tensors may run any code in backward, and return any tensors.
-        ctx.unseen = bool(unseen) and not has_saved_tensors_hooks()
+        ctx.is_unseen = is_unseen and not has_saved_tensors_hooks()
         if self._setup_context is not None:
-            self._setup_context(ctx, packed, output)
+            self._setup_context(ctx, args, output)
         return output
 
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
         """Compute the gradients. If nothing must see the ops in it, the first one's checks serve all."""
         if self._backward is None:
             raise NotImplementedError(f"moe_kernels::{self._name} has no gradient")
-        unseen = _unseen_tensors(gradients) if ctx.unseen and not torch.is_grad_enabled() else ()
-        if not unseen or torch._C._are_functorch_transforms_active() or has_torch_function(gradients):
-            return self._backward(ctx, *gradients)
+        if ctx.is_unseen and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            tensors, is_unseen = _inspect(gradients)
+            if is_unseen and not has_torch_function(gradients):
+                return *self._unseen_backward(tensors[0], ctx, gradients), None
+        return *self._backward(ctx, *gradients), None
+
+    def _unseen_backward(self, first: Tensor, ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
+        assert self._backward is not None
         _thread.in_unseen_backward = True
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                return on_device_of(unseen[0], self._backward, ctx, *gradients)
+                return on_device_of(first, self._backward, ctx, *gradients)
         finally:
             _thread.in_unseen_backward = False
 
@@ -157,27 +180,6 @@ def check_transforms(op: str, values: Sequence[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
                 raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
-
-
-_requires_grad, _is_meta = attrgetter("requires_grad"), attrgetter("is_meta")
-
-
-def _needs_gradient(values: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(map(_requires_grad, places_of(values).read(values)))
-
-
-def _unseen_tensors(values: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the tensors if the dispatcher would only call the function with these values; else nothing.
-
-    Modes see calls, and a profiler sees an op's name only through the dispatcher. Values that are not plain, or that
-    are not in the tensors' memory, need it. All tensors are on one device.
-    """
-    _, read, are_plain = places_of(values)
-    profiles = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-    if profiles or not are_plain or torch._C._len_torch_dispatch_stack():
-        return ()
-    tensors = read(values)
-    return () if any(map(Tensor.is_neg, tensors)) or any(map(_is_meta, tensors[:1])) else tensors
 
 
 _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")

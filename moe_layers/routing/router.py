@@ -106,8 +106,14 @@ class TopKRouter(nn.Module):
     @property
     def is_softmax_of_chosen(self) -> bool:
         """Return whether the weights are a softmax over the chosen experts' logits, which are linear in the tokens."""
-        others = (self.assignment, self.noise, self.input_scale, self.per_expert_scale)
-        return self.spec.is_plain_softmax and self.spec.normalize and all(part is None for part in others)
+        return (
+            self._spec.is_plain_softmax
+            and self._spec.normalize
+            and self.assignment is None
+            and self.noise is None
+            and self.input_scale is None
+            and self.per_expert_scale is None
+        )
 
     @property
     def num_slots(self) -> int | None:

@@ -70,7 +70,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout):
     a, b = ctx.saved_tensors
-    needs_a, needs_b, _ = ctx.needs_input_grad
+    needs_a, needs_b, *_ = ctx.needs_input_grad
     dout = dout.to(a.dtype)
     da = _summed_product(dout, b.mT, a.dim()) if needs_a else None
     db = _summed_product(a.mT, dout, b.dim()) if needs_b else None

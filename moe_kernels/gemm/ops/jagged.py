@@ -123,7 +123,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout):
     a, b, group_offsets = ctx.saved_tensors
-    needs_a, needs_b, _ = ctx.needs_input_grad
+    needs_a, needs_b, *_ = ctx.needs_input_grad
     da = _jagged_gemm_op(dout, b.t(), group_offsets) if needs_a else None
     db = _jagged_wgrad_op(a, dout, group_offsets, b.stride(0) < b.stride(1)) if needs_b else None
     return da, db, None
