@@ -258,10 +258,10 @@ def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: C
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    sizes = w_up.shape
-    of_tokens = tokens.device, tokens.dtype, tokens.stride(), tokens.data_ptr() % 16 == 0
-    of_weight = w_up.dtype, w_up.stride(), w_up.data_ptr() % 16 == 0, sizes
-    return *of_tokens, *of_weight, d_ff, rows_bucket(num_rows, sizes[0])
+    # All that `copies_for` reads. The layout of the tokens is not: it makes up rows of its own.
+    sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
+    rows = rows_bucket(num_rows, sizes[0])
+    return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows
 
 
 @functools.cache
