@@ -118,8 +118,7 @@ def compute_experts(
         _check_adapters(adapters, weights.w_up, weights.w_down)
     if w_router is not None:
         _check_router_gradient(permutation, weight_on_input, batch_invariant)
-    options = {"adapters": adapters, "weight_on_input": weight_on_input, "dtype": tokens.dtype}
-    experts = Experts.of(weights, activation, **options)
+    experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
     if choose("fused_experts", implementation, tokens) == "reference":
         # Autograd through the reference would save dequantised weights; the op saves its operands.
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
@@ -144,8 +143,7 @@ def _check_settings(recompute: str | None, reserved_sms: int) -> None:
 
 def _check_formats(weights: ExpertWeights) -> bool:
     """Return whether the weights are quantised, both in one format."""
-    quantized = [isinstance(weight, QuantizedWeight) for weight in weights[:2]]
-    if not any(quantized):
+    if not (isinstance(weights.w_up, QuantizedWeight) or isinstance(weights.w_down, QuantizedWeight)):
         return False
     formats = [str(weight.format) if isinstance(weight, QuantizedWeight) else "a tensor" for weight in weights[:2]]
     if formats[0] != formats[1]:

@@ -77,7 +77,8 @@ class Experts(NamedTuple):
         dtype: torch.dtype | None = None,  # of the tokens; for adapters of quantised weights
     ) -> Experts:
         w_up, w_down, b_up, b_down = weights
-        b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
+        b_up = None if b_up is None else b_up.contiguous()
+        b_down = None if b_down is None else b_down.contiguous()
         weights = ExpertWeights(w_up, w_down, b_up, b_down)
         factors = Adapters() if adapters is None else Adapters.of(adapters, weights, dtype)
         settings = activation.name, activation.limit, activation.alpha, activation.interleaved
