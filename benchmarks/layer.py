@@ -66,9 +66,10 @@ def fits_memory(shape: Shape, device: str) -> bool:
 
 
 def num_checked(shape: Shape) -> int:
-    """Return the number of experts whose check in float32 needs at most `CHECKED_BYTES`, at least 1."""
-    num_bytes = 16 * shape.num_weights + 32 * shape.num_rows * (shape.d_model + shape.d_ff)
-    return max(int(shape.num_experts / max(num_bytes / CHECKED_BYTES, 1.0)), 1)
+    """Return the number of experts whose check needs at most `CHECKED_BYTES` by estimate, at least 1."""
+    float32_pass = 16 * shape.num_weights + 32 * shape.num_rows * (shape.d_model + shape.d_ff)
+    comparison = 40 * shape.num_weights  # three results, and copies of the largest one in float64
+    return max(int(shape.num_experts / max(max(float32_pass, comparison) / CHECKED_BYTES, 1.0)), 1)
 
 
 def check_layer(layer: MoEFeedForward, tokens: Tensor, num_experts: int | None = None) -> None:

@@ -53,10 +53,10 @@ def test_groups_and_names_of_shapes():
 
 def test_check_of_large_layers_takes_fewer_experts():
     assert [num_checked(shape) for shape in SHAPES.values()] == [shape.num_experts for shape in SHAPES.values()]
-    arctic = UNSEEN["arctic-t16384"]
-    share = num_checked(arctic) / arctic.num_experts
-    needed = 16 * arctic.num_weights + 32 * arctic.num_rows * (arctic.d_model + arctic.d_ff)
-    assert 0.9 < share * needed / benchmark.CHECKED_BYTES <= 1
+    arctic, kimi = UNSEEN["arctic-t16384"], UNSEEN["kimi-k2-ep16-t65536"]
+    of_weights = num_checked(arctic) / arctic.num_experts * 40 * arctic.num_weights
+    of_rows = num_checked(kimi) / kimi.num_experts * (16 * kimi.num_weights + 32 * 65536 * 8 * (7168 + 2048))
+    assert all(0.9 < needed / benchmark.CHECKED_BYTES <= 1 for needed in (of_weights, of_rows))
 
 
 @pytest.mark.parametrize("num_experts", [3, None])
