@@ -100,12 +100,10 @@ class Arguments(abc.ABC):
 
     def __post_init__(self) -> None:
         fields = self.__dict__
-        if _PLAIN_TENSORS.issuperset(map(type, map(fields.get, self.tensors))):
-            return
-        for name in self.tensors:
-            value = fields[name]
-            if value is not None and not isinstance(value, Tensor):
-                object.__setattr__(self, name, torch.from_dlpack(value))
+        if not _PLAIN_TENSORS.issuperset(map(type, map(fields.get, self.tensors))):
+            for name in self.tensors:
+                if not isinstance(fields[name], Tensor | None):
+                    object.__setattr__(self, name, torch.from_dlpack(fields[name]))
 
     @property
     def operands(self) -> dict[str, Tensor]:
@@ -248,8 +246,7 @@ class GroupedGemmArguments(Arguments):
     def selection_key(self) -> tuple[Any, ...]:
         sizes, bias, product = self.B.shape, self.bias, self.preactivation
         extra = None
-        if self.extra_a is not None:
-            assert self.extra_b is not None
+        if self.extra_a is not None and self.extra_b is not None:
             extra = self.extra_a.shape[1], layout_of(self.extra_a), layout_of(self.extra_b)
         return (
             sizes,
@@ -278,8 +275,7 @@ class GroupedGemmArguments(Arguments):
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns) = self.A.shape, self.B.shape
-        num_rows = self.out.shape[0]
-        gated = is_gated(self.epilogue)
+        num_rows, gated = self.out.shape[0], is_gated(self.epilogue)
         if gated and num_columns % 2:
             return f"Operand `B`: expected an even number of columns with {self.epilogue}, got {list(self.B.shape)}"
         return (
@@ -347,8 +343,7 @@ class WgradArguments(Arguments):
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("dout", 2) or self._expect_rank("out", 3):
             return error
-        num_rows, num_groups = self.num_rows, len(self.out)
-        size_k, size_n = self.A.shape[1], self.dout.shape[1]
+        num_rows, num_groups, size_k, size_n = self.num_rows, len(self.out), self.A.shape[1], self.dout.shape[1]
         return (
             (self.dout_row_to_token is None and self._expect("dout", num_rows, size_n))
             or self._expect("out", num_groups, size_k, size_n)
