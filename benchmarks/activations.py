@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from moe_kernels import RouterSpec
-from moe_kernels.activation_spec import ACTIVATION_KINDS
+from moe_kernels.specs import ACTIVATION_KINDS
 from moe_layers import MoEFeedForward
 
 from .baselines import FORWARD_GEMMS, dense_gemms

@@ -29,12 +29,12 @@ import torch
 from tqdm import tqdm
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
-from moe_kernels.activation_spec import is_gated
 from moe_kernels.gemm import tables
 from moe_kernels.gemm.arguments import Arguments
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.selection import best_first, copies_for, copies_key
 from moe_kernels.gemm.tables import Table
+from moe_kernels.specs import is_gated
 from moe_kernels.testing import Case, make_inputs
 from moe_kernels.tools.layer_gemms import LayerForms
 from moe_kernels.tools.table_keys import arguments_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_kernels.activation_spec import is_gated
+from moe_kernels.specs import is_gated
 
 
 @dataclass(frozen=True)

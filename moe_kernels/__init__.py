@@ -1,7 +1,6 @@
 """Mixture-of-Experts kernels for PyTorch: functions on tensors, no modules and no state."""
 
 from .activation.ops import apply_activation
-from .activation_spec import Activation
 from .experts.fused import fused_experts
 from .gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
 from .gemm.artifact_file import load_artifact, save_artifact
@@ -15,8 +14,8 @@ from .gemm.ops.list import GroupedProblem, grouped_gemm_list
 from .gemm.selection import get_kernels
 from .permutation.permute import combine, permute
 from .permutation.sort import sort_by_expert
-from .router_spec import RouterSpec
 from .routing.routers import linear_routing, routing_weights, topk_routing
+from .specs import Activation, RouterSpec
 from .types import ExpertAdapters, Permutation, Routing
 
 __version__ = "0.1.0"  # of both packages; pyproject.toml reads it

@@ -16,8 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
-from .activation_spec import Activation, as_activation
-from .router_spec import RouterSpec
+from .specs import Activation, RouterSpec, as_activation
 from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 _SCORES = {

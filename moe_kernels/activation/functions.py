@@ -3,7 +3,7 @@
 An activation is two small functions: `forward(gate, up, limit, alpha)` returns the activated value, and `backward(gate,
 up, dactivated, limit, alpha)` returns (activated, dgate, dup). A plain activation uses only its gate and returns zero
 for dup. NaN stays NaN. To add an activation, write the two functions, an entry in `ACTIVATIONS`, its settings in
-`activation_spec.py` and its plain form in `reference.py`."""
+`specs.py` and its plain form in `reference.py`."""
 
 from __future__ import annotations
 

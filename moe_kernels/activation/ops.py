@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..activation_spec import Activation, as_activation
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2
+from ..specs import Activation, as_activation
 from .functions import ACTIVATIONS
 from .kernels import activation_backward_kernel, activation_kernel, weighted_activation_backward_kernel
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..activation.ops import Destination
-from ..activation_spec import Activation
+from ..specs import Activation
 from ..types import ExpertWeights, Permutation
 from .rows import Rows
 from .steps import (

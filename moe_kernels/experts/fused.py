@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..activation_spec import Activation, as_activation
 from ..quantization.formats import check_quantized
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, is_traced, once_per_form
+from ..specs import Activation, as_activation
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
 from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
 from ..activation.ops import RowBias, launch_activation
-from ..activation_spec import Activation
 from ..gemm import selection
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
@@ -17,6 +16,7 @@ from ..gemm.epilogue import launch_product
 from ..gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments, QuantizedMatrices
 from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.kernels import launch_dequantize
+from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, TileTable, Weight
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..activation.ops import Destination, launch_weighted_activation_backward
-from ..activation_spec import Activation
 from ..permutation.permute import launch_slot_products
+from ..specs import Activation
 from ..types import ExpertAdapters, ExpertWeights, Weight
 from .expert_bias import launch_segment_sum
 from .router_gradient import launch_combine_with_router

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..activation_spec import is_gated
 from ..runtime.pytorch import fp32_precision
+from ..specs import is_gated
 from ..types import TileTable
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..activation.ops import _activation_backward_op, launch_activation
-from ..activation_spec import as_activation
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..specs import as_activation
 from ..types import TileTable
 from . import selection
 from .arguments import GroupedGemmArguments

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import reference
 from ..gemm.batch_invariance import token_by_token
-from ..router_spec import RouterSpec
 from ..runtime.checks import check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose, once_per_form, without_autocast
+from ..specs import RouterSpec
 from ..types import Routing
 from .linear import check_router_dtypes
 from .scored import score_settings, scored_linear_routing_op, scored_routing_op

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..router_spec import RouterSpec
 from ..runtime.dispatch import without_autocast
 from ..runtime.ops import registered_op
+from ..specs import RouterSpec
 from .linear import halves_dtype, router_gradients, router_logits, router_logits_op
 from .scored_kernels import ScoreSettings, launch_backward, launch_forward
 

@@ -8,10 +8,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..activation_spec import is_gated
 from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
 from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..quantization.quantize import quantize
+from ..specs import is_gated
 from ..testing import Case, make_inputs, make_permutation
 from ..types import QuantizedWeight, TileTable, WeightFormat
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activation_spec import is_gated
 from ..gemm.arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
 from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..gemm.kernels.jagged import JaggedGemmArguments
 from ..gemm.kernels.list import GroupedGemmListArguments
 from ..gemm.tile_table import empty_tile_table, write_table
 from ..quantization.quantize import quantize
+from ..specs import is_gated
 
 _BLOCK_ROWS = 128
 _JAGGED_GROUPS = 16  # the number of groups is not part of the key

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import Activation, Permutation
-from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts.fused import RECOMPUTE, compute_experts
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertAdapters, ExpertWeights
 
 from ..checks import check_choice, check_positive

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, apply_activation, fused_experts, linear_routing, sort_by_expert
-from moe_kernels.activation_spec import as_activation
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.specs import as_activation
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules

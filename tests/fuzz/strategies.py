@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from moe_kernels.activation_spec import ACTIVATION_KINDS
+from moe_kernels.specs import ACTIVATION_KINDS
 
 from .experts import OPERANDS, Experts
 from .grouped import GroupedGemm, GroupedWgrad

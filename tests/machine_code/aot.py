@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
 from moe_kernels.activation.ops import Destination, RowBias, launch_activation, launch_weighted_activation_backward
-from moe_kernels.activation_spec import ACTIVATION_KINDS, is_gated
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
@@ -39,6 +38,7 @@ from moe_kernels.quantization.quantize import quantize
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
+from moe_kernels.specs import ACTIVATION_KINDS, is_gated
 
 from .compiled import disassemble, inspect
 from .racecheck import warp_specialize_lines

@@ -11,11 +11,11 @@ from moe_kernels import (
     WgradArguments,
     get_kernels,
 )
-from moe_kernels.activation_spec import is_gated
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.quantization.quantize import quantize
+from moe_kernels.specs import is_gated
 
 
 class Sizes:

@@ -7,8 +7,8 @@ import torch
 from moe_kernels import Activation, apply_activation, reference
 from moe_kernels.activation.functions import ACTIVATIONS, EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.activation.ops import Destination, RowBias, _activation_op, launch_weighted_activation_backward
-from moe_kernels.activation_spec import ACTIVATION_KINDS
 from moe_kernels.experts.expert_bias import row_to_expert
+from moe_kernels.specs import ACTIVATION_KINDS
 from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from ..dtypes import DTYPES

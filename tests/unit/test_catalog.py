@@ -15,10 +15,10 @@ from moe_kernels import (
     reference,
 )
 from moe_kernels.activation.functions import EPILOGUES, PLAIN_EPILOGUES
-from moe_kernels.activation_spec import is_gated
 from moe_kernels.gemm.kernel import PointerDesign, WarpSpecializedDesign
 from moe_kernels.gemm.selection import find
 from moe_kernels.runtime.gluon import KNOWS_GLUON
+from moe_kernels.specs import is_gated
 from moe_kernels.testing import assert_accurate, to_float64
 
 from ..dtypes import DTYPES

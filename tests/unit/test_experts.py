@@ -11,12 +11,12 @@ from moe_kernels import (
     reference,
     sort_by_expert,
 )
-from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
 from moe_kernels.runtime.packing import packing_of
+from moe_kernels.specs import as_activation
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_kernels.types import ExpertWeights
 

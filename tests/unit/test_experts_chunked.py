@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_kernels import fused_experts, reference, sort_by_expert
-from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.experts.steps import Adapters
+from moe_kernels.specs import as_activation
 from moe_kernels.testing import assert_accurate
 from moe_kernels.types import ExpertAdapters, ExpertWeights
 

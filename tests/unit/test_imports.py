@@ -10,7 +10,7 @@ from ..processes import ROOT, run_python
 # deferred and type-only imports.
 FLOORS = {
     "moe_kernels": [
-        ["runtime.triton", "router_spec", "activation_spec", "types"],
+        ["runtime.triton", "specs", "types"],
         ["reference"],
         ["testing", "runtime"],
         ["activation", "quantization"],
@@ -37,7 +37,7 @@ FLOORS = {
 # Internal modules of `moe_kernels` that `moe_layers` may import in addition to the public names.
 INTERNAL = {
     "moe_kernels.activation.functions",
-    "moe_kernels.activation_spec",
+    "moe_kernels.specs",
     "moe_kernels.experts.chunked",
     "moe_kernels.experts.fused",
     "moe_kernels.experts.steps",
@@ -147,7 +147,7 @@ def test_only_the_runtime_knows_triton_versions_and_private_apis():
 
 
 def test_reference_imports_only_torch_and_einops():
-    facts = {"router_spec", "activation_spec", "types"}
+    facts = {"specs", "types"}
     names = imports_of("moe_kernels.reference") - {f"moe_kernels.{name}" for name in facts}
     assert {name.split(".")[0] for name in names} <= {"__future__", "collections", "typing", "torch", "einops"}
     for name in facts:

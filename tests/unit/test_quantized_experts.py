@@ -8,7 +8,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_kernels import Activation, fused_experts, get_kernels, reference
-from moe_kernels.activation_spec import as_activation
 from moe_kernels.experts import rows as rows_module
 from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
@@ -20,6 +19,7 @@ from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.runtime.packing import packing_of
+from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, check_accuracy, make_inputs
 from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.tools.tune import check

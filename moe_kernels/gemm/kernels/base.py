@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...activation.functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
-from ...activation_spec import is_gated
 from ...runtime.triton import INTERPRET, cdiv
+from ...specs import is_gated
 from ...types import TileTable
 from ..arguments import Arguments, GroupedGemmArguments, WgradArguments
 from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error

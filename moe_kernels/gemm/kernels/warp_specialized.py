@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activation_spec import is_gated
 from ...runtime.gluon import OBSTACLE, compiler_options, registers
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv
+from ...specs import is_gated
 from ..arguments import GroupedGemmArguments, WgradArguments
 from ..kernel import (
     SUPPORTED,

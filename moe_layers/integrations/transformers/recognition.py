@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import Activation, apply_activation
-from moe_kernels.activation_spec import ACTIVATION_KINDS
+from moe_kernels.specs import ACTIVATION_KINDS
 
 # Attributes of experts modules that hold the numbers of their activation.
 _NUMBERS = {
