@@ -172,7 +172,9 @@ def test_rows_past_the_end_do_not_leak(activation, implementation, device):
 KERNELS = [
     kernel
     for kernel in get_kernels(metadata_filter=lambda metadata: "bias" in metadata.optional_operands)
-    if kernel.metadata.operands.A.dtype in (*DTYPES, FLOAT8) and isinstance(kernel.metadata.design, PointerDesign)
+    if kernel.arguments_class is GroupedGemmArguments
+    and kernel.metadata.operands.A.dtype in (*DTYPES, FLOAT8)
+    and isinstance(kernel.metadata.design, PointerDesign)
 ]
 
 
