@@ -18,6 +18,8 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from .one_thread import OneThread
+
 ROOT = Path(__file__).parents[1]
 # Imported once, in a process from which the others are forked, because these imports take longer than the tests.
 PRELOADED = [
@@ -84,13 +86,18 @@ def run_python(
 
 
 def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script, or a module after -m, in this many processes, as a user would start it."""
+    """Run a script, or a module after -m, in this many processes, as a user would start it, with one thread of gloo."""
     if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     return subprocess.run(
-        [*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+        [*launcher, "-m", "tests.one_thread", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -111,17 +118,6 @@ def _failure(folder: Path, name: str) -> str:
     if not reports and not (folder / f"{name}.0.passed").exists():
         return "did not run: an earlier case failed"
     return "\n".join(reports)
-
-
-class OneThread(distributed.ProcessGroupGloo):
-    """Gloo with one thread per group. By default it has two threads, which write the name of the last collective to one
-    string without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`). With several collectives in flight, a process
-    occasionally dies of a double free."""
-
-    def __init__(self, store: distributed.Store, rank: int, size: int, timeout: timedelta):
-        options = self._Options()
-        options._devices, options._timeout, options._threads = [self.create_default_device()], timeout, 1
-        super().__init__(store, rank, size, options)
 
 
 def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> None:
