@@ -10,16 +10,17 @@ the logits of the prompts are checked: their error against float32 may be at mos
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_layers.integrations.transformers import disable, enable
 
+from . import results_file
 from .huggingface import OURS, SHAPES, make_model
 from .layer import environment, print_rows
+from .results_file import Row
 from .timing import time_interleaved
 
 IMPLEMENTATIONS = (OURS, "grouped_mm", "batched_mm")
@@ -51,24 +52,26 @@ def check(model: torch.nn.Module, prompts: Tensor, names: list[str]) -> None:
         assert errors[OURS] <= limit, f"relative error of the logits {errors[OURS]}, at most {limit} allowed"
 
 
-def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> list[dict]:
+def bench(model: torch.nn.Module, shared: Row, options: argparse.Namespace) -> list[Row]:
+    batch, used = shared["batch"], ""
     generator = torch.Generator().manual_seed(batch)
     shape = batch, options.prompt
     prompts = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(options.device)
     check(model, prompts, options.implementations)
 
     def run(name: str) -> None:
-        use(model, name)
+        nonlocal used
+        if name != used:  # only in the first call of a turn, which the median of its calls leaves out
+            use(model, name)
+            used = name
         new = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False, "pad_token_id": 0}
         model.generate(prompts, attention_mask=torch.ones_like(prompts), **new)
 
-    runs = {name: lambda name=name: run(name) for name in options.implementations}
+    runs = {name: partial(run, name) for name in options.implementations}
     timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
     return [
         {
-            "batch": batch,
-            "prompt": options.prompt,
-            "new": options.new,
+            **shared,
             "implementation": name,
             **timing._asdict(),
             "tokens_per_s": 1e3 * batch * options.new / timing.ms,
@@ -87,20 +90,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    results_file.add_options(parser)
     options = parser.parse_args(arguments)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = make_model(SHAPES[options.shape], options.device, dtype).eval()
     model.config.use_cache = model.generation_config.use_cache = True
-    rows = []
+    tasks = []
     for batch in options.batch:
-        rows += [{"shape": options.shape, **row} for row in bench(model, batch, options)]
-    print_rows(rows, list(rows[0]))
-    if options.output:
-        rows = [{**row, **environment(options.device, options.commit)} for row in rows]
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+        shared = {"shape": options.shape, "batch": batch, "prompt": options.prompt, "new": options.new}
+        tasks.append((shared, partial(bench, model, shared, options)))
+    for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
+        print_rows(rows, list(rows[0]))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
 
@@ -27,16 +27,17 @@ from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
 from moe_layers.experts.quantized import QuantizedExperts
 
+from . import results_file
 from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
+from .results_file import Row
+from .shapes import PUBLISHED, SHAPES, TINY, Shape
 from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
 PLAIN = "plain"
 FORMS = (PLAIN, "fp8", "mxfp4", "nf4", "int8")
-# DeepSeek-V3 with its experts over eight ranks: what one rank computes.
 QUANTIZED_SHAPES = {
     **{name: SHAPES[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
-    "deepseek-v3-ep8": Shape("deepseek-v3-ep8", 16384, 7168, 2048, 32, 8),
+    "deepseek-v3-ep8": PUBLISHED["deepseek-v3-ep8"],
     TINY.name: TINY,
 }
 _CHECKED_TOKENS = 64
@@ -71,7 +72,7 @@ def stored_bytes(layer: MoEFeedForward, num_experts: int) -> int:
     return sum(t.numel() * t.element_size() for t in tensors) * num_experts // layer.num_experts
 
 
-def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     runs, memory = {}, {}
     for form in options.forms:
         layer = make_form(shape, form, options.device, dtype)
@@ -85,7 +86,6 @@ def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
     plain = timings.get(PLAIN)
     return [
         {
-            "case": "train",
             "form": form,
             **timings[form]._asdict(),
             "over_plain": None if plain is None else timings[form].ms / plain.ms,
@@ -97,7 +97,7 @@ def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
 
 
 @torch.no_grad()
-def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     runs, read = {}, {}
     for form in options.forms:
         layer = make_form(shape, form, options.device, dtype)
@@ -114,7 +114,6 @@ def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
     speed, plain = copy_bytes_per_ms(options.device), timings.get(PLAIN)
     return [
         {
-            "case": "decode",
             "form": form,
             **timings[form]._asdict(),
             "over_plain": None if plain is None else timings[form].ms / plain.ms,
@@ -126,7 +125,7 @@ def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
 
 
 @torch.no_grad()
-def bench_dequantization(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+def bench_dequantization(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     runs, moved = {}, {}
     for form in (form for form in options.forms if form != PLAIN):
         layer = make_form(shape, form, options.device, dtype)
@@ -143,7 +142,6 @@ def bench_dequantization(shape: Shape, options: argparse.Namespace, dtype: torch
         rate = moved[form] / timing.ms
         rows.append(
             {
-                "case": "dequantize",
                 "form": form,
                 **timing._asdict(),
                 "gb_per_s": rate / 1e6,
@@ -164,29 +162,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    results_file.add_options(parser)
     options = parser.parse_args(arguments)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows: list[dict] = []
+    tasks = []
     for name in options.shapes:
-        cases = [(bench_training, tokens) for tokens in options.train_tokens]
-        cases += [(bench_decoding, tokens) for tokens in options.decode_tokens]
-        cases.append((bench_dequantization, 1))
-        for bench, num_tokens in cases:
+        cases = [("train", bench_training, tokens) for tokens in options.train_tokens]
+        cases += [("decode", bench_decoding, tokens) for tokens in options.decode_tokens]
+        cases.append(("dequantize", bench_dequantization, 1))
+        for case, bench, num_tokens in cases:
             shape = replace(QUANTIZED_SHAPES[name], num_tokens=num_tokens)
-            measured = [
-                {"shape": name, "num_tokens": num_tokens, **row, **environment(options.device, options.commit)}
-                for row in bench(shape, options, dtype)
-            ]
-            if measured:
-                print_rows(measured, [column for column in measured[0] if column not in ("commit", "date", "torch")])
-            rows += measured
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-            if options.output:  # after every case, so that a stopped run keeps its results
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+            shared = {"shape": name, "num_tokens": num_tokens, "case": case}
+            tasks.append((shared, partial(measured, shared, bench, shape, options, dtype)))
+    for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
+        if rows:
+            print_rows(rows, list(rows[0]))
+
+
+def measured(
+    shared: Row, bench: Callable[..., list[Row]], shape: Shape, options: argparse.Namespace, dtype: torch.dtype
+) -> list[Row]:
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    return [{**shared, **row} for row in bench(shape, options, dtype)]
 
 
 if __name__ == "__main__":

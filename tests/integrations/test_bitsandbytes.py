@@ -126,7 +126,7 @@ def test_disable_copies_and_state_dicts(replace_parameter_4bit):
             KEYS[:1],
             {},
             ValueError,
-            r"either none or exactly \['gate_up_proj', 'down_proj'\] must be stored",
+            r"must hold either no parameter or exactly \['gate_up_proj', 'down_proj'\] in 4 bits",
         ),
         ("gpt_oss", KEYS, {}, ValueError, r"\(GptOssExperts\) must be stored as \[E, out, in\] if it is in 4 bits"),
         ("llama4_text", KEYS, {}, ValueError, r"\(Llama4TextExperts\) must be stored as \[E, out, in\] if"),

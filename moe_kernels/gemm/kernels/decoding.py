@@ -61,7 +61,7 @@ class DecodingGemmArguments(Arguments):
 
     A: Tensor  # [R, K]; [T, K] with row_to_token
     out: Tensor  # [R, N]
-    values: Tensor  # these and the next eight: of `QuantizedMatrices`
+    values: Tensor  # this and the next eight fields describe `B`
     scales: Tensor
     format: WeightFormat
     shape: torch.Size  # [G, out, in]
