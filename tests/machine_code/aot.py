@@ -31,6 +31,7 @@ from moe_kernels.gemm.kernels import precision
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
+from moe_kernels.gemm.kernels.streaming import StreamingDecodingGemm
 from moe_kernels.permutation.partial_sums import launch_sum_shares
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.kernels import launch_dequantize
@@ -366,6 +367,8 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
 
 def decoding_forms(kernel: Kernel) -> tuple[str, ...]:
     """Return formats of weights, stored as [G, N, K] if "by column"."""
+    if isinstance(kernel, StreamingDecodingGemm):
+        return (f"{kernel.form} by column",)
     tile, dtype = kernel.metadata.design.tile_shape, kernel.metadata.operands.A.dtype
     if dtype != torch.bfloat16:
         return ("mxfp4 by column",) if dtype == torch.float16 else ("int8 by column",)
@@ -378,6 +381,8 @@ def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
     """Return arguments with every optional operand, and enough steps that the compiler keeps the loop."""
     format, *by_column = form.split(" ", 1)
     num_groups, size, num_rows, dtype = 2, 1024, 256, kernel.metadata.operands.A.dtype
+    extra_b = torch.empty(num_groups, size, 16, dtype=dtype).transpose(1, 2)
+    extra = {"extra_a": torch.empty(num_rows, 16, dtype=dtype), "extra_b": extra_b}
     return DecodingGemmArguments.of(
         torch.empty(num_rows, size, dtype=dtype),
         QuantizedMatrices(quantize(torch.zeros(num_groups, size, size), format), bool(by_column)),
@@ -385,8 +390,7 @@ def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
         tile_table=mk.reference.tile_table(torch.zeros(num_groups, dtype=torch.int32), num_rows, 128),
         row_to_token=torch.zeros(num_rows, dtype=torch.int32),
         bias=torch.empty(num_groups, size, dtype=dtype),
-        extra_a=torch.empty(num_rows, 16, dtype=dtype),
-        extra_b=torch.empty(num_groups, size, 16, dtype=dtype).transpose(1, 2),
+        **(extra if "extra_a" in kernel.metadata.optional_operands else {}),
     )
 
 

@@ -37,9 +37,8 @@ class GroupedGemmKernel(Kernel):
             return Status("Operand `preactivation`: expected with an epilogue and only then")
         if error := self._preactivation_error(args):
             return Status(f"Operand `preactivation`: {error}")
-        gather = self.metadata.design.gather
-        if (args.row_to_token is not None) != gather:
-            return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")
+        if error := self._index_error(args):
+            return Status(f"Operand `row_to_token`: {error}")
         for name in args.optional_operands:
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
@@ -49,6 +48,12 @@ class GroupedGemmKernel(Kernel):
                 if error := operand_error(operand, getattr(args, name)):
                     return Status(f"Operand `{name}`: {error}")
         return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def _index_error(self, args: GroupedGemmArguments) -> str | None:
+        gather = self.metadata.design.gather
+        if (args.row_to_token is not None) == gather:
+            return None
+        return f"this kernel {'needs an' if gather else 'takes no'} index"
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
         """Return the error of `preactivation`: stored as `out` is, and its up half as a separate aligned matrix."""
@@ -78,15 +83,20 @@ class GroupedGemmKernel(Kernel):
         if args.tile_table is not None:
             bounds = args.tile_table.bounds
             offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # narrow is faster than a slice
-        return _table(offsets, args.out.shape[0], self.metadata.design.tile_shape[0], memory, write)
+        return _table(offsets, args.out.shape[0], self._table_rows, memory, write)
+
+    @property
+    def _table_rows(self) -> int:
+        """Return the height of the tiles of a table that the kernel makes."""
+        return self.metadata.design.tile_shape[0]
 
     def _has_table(self, args: GroupedGemmArguments) -> bool:
-        return args.tile_table is not None and args.tile_table.block_rows == self.metadata.design.tile_shape[0]
+        return args.tile_table is not None and args.tile_table.block_rows == self._table_rows
 
     def metadata_bytes(self, args: GroupedGemmArguments) -> int:
         if self._has_table(args):
             return 0
-        return tile_table_bytes(len(args.out), len(args.B), self.metadata.design.tile_shape[0])
+        return tile_table_bytes(len(args.out), len(args.B), self._table_rows)
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
         return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
