@@ -18,7 +18,7 @@ def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None
     """Let the compiler call a function of one object while it traces, and leave no trace of the call in the graph.
 
     Dynamo evaluates a metaclass's `__instancecheck__` on the object itself. `torch.compiler.assume_constant_result`
-    takes no module before PyTorch 2.12, and later compiles once per module.
+    takes no module in PyTorch 2.11, and compiles once per module in 2.13.
     """
 
     class Check(type):
