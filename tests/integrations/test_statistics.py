@@ -147,8 +147,14 @@ def test_a_failed_forward_is_forgotten(device):
     model = enabled("qwen3_moe", device)
     tokens, mask = padded(model)
     observers = observe(model)
-    with pytest.raises(IndexError):
-        model(input_ids=tokens + model.config.vocab_size, attention_mask=mask)
+
+    def fail(module, args):
+        raise RuntimeError("stop")
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        model(input_ids=tokens, attention_mask=mask)
+    hook.remove()
     model(input_ids=tokens)
     assert observers["model.layers.0.mlp"].read().num_padding_tokens == 0
 
