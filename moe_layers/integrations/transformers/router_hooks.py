@@ -1,8 +1,8 @@
 """The routers of a transformers model, attached to this package: statistics, losses, bias updates and replay.
 
-A router of transformers returns its logits [T, E], its weights [T, K] and its choice [T, K]. `HookedRouter` takes the
-place of the router's forward, calls it, and reads or changes these three tensors. Without any service in use it only
-calls the forward.
+A router of transformers returns its logits [T, E], its weights [T, K] and its choice [T, K]; Granite's before 5.21 in
+the reverse order. `HookedRouter` takes the place of the router's forward, calls it, and reads or changes these three
+tensors. Without any service in use it only calls the forward.
 """
 
 from __future__ import annotations
@@ -146,13 +146,14 @@ class HookedRouter:
             return inner(*args, **kwargs)
         with Selection(self.num_experts, choose) as selection:
             out = inner(*args, **kwargs)
-        chosen = self._chosen(out, selection)
+        logits, weights, own_choice = self._parts(out)
+        chosen = self._chosen(own_choice, selection)
         for add in adds:
             add(chosen.to(torch.int32))
         if not reads:
             return out
-        routing = self._routing(out, chosen, forward)
-        weights, loss = self._attach_loss(routing, out[1], forward)
+        routing = self._routing(logits, weights, chosen, forward)
+        weights, loss = self._attach_loss(routing, weights, forward)
         if watches:
             self._watch(routing, loss, selection.keys)
         return (out[0], weights, *out[2:])
@@ -182,25 +183,34 @@ class HookedRouter:
 
         return remember
 
-    def _chosen(self, out: Any, selection: Selection) -> Tensor:  # [T, K] int64
+    def _parts(self, out: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [T, E], weights [T, K] and experts [T, K] of what the router returned."""
+        if isinstance(out, tuple) and len(out) > 2:
+            logits, weights, experts = out[:3] if out[0].is_floating_point() else out[2::-1]
+            if logits.shape[-1] == self.num_experts:
+                return logits, weights, experts
+        raise ValueError(
+            f"moe_layers: {type(self.router).__name__} must return logits [T, E={self.num_experts}], weights and "
+            f"experts, got another result in {self.name}"
+        )
+
+    def _chosen(
+        self,
+        experts: Tensor,  # [T, K], as the router returned them
+        selection: Selection,
+    ) -> Tensor:  # [T, K] int64
         """Return the experts that the router chose or replayed."""
-        kind = type(self.router).__name__
-        if not isinstance(out, tuple) or len(out) < 3 or out[0].shape[-1] != self.num_experts:
-            raise ValueError(
-                f"moe_layers: {kind} must return logits [T, E={self.num_experts}], weights and experts, got another "
-                f"result in {self.name}"
-            )
         if selection.choose is None:
-            return out[2]
-        if selection.num_calls != 1 or selection.chosen is None or out[2].data_ptr() != selection.chosen.data_ptr():
+            return experts
+        if selection.num_calls != 1 or selection.chosen is None or experts.data_ptr() != selection.chosen.data_ptr():
             raise ValueError(
-                f"RoutingReplay.replay: {kind} must choose its experts by one top-k of scores [T, E], "
-                f"got {selection.num_calls} in {self.name}"
+                f"RoutingReplay.replay: {type(self.router).__name__} must choose its experts by one top-k of scores "
+                f"[T, E], got {selection.num_calls} in {self.name}"
             )
         return selection.chosen
 
-    def _routing(self, out: Any, chosen: Tensor, forward: ModelForward | None) -> LayerRouting:
-        logits = out[0].to(torch.promote_types(out[0].dtype, torch.float32))
+    def _routing(self, logits: Tensor, weights: Tensor, chosen: Tensor, forward: ModelForward | None) -> LayerRouting:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if type(self.router).__name__ in PROBABILITIES:
             logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
         mask, lengths = None, None
@@ -211,7 +221,7 @@ class HookedRouter:
         chosen = chosen if mask is None else torch.where(mask[:, None], chosen, -1)
         info = TokenInfo(logits, logits.shape, mask, lengths, self.num_tokens)
         implementation = getattr(getattr(self.experts, ATTRIBUTE, None), "implementation", None)
-        return layer_routing(Slots(chosen, out[1], logits), info, None, self.num_experts, implementation)
+        return layer_routing(Slots(chosen, weights, logits), info, None, self.num_experts, implementation)
 
     def _attach_loss(
         self, routing: LayerRouting, weights: Tensor, forward: ModelForward | None
