@@ -66,7 +66,7 @@ def test_plain_weights(kernel, gather, has_bias, device):
         return reference.grouped_gemm(rows.nan_to_num(), w.mT, offsets, bias=bias)
 
     in_product = None if epilogue else bias
-    exact = compute(*to_float64((rows, w, in_product)))
+    exact = compute(*to_float64((rows, w)), None if in_product is None else in_product.double())
     assert_accurate(product, compute(rows, w, in_product), exact, "product")
     if epilogue is not None:
         shifted = product.double()
@@ -101,8 +101,9 @@ def test_quantised_weights(kernel, gather, block_rows, device):
     def compute(rows, w, bias):
         return reference.grouped_gemm(rows, w.mT, offsets, bias=bias)
 
-    operands = rows, decode_weight(weight, torch.bfloat16), bias
-    assert_accurate(out, compute(*operands), compute(*to_float64(operands)), "out")
+    operands = rows, decode_weight(weight, torch.bfloat16)
+    exact = compute(*to_float64(operands), None if bias is None else bias.double())
+    assert_accurate(out, compute(*operands, bias), exact, "out")
 
 
 def read_back(kernel, weight, device):

@@ -32,6 +32,7 @@ if OBSTACLE is None:
     from .hopper.streaming import streaming_kernel, values_per_64_bytes
 
 _TABLE_ROWS = 128  # of a table that the kernel makes itself; it reads tables of any height
+_REGISTERS = 128  # per thread, so that an SM runs 16 warps; without spills for 8 rows
 _READING = 100  # multiplications of a row that take as long as reading and decoding one value of a weight
 
 
@@ -48,9 +49,16 @@ class _Weight(NamedTuple):
     element_bytes: int
 
 
-def _passes(design: Design, rows_per_group: int) -> int:
-    """Return how often most groups' weights are read: once per tile of rows, of twice the deviation above average."""
-    return max(cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), design.tile_shape[0]), 1)
+def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
+    """Return the cost of one group and one step of the reduction.
+
+    A group is read once for each tile of its rows. Most groups have fewer rows than twice the deviation above average.
+    If groups have one row, there are few of them, and narrow tiles occupy more SMs.
+    """
+    rows, columns, _ = design.tile_shape
+    passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)
+    narrow = columns < 128
+    return max(passes, 1) * (_READING + 2 * rows + (5 if narrow != (rows_per_group <= 1) else 0)) * num_columns
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):
@@ -74,9 +82,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
 
     def estimate(self, args: GroupedGemmArguments) -> float:
         num_groups, _, num_columns = args.B.shape
-        design = self.metadata.design
-        passes = _passes(design, cdiv(args.num_rows, num_groups))
-        return passes * (_READING + design.tile_shape[0]) * _padded(num_columns, design, self.metadata.epilogue)
+        return _estimate(self.metadata.design, cdiv(args.num_rows, num_groups), num_columns)
 
     @property
     def _table_rows(self) -> int:
@@ -101,6 +107,7 @@ class StreamingDecodingGemm(Kernel):
     obstacle = OBSTACLE
     form: str
     values_per_byte = 1
+    cost = 1.0  # measured beside the estimate of `DecodingGemm`
 
     def supports_design(self, args: DecodingGemmArguments) -> Status:
         if args.format.name != self.form:
@@ -120,10 +127,7 @@ class StreamingDecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group and one step of the reduction."""
-        design = self.metadata.design
-        passes = _passes(design, args.rows_per_group)
-        return passes * (_READING + design.tile_shape[0]) * _padded(args.B.shape[2], design, None)
+        return self.cost * _estimate(self.metadata.design, args.rows_per_group, args.B.shape[2])
 
     def launch(self, args: DecodingGemmArguments) -> Launch | None:
         if not args.out.numel():
@@ -149,12 +153,7 @@ class StreamingFp8Gemm(StreamingDecodingGemm):
 class StreamingMxfp4Gemm(StreamingDecodingGemm):
     form = "mxfp4"
     values_per_byte = 2
-
-
-def _padded(num_columns: int, design: Design, epilogue: str | None) -> int:
-    """Return the columns of all tiles."""
-    block, halves = design.tile_shape[1], 1 + is_gated(epilogue)
-    return cdiv(num_columns // halves, block // halves) * block
+    cost = 0.65
 
 
 def _launch(
@@ -208,6 +207,7 @@ def _launch(
             "CHUNKS": _chunks(design, weight.form),
             "STAGES": design.num_stages,
             "num_warps": design.num_warps,
+            **({"maxnreg": _REGISTERS} if rows == 8 else {}),
         },
     )
 
@@ -251,9 +251,9 @@ def _designs(values: int, *tiles: tuple[int, int, int, int]) -> list[StreamingDe
     return [StreamingDesign((rows, columns, values), warps, stages, tma=True) for rows, columns, stages, warps in tiles]
 
 
-_PLAIN = _designs(64, (8, 64, 6, 2), (8, 128, 4, 4), (16, 128, 4, 4), (32, 128, 4, 4))
-_FP8 = _designs(128, (8, 64, 6, 2), (8, 128, 4, 4), (16, 128, 4, 4))
-_MXFP4 = _designs(128, (8, 64, 6, 2), (8, 128, 6, 4), (16, 128, 6, 4))
+_PLAIN = _designs(64, (8, 64, 4, 2), (8, 128, 3, 4), (16, 128, 4, 4))
+_FP8 = _designs(128, (8, 64, 4, 2), (8, 128, 3, 4), (16, 128, 4, 4))
+_MXFP4 = _designs(128, (8, 64, 4, 2), (16, 64, 4, 2))
 
 STREAMING_KERNELS = (
     *(

@@ -314,11 +314,10 @@ def streaming_kernel(
             token = gl.load(row_to_token_ptr + row, mask=row < read_end, other=0)
         pointers = x_ptr + token.to(gl.int64)[:, None] * x_stride + k[None, :]
         product = gl.zeros([BLOCK_OUT, ROWS], gl.float32, layout=mma_layout)
-        # Rows and scales are loaded a step ahead.
-        rows = _load_rows(pointers, row < read_end, 0, IN, rows_layout)
         scales = _load_scales(scales_ptr, weight_row, exists, 0, IN, CHUNKS, FORM)
         for step in range(num_steps):
-            next_rows = _load_rows(pointers, row < read_end, step + 1, IN, rows_layout)
+            # Decoding hides the latency of the rows. It needs the scales at once: they are loaded a step ahead.
+            rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
             next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             slot = position % STAGES
             mbarrier.wait(full.index(slot), position // STAGES & 1)
@@ -332,7 +331,6 @@ def streaming_kernel(
             left = gl.convert_layout(weight, left_layout)
             right = gl.convert_layout(_mma_order(rows, CHUNKS, FORM).permute(1, 0), right_layout)
             product = mma_v2(left, right, product)
-            rows = next_rows
             scales = next_scales
             position += 1
         out_row, out_exists = _weight_rows(first, OUT, GATED, BLOCK_OUT, gl.SliceLayout(1, mma_layout))
