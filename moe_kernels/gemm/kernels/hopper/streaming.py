@@ -316,9 +316,6 @@ def streaming_kernel(
         product = gl.zeros([BLOCK_OUT, ROWS], gl.float32, layout=mma_layout)
         scales = _load_scales(scales_ptr, weight_row, exists, 0, IN, CHUNKS, FORM)
         for step in range(num_steps):
-            # Decoding hides the latency of the rows. It needs the scales at once: they are loaded a step ahead.
-            rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
-            next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             slot = position % STAGES
             mbarrier.wait(full.index(slot), position // STAGES & 1)
             stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS // ELEMENT]).load(stored_layout)
@@ -326,6 +323,10 @@ def streaming_kernel(
             gl.thread_barrier()
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, GATED, STAGES)
+            # That copy waits for all earlier loads. Decoding hides the latency of the rows. It needs the scales at
+            # once: they are loaded a step ahead.
+            rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
+            next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)
             weight = _decoded(stored, spread, CHUNKS, FORM, NAN_255)
             left = gl.convert_layout(weight, left_layout)
