@@ -110,19 +110,22 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
 def _mxfp4_assembly(nan_255):
     """Return assembly that decodes 16 bytes, $16 to $19, to 32 numbers, with one e8m0 scale in the low byte of $20.
 
-    The bits of e2m1, moved to the lowest bits of a bfloat16's exponent, are the number times 2 ** -126. One product
-    with 2 ** (scale - 1) completes it. That power is a bfloat16 up to a scale of 128; above, a second product follows.
-    Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair.
+    Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. A product with a sum of two powers
+    of two moves the sign bit of both to a bfloat16's sign, and the other bits to the lowest bits of its exponent. That
+    is the number times 2 ** -126. A product with 2 ** (scale - 1) completes it. That power is a bfloat16 up to a scale
+    of 128; above, a second product follows.
     """
     power = "shl.b32 f, f, 7; prmt.b32 f, f, f, 0x1010;"
     lines = [f"and.b32 e, $20, 255; add.u32 f, e, 126; min.u32 f, f, 254; {power}"]
-    shifts = ("shl.b32 s, {0}, 6; shl.b32 t, {0}, 12;", "shl.b32 s, {0}, 2; shl.b32 t, {0}, 8;")
-    shifts += ("shr.u32 s, {0}, 2; shl.b32 t, {0}, 4;", "shr.u32 s, {0}, 6; mov.b32 t, {0};")
-    place = "and.b32 s, s, 0x01c001c0; lop3.b32 s, t, 0x80008000, s, 0xea; mul.rn.bf16x2 ${1}, s, f;"
+    decode = "and.b32 s, {0}, {1}; mul.lo.u32 s, s, {2}; and.b32 s, s, 0x81c081c0; mul.rn.bf16x2 ${3}, s, f;"
     for word in range(4):
-        results = (2 * word, 2 * word + 1, 8 + 2 * word, 9 + 2 * word)
+        stored = f"${16 + word}"
         lines += [
-            (shift + place).format(f"${16 + word}", result) for shift, result in zip(shifts, results, strict=True)
+            f"shr.u32 t, {stored}, 8;",
+            decode.format(stored, "0x000f000f", 0x1040, 2 * word),
+            decode.format(stored, "0x00f000f0", 0x0104, 2 * word + 1),
+            decode.format("t", "0x000f000f", 0x1040, 2 * word + 8),
+            decode.format("t", "0x00f000f0", 0x0104, 2 * word + 9),
         ]
     not_a_number = "setp.eq.u32 p, e, 255; @p mov.b32 f, 0x7fc07fc0;" if nan_255 else ""
     again = "".join(f"mul.rn.bf16x2 ${i}, ${i}, f;" for i in range(16))
@@ -183,7 +186,9 @@ def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr,
         layout: gl.constexpr = _by_16_bytes_layout(row.shape[0], CHUNKS, gl.num_warps())
         column = step * (4 * CHUNKS) + gl.arange(0, 4 * CHUNKS, layout=gl.SliceLayout(0, layout))
         pointers = ptr + row[:, None] * (IN // 32) + column[None, :]
-        return gl.load(pointers, mask=exists[:, None] & (column < IN // 32)[None, :], other=0)
+        return gl.load(
+            pointers, mask=exists[:, None] & (column < IN // 32)[None, :], other=0, eviction_policy="evict_last"
+        )
     elif FORM == "fp8":
         return gl.load(ptr + row // 128 * ((IN + 127) // 128) + step * CHUNKS // 2, mask=exists, other=0.0).to(
             gl.float32
