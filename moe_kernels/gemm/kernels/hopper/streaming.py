@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ....runtime.gluon import tma_load
+from ....runtime.gluon import barrier, tma_load
 from .ring import buffers
 
 
@@ -325,7 +325,7 @@ def streaming_kernel(
             mbarrier.wait(full.index(slot), position // STAGES & 1)
             stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS // ELEMENT]).load(stored_layout)
             # All warps have now read the slot of the previous step.
-            gl.thread_barrier()
+            barrier()
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, GATED, STAGES)
             # That copy waits for all earlier loads. Decoding hides the latency of the rows. It needs the scales at
