@@ -48,6 +48,7 @@ INTERNAL = {
     "moe_kernels.quantization.ops",
     "moe_kernels.quantization.quantize",
     "moe_kernels.routing.routers",
+    "moe_kernels.routing.statistics",
     "moe_kernels.runtime.dispatch",
     "moe_kernels.runtime.pytorch",
     "moe_kernels.types",
