@@ -94,6 +94,13 @@ class QuantizedWeight(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+class ScaledRows(NamedTuple):
+    """Rows in e4m3 with a scale for each row and each 128 columns, as products of FP8 read them."""
+
+    values: Tensor  # [R, K] float8_e4m3fn, contiguous
+    scales: Tensor  # [R, ceil(K / 128)] float32, stored by columns
+
+
 Weight = Tensor | QuantizedWeight
 
 

@@ -1,16 +1,19 @@
-"""`dequantize`: the public function and its registered op."""
+"""`dequantize` and `quantize_rows`: the public functions and their registered ops."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .. import reference_fp8
+from ..runtime.checks import check_shapes
 from ..runtime.dispatch import KERNEL_DTYPES, choose
 from ..runtime.ops import registered_op
-from ..types import QuantizedWeight
+from ..types import QuantizedWeight, ScaledRows
 from .decode import decode_weight
 from .formats import check_quantized
 from .kernels import launch_dequantize
+from .scaling import empty_scaled_rows, launch_quantize_rows
 
 
 def dequantize(
@@ -47,3 +50,38 @@ def _dequantize_op(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 @_dequantize_op.register_fake
 def _(weight, dtype):
     return weight.values.new_empty(weight.shape, dtype=dtype)
+
+
+def quantize_rows(
+    rows: Tensor,  # [R, K]
+    *,
+    implementation: str | None = None,
+) -> ScaledRows:
+    """Return e4m3 numbers with a float32 scale for each row and each 128 columns, the last block being shorter.
+
+    The scale is the largest size in the block divided by 448. NaN, and an infinity, stay in their row. The same bits on
+    every device and by both implementations. Not differentiable.
+
+    Args:
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: rows are not [R, K] of floating point.
+    """
+    check_shapes("quantize_rows", rows=(rows, "R K"))
+    if not rows.is_floating_point():
+        raise ValueError(f"quantize_rows: rows must be of floating point, got {rows.dtype}")
+    if choose("quantize_rows", implementation, rows) == "triton":
+        return ScaledRows(*_quantize_rows_op(rows.detach()))
+    values, scales = reference_fp8.quantize_blocks(rows.detach(), 1, reference_fp8.BLOCK)
+    return ScaledRows(values, scales.t().contiguous().t())
+
+
+@registered_op("quantize_rows")
+def _quantize_rows_op(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return launch_quantize_rows(rows)
+
+
+@_quantize_rows_op.register_fake
+def _(rows):
+    return empty_scaled_rows(rows, *rows.shape)

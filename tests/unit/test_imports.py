@@ -12,8 +12,10 @@ FLOORS = {
     "moe_kernels": [
         ["runtime.triton", "specs", "types"],
         ["reference"],
+        ["reference_fp8"],
         ["testing", "runtime"],
-        ["activation", "quantization"],
+        ["quantization"],
+        ["activation"],
         ["gemm"],
         ["permutation"],
         ["routing", "experts"],
