@@ -21,7 +21,7 @@ def block_scales(sizes):
 
 @triton.jit
 def largest_size(values, AXIS: tl.constexpr):
-    """Return the largest absolute value along an axis; NaN if there is one.
+    """Return the largest absolute value along an axis, None for all; NaN if there is one.
 
     Compares the bits: those of sizes are ordered like the sizes, and those of NaN follow infinity's.
     """

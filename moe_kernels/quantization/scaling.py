@@ -15,6 +15,7 @@ from ..runtime.triton import cdiv, tl, triton
 from ..types import QuantizedWeight, ScaledRows
 from .e4m3 import block_scales, encode_e4m3, largest_size, quantize_tile, store_scales
 from .formats import FP8
+from .kernels import INTERPRET
 
 _BLOCK_ROWS = 16
 _MOST_BLOCKS = 8  # of one row, in one program
@@ -107,6 +108,18 @@ def _pointers(weight: QuantizedWeight | None) -> tuple[Tensor | None, Tensor | N
 
 
 @triton.jit
+def _widened(values):
+    """Return values as float32. Triton 3.6 would move the turn of the bytes before an ordinary conversion, and quantise
+    everything twice, in twice as many registers."""
+    if INTERPRET or values.dtype != tl.bfloat16:
+        return values.to(tl.float32)
+    else:
+        bits = values.to(tl.int16, bitcast=True)
+        code: tl.constexpr = "{ .reg .b16 zero; mov.u16 zero, 0; mov.b32 $0, {zero, $1}; }"
+        return tl.inline_asm_elementwise(code, "=f,h", [bits], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _quantize_weight_kernel(
     weight_ptr,
     weight_strides,  # [E, OUT, IN]
@@ -119,21 +132,23 @@ def _quantize_weight_kernel(
 ):
     """One program writes one block of both results. Grid: (cdiv(IN, 128), cdiv(OUT, 128), E)."""
     block_in, block_out, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o = (block_out * 128 + tl.arange(0, 128)).to(tl.int64)
-    i = (block_in * 128 + tl.arange(0, 128)).to(tl.int64)
-    weight_ptrs = weight_ptr + expert * weight_strides[0]
-    weight_ptrs += o[:, None] * weight_strides[1] + i[None, :] * weight_strides[2]
-    mask = (o < OUT)[:, None] & (i < IN)[None, :]
-    weight = tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
-    scale, inverse = block_scales(largest_size(tl.reshape(weight, (16384,)), 0))
+    o, i = tl.arange(0, 128), tl.arange(0, 128)  # inside the block, whose elements lie less than 2**31 apart
+    first_out, first_in = (block_out * 128).to(tl.int64), (block_in * 128).to(tl.int64)
+    is_out, is_in = first_out + o < OUT, first_in + i < IN
+    weight_ptr += expert * weight_strides[0] + first_out * weight_strides[1] + first_in * weight_strides[2]
+    weight_ptrs = weight_ptr + (o[:, None] * weight_strides[1] + i[None, :] * weight_strides[2])
+    weight = _widened(tl.load(weight_ptrs, mask=is_out[:, None] & is_in[None, :], other=0.0))
+    scale, inverse = block_scales(largest_size(weight, None))
     values = encode_e4m3(weight * inverse)
     NUM_OUT: tl.constexpr = (OUT + 127) // 128
     NUM_IN: tl.constexpr = (IN + 127) // 128
     if values_ptr is not None:
-        tl.store(values_ptr + expert * (OUT * IN) + o[:, None] * IN + i[None, :], values, mask=mask)
+        values_ptr += expert * (OUT * IN) + first_out * IN + first_in
+        tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
         tl.store(scales_ptr + (expert * NUM_OUT + block_out) * NUM_IN + block_in, scale)
     if turned_values_ptr is not None:
         # As bytes, which Triton turns through shared memory.
-        turned_ptrs = turned_values_ptr + expert * (OUT * IN) + i[:, None] * OUT + o[None, :]
-        tl.store(turned_ptrs, tl.trans(values), mask=(i < IN)[:, None] & (o < OUT)[None, :])
+        turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
+        turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
+        tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
         tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)

@@ -21,7 +21,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
-from moe_kernels.activation.ops import Destination, RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation.ops import (
+    Destination,
+    RowBias,
+    launch_activation,
+    launch_scaled_activation,
+    launch_weighted_activation_backward,
+)
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
@@ -35,6 +41,7 @@ from moe_kernels.permutation.partial_sums import launch_sum_shares
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.kernels import launch_dequantize
 from moe_kernels.quantization.quantize import quantize
+from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_rows, launch_quantize_weight
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
@@ -304,6 +311,28 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
     return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
+def run_scaled() -> None:
+    """Run everything that quantises to e4m3 with scales of blocks."""
+    for width in (2880, 4096):
+        launch_quantize_rows(torch.empty(512, width, dtype=torch.bfloat16))
+    weight = torch.empty(2, 1536, 2048, dtype=torch.bfloat16)
+    for given in (weight, weight.mT, weight.float()):
+        launch_quantize_weight(given)
+    launch_quantize_weight(weight, as_is=False)
+    weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
+    for name, d_ff in (("swiglu", 512), ("swiglu", 1024), ("gpt_oss", 2048), ("relu_squared", 1856)):
+        activation = mk.Activation(name)
+        hidden = torch.empty(512, (1 + activation.gated) * d_ff, dtype=torch.bfloat16)
+        launch_scaled_activation(hidden, activation)
+        dweighted, scaled = torch.empty(512, d_ff, dtype=torch.bfloat16), empty_scaled_rows(hidden, *hidden.shape)
+        launch_weighted_activation_backward(hidden, dweighted, weights, slot_to_row, activation, scaled=scaled)
+
+
+def compile_scaled(cc: int) -> list[dict[str, object]]:
+    compiled = compile_launches(run_scaled, cc)
+    return [{"kernel": name, "case": "scaled", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
 def run_dequantize(format: str, dtype: torch.dtype, size_in: int) -> None:
     launch_dequantize(quantize(torch.zeros(2, 128, size_in), format), dtype)
 
@@ -329,6 +358,8 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
     for case, cc in (("large", 80), ("jagged", 80), ("odd", 100)):
         yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
+    for cc in (90, 100):
+        yield compile_scaled, (cc,)
     yield from quantized_jobs()
     yield from epilogue_jobs()
     for cc in TARGETS:
