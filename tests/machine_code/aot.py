@@ -31,6 +31,7 @@ from moe_kernels.activation.ops import (
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
+from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.kernels import precision
@@ -123,6 +124,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         return list_arguments(kernel, form)
     if kernel.arguments_class is DecodingGemmArguments:
         return decoding_arguments(kernel, form)
+    if kernel.arguments_class is BlockScaledGemmArguments:
+        return block_scaled_arguments(kernel)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -421,10 +424,29 @@ def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
     )
 
 
+def block_scaled_arguments(kernel: Kernel) -> BlockScaledGemmArguments:
+    """Return arguments whose sizes are multiples of 16 only, without telling the compiler."""
+    num_rows, size_k, size_n, num_groups, float8 = 256, 2064, 1552, 4, kernel.metadata.operands.A.dtype
+    a, b = torch.empty(num_rows, size_k, dtype=float8), torch.empty(num_groups, size_n, size_k, dtype=float8)
+    scale_a, scale_b = torch.empty(17, num_rows), torch.empty(num_groups, 13, 17)
+    offsets, design = torch.zeros(num_groups, dtype=torch.int32), kernel.metadata.design
+    return BlockScaledGemmArguments(
+        a,
+        b.mT,
+        torch.empty(num_rows, size_n, dtype=torch.bfloat16),
+        scale_a.t(),
+        scale_b.mT,
+        tile_table=mk.reference.tile_table(offsets, num_rows, design.tile_shape[0]),
+        row_to_token=torch.zeros(num_rows, dtype=torch.int32) if design.gather else None,
+    )
+
+
 def forms(kernel: Kernel) -> tuple[str, ...]:
     """Return the forms of `gemm_arguments` that compile to different code; some use bfloat16 for all dtypes."""
     if kernel.arguments_class is DecodingGemmArguments:
         return decoding_forms(kernel)
+    if kernel.arguments_class is BlockScaledGemmArguments:
+        return ("sixteens",)
     design, operands = kernel.metadata.design, kernel.metadata.operands
     is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
     if kernel.arguments_class is GroupedGemmListArguments:
