@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from moe_kernels import WarpSpecializedDesign, get_kernels, reference
+from moe_kernels import WarpSpecializedDesign, get_kernels, grouped_gemm, reference
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.verify import check_result
@@ -196,3 +196,40 @@ def test_a_tile_table_of_another_height(device):
     args = dataclasses.replace(args, offsets=None, tile_table=table)
     selection.run(args)
     check_result(args, "tile table")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("form", ["product", "bias", "activation", "out"])
+def test_grouped_gemm_takes_block_scales(form, implementation, device):
+    args = draw("partial_blocks", device, gather=False)
+    a, b = dequantized(args, torch.float64)
+    generator = torch.Generator(device).manual_seed(1)
+    bias = torch.randn(len(b), b.shape[2], device=device, generator=generator)
+    row_scale = torch.rand(len(a), device=device, generator=generator)
+    options = {"bias": bias, "row_scale": row_scale} if form in ("bias", "activation") else {}
+    options |= {"activation": "swiglu"} if form == "activation" else {}
+    memory = {"out": torch.full_like(args.out, torch.nan)} if form == "out" else {"out_dtype": torch.float32}
+    scales = {"scale_a": args.scale_a, "scale_b": args.scale_b}
+    actual = grouped_gemm(args.A, args.B, args.offsets, **scales, **options, **memory, implementation=implementation)
+    assert form != "out" or actual is memory["out"]
+    exact = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    expected = reference.grouped_gemm(a.nan_to_num(), b, args.offsets, **exact)
+    assert not actual[args.offsets[-1] :].any()
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-3 if form == "out" or device == "cuda" else 1e-6)
+
+
+def dequantized(args, dtype):
+    a = dequantize_blocks(args.A, args.scale_a, 1, BLOCK, dtype)
+    return a, dequantize_blocks(args.B, args.scale_b, BLOCK, BLOCK, dtype)
+
+
+@pytest.mark.parametrize("name", ["scale_a", "scale_b"])
+def test_grouped_gemm_names_wrong_block_scales(name):
+    args = draw("partial_blocks", "cpu", gather=False)
+    scales = {"scale_a": args.scale_a, "scale_b": args.scale_b}
+    rule = {"scale_a": r"scale_a must be \[R, K/128\]", "scale_b": r"scale_b must be \[G, K/128, N/128\]"}[name]
+    with pytest.raises(ValueError, match=rule):
+        grouped_gemm(args.A, args.B, args.offsets, **{**scales, name: scales[name][..., :1]})
+    with pytest.raises(ValueError, match="scale_a of blocks must come with scale_b, got None"):
+        grouped_gemm(args.A, args.B, args.offsets, scale_a=args.scale_a)
