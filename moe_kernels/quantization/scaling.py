@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference_fp8 import BLOCK
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, tl, triton
-from ..types import QuantizedWeight, ScaledRows
+from ..types import QuantizedWeight, ScaledForms, ScaledRows
 from .e4m3 import block_scales, encode_e4m3, largest_size, quantize_tile, store_scales
 from .formats import FP8
 from .kernels import INTERPRET
@@ -152,3 +152,15 @@ def _quantize_weight_kernel(
         turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
         tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
         tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
+
+
+def quantize_experts(w_up: Tensor, w_down: Tensor, *, turned: bool = True) -> ScaledForms:
+    """Return the forms of the experts' weights in e4m3: as they are, and transposed unless not `turned`."""
+    up, up_turned = _forms(w_up, turned)
+    down, down_turned = _forms(w_down, turned)
+    return ScaledForms(*up, *up_turned, *down, *down_turned)
+
+
+def _forms(weight: Tensor, turned: bool) -> list[tuple[Tensor | None, Tensor | None]]:
+    made = launch_quantize_weight(weight, transposed=turned)
+    return [(None, None) if form is None else (form.values, form.scales) for form in made]
