@@ -17,7 +17,8 @@ from ..gemm.epilogue import launch_bias_and_scale, launch_product
 from ..gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments, QuantizedMatrices
 from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.kernels import launch_dequantize
-from ..quantization.scaling import launch_quantize_rows, launch_quantize_weight
+from ..quantization.scaling import launch_quantize_rows
+from ..quantization.weight_scaling import launch_quantize_weight
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert

@@ -12,7 +12,7 @@ from moe_kernels.experts.fused_op import ExpertOperands
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.quantization.scaling import quantize_experts
+from moe_kernels.quantization.weight_scaling import quantize_experts
 from moe_kernels.runtime.packing import packing_of
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, make_inputs, run_with_grads, to_float64
@@ -94,10 +94,12 @@ def relative_error(actual, exact):
 DISTRIBUTIONS = ("normal", "outlier channels", "heavy tails")
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_errors_against_unquantised_operands_are_below_nine_per_cent(distribution, implementation, device):
-    tokens, weights, experts, w_up, w_down = draw(Case(96, 256, 128, 4, 2), "plain", torch.float32, device)
+@pytest.mark.parametrize(
+    ("implementation", "distribution"), [("triton", "normal"), *(("reference", name) for name in DISTRIBUTIONS)]
+)
+def test_errors_against_unquantised_operands_are_below_nine_per_cent(implementation, distribution, device):
+    case = Case(96, 256, 128, 4, 2) if implementation == "reference" else BLOCKS
+    tokens, weights, experts, w_up, w_down = draw(case, "plain", torch.float32, device)
     generator = torch.Generator(device).manual_seed(3)
     if distribution == "outlier channels":
         tokens[:, ::64] *= 30
@@ -144,7 +146,7 @@ def test_given_forms_of_the_weights_give_the_same_bits(turned, recompute, device
     assert all(map(torch.equal, results(operands, op=op, **options), results(operands)))
 
 
-@pytest.mark.parametrize("variant", ["plain", "weight_on_input_bias"])
+@pytest.mark.parametrize("variant", default_tier(["plain", "weight_on_input_bias"], {"weight_on_input_bias"}))
 def test_frozen_operands_are_skipped(variant, device):
     operands = draw(Case(5, 16, 16, 2, 2), variant, torch.float32, device)
     indices = [i for i in range(len(operands)) if i != 2]
@@ -155,10 +157,9 @@ def test_frozen_operands_are_skipped(variant, device):
         return dict(zip(wanted, torch.autograd.grad(out.sum(), [leaves[i] for i in wanted]), strict=True))
 
     every = gradients(indices)
-    for chosen in ([i for i in indices if i != frozen] for frozen in indices):
+    for chosen in ([0], [1], [3], [4], indices[1:], indices[:-1]):
         for i, gradient in gradients(chosen).items():
             assert torch.equal(gradient, every[i]), i
-    assert torch.equal(gradients([4])[4], every[4])
 
 
 def test_dropped_slots_and_experts_without_rows(device):

@@ -13,7 +13,8 @@ from moe_kernels.activation.ops import (
 )
 from moe_kernels.quantization.ops import _quantize_rows_op, quantize_rows
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_weight
+from moe_kernels.quantization.scaling import empty_scaled_rows
+from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
 
 from ..dtypes import DTYPES
 
@@ -141,7 +142,7 @@ FUSED = {
 }
 
 
-def draw_hidden(activation, d_ff, dtype, device, num_rows=37):
+def draw_hidden(activation, d_ff, dtype, device, num_rows=13):
     """Return H and a bias."""
     width = (1 + activation.gated) * d_ff
     bias = RowBias(draw((3, width), dtype, device, 1), torch.arange(num_rows, device=device).int() % 3)
@@ -163,12 +164,12 @@ def test_activation_quantises_what_it_would_store(form, dtype, device):
 def test_activation_backward_quantises_what_it_stores(form, handles, device):
     """Of the rows that slots have; the others are unwritten in both."""
     activation, d_ff = FUSED[form]
-    dtype, num_rows = DTYPES[-1], 37
+    dtype, num_rows, num_kept = DTYPES[-1], 13, 11
     hidden = draw_hidden(activation, d_ff, dtype, device)[0].clamp(-9, 9)
     dweighted = draw((num_rows, d_ff), dtype, device, 2).clamp(-9, 9)
-    num_tokens = 20 if handles == "slots" else 30
+    num_tokens = 6 if handles == "slots" else 9
     order = torch.randperm(2 * num_tokens, generator=torch.Generator().manual_seed(0))
-    slot_to_row = torch.where(order < 33, order, -1).int().view(num_tokens, 2).to(device)
+    slot_to_row = torch.where(order < num_kept, order, -1).int().view(num_tokens, 2).to(device)
     owner = torch.zeros(num_rows, dtype=torch.int32, device=device)
     token, k = (slot_to_row >= 0).nonzero(as_tuple=True)
     owner[slot_to_row[token, k].long()] = token.int()
@@ -179,7 +180,50 @@ def test_activation_backward_quantises_what_it_stores(form, handles, device):
         launched = launch_weighted_activation_backward(
             hidden, weighted, weights, slot_to_row, activation, row_to_token=owner, scaled=scaled
         )
-        results.append((launched[0][:33], weighted[:33], launched[1]))
+        results.append((launched[0][:num_kept], weighted[:num_kept], launched[1]))
     assert all(map(torch.equal, *results))
     expected = quantize_rows(results[0][0], implementation="triton")
-    assert_same((scaled.values[:33], scaled.scales[:33]), expected)
+    assert_same((scaled.values[:num_kept], scaled.scales[:num_kept]), expected)
+
+
+CHANGES = {
+    "all": lambda w: w.mul_(1.01),
+    "average": lambda w: w.copy_(w.flip(0)),
+    "one_expert": lambda w: w[1].zero_(),
+    "one_block": lambda w: w[2, 128:, :128].add_(1.0),
+    "nothing": lambda w: w,
+}
+
+
+@pytest.mark.parametrize("stored", ["as_is", "transposed"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_quantised_again_in_place(change, stored, device):
+    weight = draw((3, 200, 144), torch.float16, device)
+    if stored == "transposed":
+        weight = weight.mT.contiguous().mT
+    forms, samples = launch_quantize_weight(weight), take_samples(weight)
+    pointers = [form.values.data_ptr() for form in forms]
+    CHANGES[change](weight)
+    if change == "nothing":
+        # Whatever the forms hold stays, because nothing is written.
+        forms[0].scales.fill_(7.0)
+        launch_requantize(weight, forms, samples)
+        assert (forms[0].scales == 7.0).all() and not samples.differ.any()
+        return
+    for _ in range(2):  # the second time nothing differs
+        launch_requantize(weight, forms, samples)
+        for actual, expected in zip(forms, launch_quantize_weight(weight), strict=True):
+            assert_same((actual.values, actual.scales), (expected.values, expected.scales))
+    assert not samples.differ.any() and pointers == [form.values.data_ptr() for form in forms]
+
+
+def test_equal_bits_are_no_change(device):
+    """NaN equals itself, and zeros of other signs differ."""
+    weight = torch.zeros(1, 128, 128, device=device)
+    weight[0, 0, :64] = torch.nan
+    forms, samples = launch_quantize_weight(weight), take_samples(weight)
+    launch_requantize(weight, forms, samples)
+    assert not samples.differ.any()
+    weight.neg_()
+    launch_requantize(weight, forms, samples)
+    assert samples.differ.any()

@@ -125,13 +125,14 @@ def _b_scales_at(scales, group, block):
 @gluon.jit
 def _consume(
     tiles,
-    num_all_row_tiles,
+    num_tiles_ptr,
     ring,
     scales,
     row_to_token_ptr,
     out_desc,
     buffer,
     WARPGROUP: gl.constexpr,
+    ZERO_TAIL: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
     TWO: gl.constexpr = BLOCK_N == 2 * _STEP
@@ -205,13 +206,17 @@ def _consume(
     write(left, out_desc, [ROW_BOUND, at_end, at_row, at_column], buffer)
     if TWO:
         write(right, out_desc, [ROW_BOUND, at_end, at_row, at_column + _STEP], buffer)
-    zeros = gl.zeros((_ROWS, _STEP), out_desc.dtype, layout)
-    for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
-        _, row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
-        at_row = 0x40000000 - (end - row) + WARPGROUP * _ROWS
-        for half in gl.static_range(BLOCK_N // _STEP):
-            at_column = tile % tiles.num_column_tiles * BLOCK_N + half * _STEP
-            write(zeros, out_desc, [ROW_BOUND, end, at_row, at_column], buffer)
+    if ZERO_TAIL:
+        zeros = gl.zeros((_ROWS, _STEP), out_desc.dtype, layout)
+        # Loaded again, because in the loop above no register is free.
+        num_all_tiles = gl.load(num_tiles_ptr + 1) * tiles.num_column_tiles
+        first_tile = gl.load(num_tiles_ptr) * tiles.num_column_tiles + gl.program_id(0)
+        for tile in range(first_tile, num_all_tiles, gl.num_programs(0)):
+            _, row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
+            at_row = 0x40000000 - (end - row) + WARPGROUP * _ROWS
+            for half in gl.static_range(BLOCK_N // _STEP):
+                at_column = tile % tiles.num_column_tiles * BLOCK_N + half * _STEP
+                write(zeros, out_desc, [ROW_BOUND, end, at_row, at_column], buffer)
     tma.store_wait(0)
 
 
@@ -244,7 +249,6 @@ def block_scaled_gemm_kernel(
 ):
     """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
     num_row_tiles = gl.load(num_tiles_ptr)
-    num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
     tiles = Tiles(
         tiles_ptr, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, None
     )
@@ -256,8 +260,14 @@ def block_scaled_gemm_kernel(
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     gl.warp_specialize(
         [
-            (_consume, (tiles, num_all_row_tiles, ring, scales, row_to_token_ptr, out_desc, buffer_0, 0, BLOCK_N)),
-            (_consume, (tiles, num_all_row_tiles, ring, scales, row_to_token_ptr, out_desc, buffer_1, 1, BLOCK_N)),
+            (
+                _consume,
+                (tiles, num_tiles_ptr, ring, scales, row_to_token_ptr, out_desc, buffer_0, 0, ZERO_TAIL, BLOCK_N),
+            ),
+            (
+                _consume,
+                (tiles, num_tiles_ptr, ring, scales, row_to_token_ptr, out_desc, buffer_1, 1, ZERO_TAIL, BLOCK_N),
+            ),
             (_produce, (tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, BLOCK_N)),
         ],
         [4, 4],
