@@ -49,6 +49,7 @@ INTERNAL = {
     "moe_kernels.quantization.formats",
     "moe_kernels.quantization.ops",
     "moe_kernels.quantization.quantize",
+    "moe_kernels.quantization.weight_scaling",
     "moe_kernels.routing.routers",
     "moe_kernels.runtime.dispatch",
     "moe_kernels.runtime.pytorch",
