@@ -64,12 +64,16 @@ class KeptForms:
 
     def of(
         self,
+        module: nn.Module,  # that holds the parameters
         parameters: tuple[Tensor, Tensor],  # w_up and w_down
         parts: tuple[Tensor, Tensor],  # of this rank
         weights: tuple[Tensor, Tensor],  # the parts in the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
         """Return the forms of the weights as they are now, or None where the op is to make them."""
+        # FSDP1 and FSDP2 set this attribute for the compiler.
+        if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
+            return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):
             return None
         if not runs_kernels(implementation, weights[0]) or _is_captured(weights[0]):

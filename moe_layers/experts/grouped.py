@@ -224,13 +224,10 @@ class GroupedExperts(nn.Module):
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
         """Return the kept e4m3 forms of the weights; None without `precision`, or where the op is to make them."""
-        if self.precision is None or torch.compiler.is_compiling() or isinstance(self.w_up, QuantizedExperts):
+        if self.precision is None or isinstance(self.w_up, QuantizedExperts):
             return None
-        if getattr(self, "_is_fsdp_managed_module", False):  # FSDP1 and FSDP2 set this for the compiler
-            return None
-        assert not isinstance(self.w_down, QuantizedExperts)
-        pairs: list[Any] = [(each.w_up, each.w_down) for each in (parts, weights)]
-        return self.kept_forms.of((self.w_up, self.w_down), *pairs, self.implementation)
+        pairs: list[Any] = [(each.w_up, each.w_down) for each in (self, parts, weights)]
+        return self.kept_forms.of(self, *pairs, self.implementation)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
         self.kept_forms.drop()  # they are of the device and dtype that the parameters had
