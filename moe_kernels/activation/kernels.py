@@ -227,7 +227,8 @@ def _store_scaled(
     tl.store(values_ptr + row * width + place + f, quantised, mask=is_row & (f < size))
     BLOCK_R: tl.constexpr = values.shape[0]
     rows, are_rows = tl.reshape(row, (BLOCK_R,)), tl.reshape(is_row, (BLOCK_R,))
-    store_scales(scales_ptr, scales, rows, are_rows, (place + first) // 128, num_rows, place + size, BLOCK_F // 128)
+    block = (place + first) // 128
+    store_scales(scales_ptr, 1, num_rows, scales, rows, are_rows, block, place + size, BLOCK_F // 128)
 
 
 @triton.jit

@@ -54,8 +54,9 @@ def quantize_tile(values, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def store_scales(scales_ptr, scales, row, is_row, first, num_rows, K, BLOCKS: tl.constexpr):
+def store_scales(scales_ptr, row_stride, block_stride, scales, row, is_row, first, K, BLOCKS: tl.constexpr):
     """Write scales [R, BLOCKS] of rows, the first being that of block `first` of K columns."""
     block = first + tl.arange(0, BLOCKS)
     mask = is_row[:, None] & (block < (K + 127) // 128)[None, :]
-    tl.store(scales_ptr + block.to(tl.int64)[None, :] * num_rows + row[:, None], scales, mask=mask)
+    scales_ptrs = scales_ptr + row[:, None] * row_stride + block.to(tl.int64)[None, :] * block_stride
+    tl.store(scales_ptrs, scales, mask=mask)

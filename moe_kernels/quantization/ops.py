@@ -1,4 +1,4 @@
-"""`dequantize` and `quantize_rows`: the public functions and their registered ops."""
+"""`dequantize`, `quantize_rows` and the packing of quantised rows: the functions and their registered ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..types import QuantizedWeight, ScaledRows
 from .decode import decode_weight
 from .formats import check_quantized
 from .kernels import launch_dequantize
-from .scaling import empty_scaled_rows, launch_quantize_rows
+from .scaling import empty_scaled_rows, launch_pack_rows, launch_quantize_rows, launch_unpack_rows, packed_width
 
 
 def dequantize(
@@ -85,3 +85,57 @@ def _quantize_rows_op(rows: Tensor) -> tuple[Tensor, Tensor]:
 @_quantize_rows_op.register_fake
 def _(rows):
     return empty_scaled_rows(rows, *rows.shape)
+
+
+def pack_rows(
+    rows: Tensor,  # [R, K], K a multiple of 16
+    *,
+    implementation: str | None = None,
+) -> Tensor:  # [R, W] in the dtype of rows
+    """Return `quantize_rows` as one tensor to send: the bytes of each row's numbers, then those of its scales.
+
+    The dtype is that of the rows, so that autograd accepts the tensor; its values have no meaning.
+    """
+    if choose("pack_rows", implementation, rows) == "triton":
+        return _pack_rows_op(rows)
+    values, scales = reference_fp8.quantize_blocks(rows, 1, reference_fp8.BLOCK)
+    num_rows, num_columns = rows.shape
+    packed = rows.new_empty(num_rows, packed_width(num_columns), dtype=torch.uint8)
+    packed[:, :num_columns] = values.view(torch.uint8)
+    packed[:, num_columns:].view(torch.float32)[:, : scales.shape[1]] = scales
+    return packed.view(rows.dtype)
+
+
+def unpack_rows(
+    packed: Tensor,  # [R, W]
+    num_columns: int,
+    *,
+    implementation: str | None = None,
+) -> Tensor:  # [R, num_columns]
+    """Return the rows that `pack_rows` packed, as quantised."""
+    if choose("unpack_rows", implementation, packed) == "triton":
+        return _unpack_rows_op(packed, num_columns)
+    stored = packed.view(torch.uint8)
+    values = stored[:, :num_columns].contiguous().view(torch.float8_e4m3fn)
+    scales = stored[:, num_columns:].view(torch.float32)
+    return reference_fp8.dequantize_blocks(values, scales, 1, reference_fp8.BLOCK, torch.float32).to(packed.dtype)
+
+
+@registered_op("pack_rows")
+def _pack_rows_op(rows: Tensor) -> Tensor:
+    return launch_pack_rows(rows)
+
+
+@_pack_rows_op.register_fake
+def _(rows):
+    return rows.new_empty(rows.shape[0], packed_width(rows.shape[1]) // rows.dtype.itemsize)
+
+
+@registered_op("unpack_rows")
+def _unpack_rows_op(packed: Tensor, num_columns: int) -> Tensor:
+    return launch_unpack_rows(packed, num_columns)
+
+
+@_unpack_rows_op.register_fake
+def _(packed, num_columns):
+    return packed.new_empty(packed.shape[0], num_columns)

@@ -11,7 +11,7 @@ from moe_kernels.activation.ops import (
     launch_scaled_activation,
     launch_weighted_activation_backward,
 )
-from moe_kernels.quantization.ops import _quantize_rows_op, quantize_rows
+from moe_kernels.quantization.ops import _quantize_rows_op, pack_rows, quantize_rows, unpack_rows
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.quantization.scaling import empty_scaled_rows
 from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
@@ -227,3 +227,29 @@ def test_equal_bits_are_no_change(device):
     weight.neg_()
     launch_requantize(weight, forms, samples)
     assert samples.differ.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(37, 256), (3, 16), (5, 208), (0, 48)])
+def test_packed_rows_hold_numbers_and_scales(shape, dtype, device):
+    rows = draw(shape, dtype, device)
+    packed = {name: pack_rows(rows, implementation=name) for name in ("triton", "reference")}
+    width = shape[1] + 8 * -(-shape[1] // 256)
+    for name, tensor in packed.items():
+        assert tensor.dtype == dtype and tensor.shape == (shape[0], width // dtype.itemsize), name
+    used = shape[1] + 4 * -(-shape[1] // 128)
+    assert torch.equal(*(tensor.view(torch.uint8)[:, :used] for tensor in packed.values()))
+    values, scales = quantize_rows(rows, implementation="reference")
+    expected = reference_fp8.dequantize_blocks(values, scales, 1, 128, torch.float32).to(dtype)
+    for name in packed:
+        actual = unpack_rows(packed["triton"], shape[1], implementation=name)
+        torch.testing.assert_close(actual, expected, rtol=0.0 if dtype == torch.float32 else 1e-3, atol=0.0)
+
+
+def test_packed_rows_are_quantised_alike_again(device):
+    """So the receiver, which quantises what it unpacked, multiplies the numbers that were sent."""
+    rows = draw((64, 256), DTYPES[-1], device)
+    again = quantize_rows(unpack_rows(pack_rows(rows), 256))
+    first = quantize_rows(rows)
+    assert torch.equal(again.values.float(), first.values.float())
+    torch.testing.assert_close(again.scales, first.scales, rtol=0.01, atol=0.0)
