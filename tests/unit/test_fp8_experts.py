@@ -1,12 +1,13 @@
 """`fused_experts(precision="fp8")` against the same recipe in PyTorch, and against the op without it."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 
 from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
-from moe_kernels.experts.fp8_op import fp8_experts_op
+from moe_kernels.experts.fp8_op import fp8_experts_op, warn_if_unmeasured
 from moe_kernels.experts.fused import check_fp8_gpu, compute_experts
 from moe_kernels.experts.fused_op import ExpertOperands
 from moe_kernels.experts.rows import Rows
@@ -293,3 +294,17 @@ def test_bad_input():
     with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9\.0, this one has 8\.9"):
         check_fp8_gpu("fused_experts", 89)
     check_fp8_gpu("fused_experts", 90)
+
+
+UNMEASURED = [(90, 2048, 768, 512), (90, 1024, 768, 1024), (90, 2048, 512, 1024), (100, 4096, 1024, 2048)]
+
+
+@pytest.mark.parametrize("sizes", UNMEASURED)
+def test_warns_once_where_it_was_not_measured_to_be_faster(sizes):
+    warn_if_unmeasured.cache_clear()
+    with pytest.warns(RuntimeWarning, match="may be slower than without"):
+        warn_if_unmeasured(*sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_unmeasured(*sizes)
+        warn_if_unmeasured(90, 2048, 768, 1024)
