@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..activation.ops import can_scale_gradient
-from ..gemm.arguments import rows_bucket
 from ..gemm.kernel import device_cc
 from ..permutation.permute import launch_slot_products
 from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
@@ -59,8 +58,8 @@ def fp8_experts_op(operands: ExpertOperands, forms: ScaledForms) -> _Outputs:
     tokens, topk_weights, _, _, rows, recompute = operands
     if tokens.is_cuda:
         num_experts, d_model, d_ff = operands.experts.weights.w_down.shape
-        rows_per_expert = rows_bucket(rows.row_to_token.shape[0], num_experts)
-        warn_if_unmeasured(device_cc(tokens.device), d_model, d_ff, rows_per_expert)
+        rows_per_expert = rows.row_to_token.shape[0] // num_experts
+        warn_if_unmeasured(device_cc(tokens.device), d_model, d_ff, 2 ** rows_per_expert.bit_length() // 2)
     experts = operands.experts.scaled(forms)
     preactivation, activated, _ = activate(experts, rows, tokens, topk_weights)
     if recompute:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,10 +86,11 @@ class Experts(NamedTuple):
 
     def scaled(self, forms: ScaledForms) -> Experts:
         """The same experts, computed in e4m3."""
-        weights, f = self.weights, forms
-        up: Any = ScaledWeight(weights.w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
-        down: Any = ScaledWeight(weights.w_down, f.down, f.down_scales, f.down_turned, f.down_turned_scales)
-        return self._replace(weights=weights._replace(w_up=up, w_down=down))
+        (w_up, w_down, *_), f = self.weights, forms
+        assert isinstance(w_up, Tensor) and isinstance(w_down, Tensor)
+        up = ScaledWeight(w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
+        down = ScaledWeight(w_down, f.down, f.down_scales, f.down_turned, f.down_turned_scales)
+        return self._replace(weights=self.weights._replace(w_up=up, w_down=down))
 
     def kind(self) -> Activation:
         return _activation(self.activation, self.limit, self.alpha, self.interleaved)

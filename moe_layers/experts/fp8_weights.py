@@ -80,8 +80,8 @@ class KeptForms:
             return None
         turned = torch.is_grad_enabled()
         with torch.no_grad(), unseen_by_modes(), torch.cuda.device_of(weights[0]):
-            for name, *tensors in zip(("w_up", "w_down"), parameters, parts, weights, strict=True):
-                self._kept[name] = _renewed(self._kept.pop(name, None), *tensors, turned)
+            for name, parameter, part, weight in zip(("w_up", "w_down"), parameters, parts, weights, strict=True):
+                self._kept[name] = _renewed(self._kept.pop(name, None), parameter, part, weight, turned)
         return scaled_forms(*(self._kept[name].forms for name in ("w_up", "w_down")))
 
 

@@ -226,8 +226,8 @@ class GroupedExperts(nn.Module):
         """Return the kept e4m3 forms of the weights; None without `precision`, or where the op is to make them."""
         if self.precision is None or isinstance(self.w_up, QuantizedExperts):
             return None
-        pairs: list[Any] = [(each.w_up, each.w_down) for each in (self, parts, weights)]
-        return self.kept_forms.of(self, *pairs, self.implementation)
+        own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))
+        return self.kept_forms.of(self, own, local, given, self.implementation)  # pyright: ignore[reportArgumentType]  # not quantised
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
         self.kept_forms.drop()  # they are of the device and dtype that the parameters had

@@ -166,8 +166,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
 def _in_precision(part: Found, precision: str) -> Found:
     """Return the experts with a precision. Raise ValueError if they cannot be computed with it."""
     w_down = part.spec.w_down(part.experts)
-    if isinstance(w_down, QuantizedWeight) or part.spec.normed:
-        got = "a norm" if part.spec.normed else f"stored {w_down.format}"
+    got = f"stored {w_down.format}" if isinstance(w_down, QuantizedWeight) else "a norm" if part.spec.normed else None
+    if got is not None:
         raise ValueError(f"enable: precision={precision!r} needs plain weights and no norm, got {got} in {part.name}")
     check_fp8_sizes("enable", *w_down.shape[1:])
     return replace(part, spec=replace(part.spec, precision=precision))
