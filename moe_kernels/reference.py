@@ -360,7 +360,7 @@ def combine(
     return chosen.sum(1).to(rows.dtype)
 
 
-def _add_bias(
+def add_bias(
     rows: Tensor,  # [R, N]
     bias: Tensor | None,  # [E, N]
     offsets: Tensor,  # [E] int32
@@ -389,16 +389,14 @@ def fused_experts(
     up_a, up_b, down_a, down_b, scale = adapters or ExpertAdapters()
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     if w_router is not None:
-        topk_weights = _with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
+        topk_weights = with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
     rows = permute(tokens, permutation)  # [R, D]
     if weight_on_input:
-        dropped = topk_weights.new_zeros(1)  # factor of the rows of dropped slots, which follow the last offset
-        row_to_slot = _invert(slot_to_row)[: len(rows)]
-        weights = torch.cat([topk_weights.flatten(), dropped])[row_to_slot]
+        weights = row_weights(topk_weights, slot_to_row, len(rows))
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
     preactivation = _adapted_linear(rows, w_up, up_a, up_b, scale, offsets)  # [R, 2F] or [R, F]
-    activated = apply_activation(_add_bias(preactivation, b_up, offsets), activation)  # [R, F]
-    rows = _add_bias(_adapted_linear(activated, w_down, down_a, down_b, scale, offsets), b_down, offsets)  # [R, D]
+    activated = apply_activation(add_bias(preactivation, b_up, offsets), activation)  # [R, F]
+    rows = add_bias(_adapted_linear(activated, w_down, down_a, down_b, scale, offsets), b_down, offsets)  # [R, D]
     return combine(rows, None if weight_on_input else topk_weights, slot_to_row)
 
 
@@ -417,7 +415,7 @@ def _adapted_linear(
     return product + scale * grouped_gemm(grouped_gemm(rows, a, offsets), b, offsets)
 
 
-def _with_gradient_to(
+def with_gradient_to(
     tokens: Tensor, w_router: Tensor, topk_weights: Tensor, permutation: Permutation
 ) -> Tensor:  # [T, K]
     """Return the weights with a gradient to the tokens, through a softmax over the chosen experts' logits."""
@@ -428,7 +426,15 @@ def _with_gradient_to(
     return topk_weights + (softmax - softmax.detach())
 
 
-def _invert(slot_to_row: Tensor) -> Tensor:  # [R]
+def row_weights(
+    topk_weights: Tensor,  # [T, K]
+    slot_to_row: Tensor,  # [T, K] int32
+    num_rows: int,
+) -> Tensor:  # [R], zero for rows of dropped slots, which follow the last offset
+    return functional.pad(topk_weights.flatten(), (0, 1))[row_to_slot(slot_to_row)[:num_rows]]
+
+
+def row_to_slot(slot_to_row: Tensor) -> Tensor:  # [R]
     """Return the slot of each row; T * K for rows of dropped slots."""
     num_slots = slot_to_row.numel()
     row = torch.where(slot_to_row >= 0, slot_to_row, num_slots).flatten().long()

@@ -94,6 +94,49 @@ class QuantizedWeight(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+class ScaledRows(NamedTuple):
+    """Rows in e4m3 with a scale for each row and each 128 columns, as products of FP8 read them."""
+
+    values: Tensor  # [R, K] float8_e4m3fn, contiguous
+    scales: Tensor  # [R, ceil(K / 128)] float32, stored by columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+
+class ScaledForms(NamedTuple):
+    """The experts' weights in e4m3 with a float32 scale for each 128 x 128 block, once as they are and once transposed
+    ("turned"). Fields are None where a product makes its own operand. All tensors are contiguous."""
+
+    up: Tensor | None = None  # [E, 2F or F, D] float8_e4m3fn
+    up_scales: Tensor | None = None  # [E, 2F / 128, D / 128], rounded up
+    up_turned: Tensor | None = None  # [E, D, 2F or F]
+    up_turned_scales: Tensor | None = None  # [E, D / 128, 2F / 128]
+    down: Tensor | None = None  # [E, D, F]
+    down_scales: Tensor | None = None  # [E, D / 128, F / 128]
+    down_turned: Tensor | None = None  # [E, F, D]
+    down_turned_scales: Tensor | None = None  # [E, F / 128, D / 128]
+
+
+class ScaledWeight(NamedTuple):
+    """A trained weight [E, out, in] whose products have e4m3 operands: `ScaledForms` of one weight."""
+
+    master: Tensor
+    values: Tensor | None  # [E, out, in]
+    scales: Tensor | None  # [E, out / 128, in / 128]
+    turned: Tensor | None  # [E, in, out]
+    turned_scales: Tensor | None  # [E, in / 128, out / 128]
+
+    @property
+    def shape(self) -> torch.Size:  # [E, out, in]
+        return self.master.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.master.dtype
+
+
 Weight = Tensor | QuantizedWeight
 
 

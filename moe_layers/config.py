@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_kernels import Activation, RouterSpec
 from moe_kernels.activation.functions import ACTIVATIONS
-from moe_kernels.experts.fused import RECOMPUTE
+from moe_kernels.experts.fused import PRECISIONS, RECOMPUTE, check_fp8_sizes
 
 from .architectures import find_architecture, read_config
 from .balance.balancing import BalanceLosses
@@ -47,6 +47,8 @@ class MoEConfig:
             Gemma 4. Default: it reads x.
         recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
             one GEMM; None keeps them.
+        precision: "fp8" multiplies e4m3 operands in the products of the routed experts' forward and of the gradients of
+            their rows, see `fused_experts`. None multiplies operands in the dtype of the parameters.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.
         batch_invariant: a token's output does not depend on the other tokens of a call, bit for bit. See the property
             of `MoEFeedForward`.
@@ -73,6 +75,7 @@ class MoEConfig:
     capacity: int | CapacityFactor | None = None
     separate_router_input: bool = False
     recompute: str | None = None
+    precision: str | None = None
     balance_losses: BalanceLosses = field(default_factory=BalanceLosses)
     batch_invariant: bool = False
     init_std: float = 0.02
@@ -87,6 +90,7 @@ class MoEConfig:
         for name in ("bias", "shared_gate", "separate_router_input", "batch_invariant"):
             check_kind("MoEConfig", name, getattr(self, name), bool)
         check_choice("MoEConfig", "recompute", self.recompute, RECOMPUTE)
+        check_choice("MoEConfig", "precision", self.precision, PRECISIONS)
         if not isinstance(self.init_std, int | float) or not 0 <= self.init_std < math.inf:
             raise ValueError(f"MoEConfig: init_std must be finite and not negative, got {self.init_std!r}")
         self._check_sizes()
@@ -107,6 +111,8 @@ class MoEConfig:
         check_positive("MoEConfig", **{name: size for name, size in optional.items() if size is not None})
         if self.num_zero_experts != 0:
             check_positive("MoEConfig", num_zero_experts=self.num_zero_experts)
+        if self.precision is not None:
+            check_fp8_sizes("MoEConfig", self.latent_dim or self.d_model, self.d_ff)
         self.router.check_sizes("MoEConfig", self.num_experts + self.num_zero_experts, self.top_k)
 
     def _check_combinations(self) -> None:

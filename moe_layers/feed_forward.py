@@ -70,6 +70,8 @@ class MoEFeedForward(nn.Module):
             `set_aux_loss_scale`; None for no losses.
         recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
             one GEMM; None keeps them.
+        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, operands in
+            the dtype of the parameters.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -93,6 +95,7 @@ class MoEFeedForward(nn.Module):
         noise: RouterNoise | None = None,
         balance_losses: BalanceLosses | None = None,
         recompute: str | None = None,
+        precision: str | None = None,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -111,6 +114,7 @@ class MoEFeedForward(nn.Module):
                 capacity=capacity,
                 balance_losses=BalanceLosses() if balance_losses is None else balance_losses,
                 recompute=recompute,
+                precision=precision,
             )
         except ValueError as error:  # about an argument of this constructor
             raise ValueError(str(error).replace("MoEConfig", "MoEFeedForward", 1)) from error
@@ -179,6 +183,7 @@ class MoEFeedForward(nn.Module):
             bias=config.bias,
             weight_on_input=config.router.weight_on_input,
             recompute=config.recompute,
+            precision=config.precision,
             **factory,
         )
         self.w_latent_in, self.w_latent_out = None, None
@@ -204,6 +209,7 @@ class MoEFeedForward(nn.Module):
             self._config,
             capacity=self.capacity,
             recompute=self.experts.recompute,
+            precision=self.experts.precision,
             balance_losses=self.balance_losses,
             batch_invariant=self.batch_invariant,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..quantization.e4m3 import quantize_tile, store_scales
 from ..runtime.triton import tl, triton
 
 
@@ -11,7 +12,8 @@ def activation_kernel(
     preactivation_strides,  # [R, 2F], or [R, F] if not GATED
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
-    out_ptr,  # [R, F] contiguous
+    out_ptr,  # [R, F] contiguous; with scales, bytes of e4m3
+    scales_ptr,  # [cdiv(F, 128), R] contiguous, or None
     num_rows,
     F,
     limit,
@@ -22,7 +24,10 @@ def activation_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes out[r:r + BLOCK_R, f:f + BLOCK_F]. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
+    """One program writes out[r:r + BLOCK_R, f:f + BLOCK_F]. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F)).
+
+    With scales the activation is rounded to the dtype of the preactivation before it is quantised.
+    """
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     first = tl.program_id(1).to(tl.int64) * BLOCK_F
     is_row = r < num_rows
@@ -32,8 +37,12 @@ def activation_kernel(
         expert = tl.load(row_to_expert_ptr + r, mask=is_row, other=0).to(tl.int64)  # [BLOCK_R, 1]
         gate, up = _add_bias(gate, up, bias_ptr, expert, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
     f = first + tl.arange(0, BLOCK_F)[None, :]
-    value = FORWARD(gate, up, limit, alpha).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + r * F + f, value, mask=is_row & (f < F))
+    value = FORWARD(gate, up, limit, alpha)
+    if scales_ptr is None:
+        tl.store(out_ptr + r * F + f, value.to(out_ptr.dtype.element_ty), mask=is_row & (f < F))
+    else:
+        value = value.to(preactivation_ptr.dtype.element_ty)
+        _store_scaled(out_ptr, scales_ptr, value, r, is_row, first, F, F, 0, num_rows, BLOCK_F)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -67,7 +76,7 @@ def activation_backward_kernel(
     _store_pair(out, dgate, dup, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
 
 
-@triton.jit(do_not_specialize=["num_items"])
+@triton.jit(do_not_specialize=["num_rows", "num_items"])
 def weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
     bias_ptr,  # [E, 2F or F] contiguous, or None
@@ -80,6 +89,9 @@ def weighted_activation_backward_kernel(
     weighted_ptr,  # [R, F] contiguous, or dweighted_ptr
     destination_ptr,  # [T * K]: each slot's row in the two results, or None if slot_to_row holds for them
     dweights_ptr,  # [T * K]; zeros if programs handle rows
+    scaled_ptr,  # the dpreactivation once more, in bytes of e4m3, or None; this and the next two
+    scales_ptr,  # [columns of the preactivation / 128, R] contiguous
+    num_rows,  # R
     num_items,  # slots or rows
     F,
     limit,
@@ -129,6 +141,12 @@ def weighted_activation_backward_kernel(
         tl.store(weighted_ptr + out_row * F + f, (weight[:, None] * activated).to(dtype), mask=is_row & (f < F))
         out = dpreactivation_ptr + out_row * width
         _store_pair(out, dgate, dup, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+        if scaled_ptr is not None:
+            dgate = dgate.to(dtype)
+            _store_scaled(scaled_ptr, scales_ptr, dgate, out_row, is_row, first, F, width, 0, num_rows, BLOCK_F)
+            if GATED:
+                dup = dup.to(dtype)
+                _store_scaled(scaled_ptr, scales_ptr, dup, out_row, is_row, first, F, width, F, num_rows, BLOCK_F)
     tl.store(dweights_ptr + slot, tl.sum(products, 1), mask=is_kept)
 
 
@@ -184,6 +202,31 @@ def _store_pair(
         tl.store(pointer + f, gate.to(dtype), mask=is_row & (f < F))
         if GATED:
             tl.store(pointer + F + f, up.to(dtype), mask=is_row & (f < F))
+
+
+@triton.jit
+def _store_scaled(
+    values_ptr,  # [R, width] contiguous, bytes
+    scales_ptr,  # [cdiv(width, 128), R] contiguous
+    values,  # [BLOCK_R, BLOCK_F], rounded
+    row,  # [BLOCK_R, 1]
+    is_row,  # [BLOCK_R, 1]
+    first,  # column of the first value, among `size` columns
+    size,
+    width,
+    place,  # column of the first of the `size` columns, a multiple of 128
+    num_rows,
+    BLOCK_F: tl.constexpr,
+):
+    """Quantise a tile and write its bytes and scales."""
+    f = first + tl.arange(0, BLOCK_F)[None, :]
+    inside = tl.where(is_row & (f < size), values.to(tl.float32), 0.0)
+    quantised, scales = quantize_tile(inside, BLOCK_F // 128)
+    tl.store(values_ptr + row * width + place + f, quantised, mask=is_row & (f < size))
+    BLOCK_R: tl.constexpr = values.shape[0]
+    rows, are_rows = tl.reshape(row, (BLOCK_R,)), tl.reshape(is_row, (BLOCK_R,))
+    block = (place + first) // 128
+    store_scales(scales_ptr, 1, num_rows, scales, rows, are_rows, block, place + size, BLOCK_F // 128)
 
 
 @triton.jit

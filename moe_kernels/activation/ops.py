@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..quantization.scaling import empty_scaled_rows
+from ..reference_fp8 import BLOCK
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2
 from ..specs import Activation, as_activation
+from ..types import ScaledRows
 from .functions import ACTIVATIONS
 from .kernels import activation_backward_kernel, activation_kernel, weighted_activation_backward_kernel
 
@@ -71,10 +74,26 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
 
 def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBias | None = None) -> Tensor:
     """Return activation(H + bias) as a new tensor. The arguments are already checked."""
-    num_rows, d_ff = preactivation.shape[0], _width(preactivation, activation)
-    out = preactivation.new_empty(num_rows, d_ff)
+    out = preactivation.new_empty(preactivation.shape[0], _width(preactivation, activation))
+    _launch_forward(preactivation, activation, bias, out, None)
+    return out
+
+
+def launch_scaled_activation(
+    preactivation: Tensor, activation: Activation, bias: RowBias | None = None
+) -> ScaledRows:  # [R, F]
+    """Return activation(H + bias), rounded to the dtype of H, in e4m3 with scales."""
+    out = empty_scaled_rows(preactivation, preactivation.shape[0], _width(preactivation, activation))
+    _launch_forward(preactivation, activation, bias, out.values.view(torch.uint8), out.scales)
+    return out
+
+
+def _launch_forward(
+    preactivation: Tensor, activation: Activation, bias: RowBias | None, out: Tensor, scales: Tensor | None
+) -> None:
+    num_rows, d_ff = out.shape
     if out.numel():
-        block_r, block_f = _block(d_ff)
+        block_r, block_f = _block(d_ff if scales is None else max(d_ff, BLOCK))
         launch_kernel(
             activation_kernel,
             (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
@@ -82,6 +101,7 @@ def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBi
             preactivation.stride(),
             *_bias_arguments(bias),
             out,
+            scales,
             num_rows,
             d_ff,
             activation.limit,
@@ -92,7 +112,6 @@ def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBi
             BLOCK_R=block_r,
             BLOCK_F=block_f,
         )
-    return out
 
 
 @registered_op("activation")
@@ -178,6 +197,7 @@ def launch_weighted_activation_backward(
     *,
     row_to_token: Tensor | None = None,  # [R] int32
     destination: Destination | None = None,
+    scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
     """The elementwise middle of the expert op's backward, one read of H and dA'.
 
@@ -188,6 +208,7 @@ def launch_weighted_activation_backward(
     Args:
         row_to_token: for inputs with mostly dropped slots. If there are fewer rows than slots, each program then
             handles rows instead of slots.
+        scaled: also gets dH, in e4m3 with scales. Without a destination, and where `can_scale_gradient`.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k
@@ -199,6 +220,9 @@ def launch_weighted_activation_backward(
         dpreactivation, weighted, slot_to_result = torch.empty_like(preactivation), dweighted, None
     else:
         dpreactivation, weighted, slot_to_result = destination
+    scaled_arguments: tuple[Any, ...] = (None, None, None)
+    if scaled is not None:
+        scaled_arguments = scaled.values.view(torch.uint8), scaled.scales, num_rows
     if num_slots:
         block_s, block_f = _slot_block(d_ff)
         launch_kernel(
@@ -214,6 +238,7 @@ def launch_weighted_activation_backward(
             weighted,
             slot_to_result,
             dweights,
+            *scaled_arguments,
             num_items,
             d_ff,
             activation.limit,
@@ -226,6 +251,11 @@ def launch_weighted_activation_backward(
             BLOCK_F=block_f,
         )
     return dpreactivation, dweights
+
+
+def can_scale_gradient(activation: Activation, d_ff: int) -> bool:
+    """Return whether blocks of 128 columns of dH belong to either the gate or the up columns."""
+    return not activation.gated or (not activation.interleaved and d_ff % BLOCK == 0)
 
 
 def _slot_block(d_ff: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..activation.ops import Destination
 from ..specs import Activation
-from ..types import ExpertWeights, Permutation
+from ..types import ExpertWeights, Permutation, ScaledRows
 from .rows import Rows
 from .steps import (
     Activated,
@@ -66,7 +66,7 @@ class ExpertsInParts:
     def outputs(
         self,
         part: int,
-        activated: Tensor,  # [R, F]
+        activated: Tensor | ScaledRows,  # [R, F]
         topk_weights: Tensor,  # [T, K] float32 contiguous
         columns: slice = slice(None),
     ) -> Tensor:  # [T, columns]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gemm.kernel import device_cc
 from ..quantization.formats import check_quantized
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, is_traced, once_per_form
 from ..specs import Activation, as_activation
-from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
+from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, ScaledForms, Weight
+from .fp8_op import fp8_experts_op
 from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows
 from .steps import Experts
 from .traced import ReferenceOperands, reference_experts_op, run_reference
 
 RECOMPUTE = (None, "up")
+PRECISIONS = (None, "fp8")
+FP8_CC = 90  # compute capability of the first GPUs that precision "fp8" supports
 
 
 def fused_experts(
@@ -33,6 +37,7 @@ def fused_experts(
     recompute: str | None = None,
     reserved_sms: int = 0,
     batch_invariant: bool = False,
+    precision: str | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
     """Send each token through its experts and sum the outputs with its routing weights.
@@ -61,11 +66,16 @@ def fused_experts(
         batch_invariant: the other tokens change no bit of a token's output, nor of the gradients of the token and its
             routing weights. The number of rows does not affect the choice of kernels, and the reference computes token
             by token.
+        precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
+            each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
+            dtype of the tokens. Weights are quantised in every forward and backward; the layer keeps the result.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, activation or recompute is unknown,
-            reserved_sms is negative, or only one weight is quantised, or both are in different formats.
+        ValueError: a shape, dtype or device disagrees with the signature, activation, recompute or precision is
+            unknown, reserved_sms is negative, or only one weight is quantised, or both are in different formats. With
+            "fp8": D or F is no multiple of 16, or the weights are quantised.
+        NotImplementedError: "fp8" with adapters, or on a GPU below compute capability 9.0.
     """
     return compute_experts(
         tokens,
@@ -78,6 +88,7 @@ def fused_experts(
         recompute=recompute,
         reserved_sms=reserved_sms,
         batch_invariant=batch_invariant,
+        precision=precision,
         implementation=implementation,
     )
 
@@ -95,6 +106,8 @@ def compute_experts(
     recompute: str | None = None,
     reserved_sms: int = 0,
     batch_invariant: bool = False,
+    precision: str | None = None,
+    forms: ScaledForms | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [T, D]
     """Compute `fused_experts`, with the gradient of `tokens` through the routing weights if `w_router` is given.
@@ -103,6 +116,7 @@ def compute_experts(
         w_router: `topk_weights` must be the softmax over the chosen logits of `tokens.detach() @ w_router.T`, which
             nothing else reads. `w_router` gets its own gradient through `topk_weights`. No slot may be dropped; the op
             does not check it, because that needs host synchronisation.
+        forms: `weights` in e4m3, for precision "fp8". The op does not check that they are those of the weights.
 
     Raises:
         ValueError: as `fused_experts`, or there is a w_router with weight_on_input, batch_invariant or fewer rows than
@@ -118,11 +132,14 @@ def compute_experts(
         _check_adapters(adapters, weights.w_up, weights.w_down)
     if w_router is not None:
         _check_router_gradient(permutation, weight_on_input, batch_invariant)
+    if precision is not None:
+        _check_precision(precision, weights, adapters)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
     if choose("fused_experts", implementation, tokens) == "reference":
         # Autograd through the reference would save dequantised weights; the op saves its operands.
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
-        return run(ReferenceOperands(tokens, topk_weights, experts, w_router, permutation, batch_invariant))
+        operands = ReferenceOperands(tokens, topk_weights, experts, w_router, permutation, batch_invariant, precision)
+        return run(operands)
     operands = ExpertOperands(
         tokens,
         topk_weights.float().contiguous(),
@@ -131,7 +148,11 @@ def compute_experts(
         Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
         recompute == "up",
     )
-    return fused_experts_op(operands).out
+    if precision is None:
+        return fused_experts_op(operands).out
+    if tokens.is_cuda:
+        check_fp8_gpu("fused_experts", device_cc(tokens.device))
+    return fp8_experts_op(operands, forms or ScaledForms()).out
 
 
 def _check_settings(recompute: str | None, reserved_sms: int) -> None:
@@ -139,6 +160,33 @@ def _check_settings(recompute: str | None, reserved_sms: int) -> None:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
+
+
+def check_fp8_gpu(op: str, cc: int) -> None:
+    """Raise NotImplementedError unless a GPU of compute capability `cc` runs the kernels of precision "fp8"."""
+    if cc < FP8_CC:
+        raise NotImplementedError(
+            f'{op}: precision="fp8" needs a GPU of compute capability {FP8_CC / 10}, this one has {cc / 10}'
+        )
+
+
+def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAdapters | None) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"fused_experts: precision must be one of {PRECISIONS}, got {precision!r}")
+    if isinstance(weights.w_up, QuantizedWeight):
+        raise ValueError(
+            f'fused_experts: precision="fp8" quantises weights that are trained, got stored {weights.w_up.format}; '
+            "dequantise them first"
+        )
+    if adapters is not None:
+        raise NotImplementedError('fused_experts: precision="fp8" takes no adapters; merge them first')
+    check_fp8_sizes("fused_experts", *weights.w_down.shape[1:])
+
+
+def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
+    """Raise ValueError unless the copy engine can address rows of these sizes in e4m3."""
+    if d_model % 16 or d_ff % 16:
+        raise ValueError(f'{op}: precision="fp8" needs multiples of 16, got d_model={d_model} and d_ff={d_ff}')
 
 
 def _check_formats(weights: ExpertWeights) -> bool:

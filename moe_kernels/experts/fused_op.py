@@ -114,12 +114,12 @@ def fused_experts_op(operands: ExpertOperands) -> _Outputs:
 @fused_experts_op.register_fake
 def _(operands):
     tokens = operands.tokens
-    shape = 0 if operands.recompute else _hidden_shape(operands)
+    shape = 0 if operands.recompute else hidden_shape(operands)
     low = _low_shape(operands, operands.experts.adapters.up_b)
     return _Outputs(tokens.new_empty(tokens.shape), tokens.new_empty(shape), tokens.new_empty(low))
 
 
-def _hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
+def hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
     return operands.rows.row_to_token.shape[0], operands.experts.weights.w_up.shape[1]
 
 
@@ -155,18 +155,18 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
         needed["topk_weights"] or w_router is not None,
     )
     del preactivation
-    gradients = _down_gradients(needed, dout, hidden, operands)
+    gradients = down_gradients(needed, dout, hidden, operands)
     dpreactivation, dtopk_weights, up_low = hidden.dpreactivation, hidden.dtopk_weights, hidden.up_low
     del hidden
     if needed["tokens"] or (needed["topk_weights"] and experts.weight_on_input):
         gradients["tokens"], of_input = _tokens_gradient_op(dpreactivation, up_low, dtopk_weights, operands)
         dtopk_weights = of_input if experts.weight_on_input else dtopk_weights
     gradients["topk_weights"] = dtopk_weights
-    gradients |= _up_gradients(needed, dpreactivation, up_low, low, operands)
+    gradients |= up_gradients(needed, dpreactivation, up_low, low, operands)
     return fused_experts_op.gradients(**gradients)
 
 
-def _down_gradients(
+def down_gradients(
     needed: dict[str, bool], dout: Tensor, hidden: HiddenGradients, operands: ExpertOperands
 ) -> dict[str, Tensor]:
     """The needed gradients of the down-projection's operands."""
@@ -182,7 +182,7 @@ def _down_gradients(
     return gradients
 
 
-def _up_gradients(
+def up_gradients(
     needed: dict[str, bool], dpreactivation: Tensor, up_low: Tensor, low: Tensor, operands: ExpertOperands
 ) -> dict[str, Tensor]:
     """The needed gradients of the up-projection's operands; dw_up, the largest, last."""
@@ -229,7 +229,7 @@ def _empty_drows(dout: Tensor, rows: Rows, keep_drows: bool) -> Tensor:
 
 @_hidden_gradients_op.register_fake
 def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
-    (num_rows, d_up), w_down = _hidden_shape(operands), operands.experts.weights.w_down
+    (num_rows, d_up), w_down = hidden_shape(operands), operands.experts.weights.w_down
     return HiddenGradients(
         dout.new_empty(num_rows, d_up),
         dout.new_empty(num_rows, w_down.shape[2]),

@@ -8,17 +8,32 @@ import torch
 from torch import Tensor
 
 from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
-from ..activation.ops import RowBias, launch_activation
+from ..activation.ops import RowBias, launch_activation, launch_scaled_activation
 from ..gemm import selection
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
-from ..gemm.epilogue import launch_product
+from ..gemm.block_scaled import BlockScaledGemmArguments
+from ..gemm.epilogue import launch_bias_and_scale, launch_product
 from ..gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments, QuantizedMatrices
 from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.kernels import launch_dequantize
+from ..quantization.scaling import launch_quantize_rows
+from ..quantization.weight_scaling import launch_quantize_weight
 from ..specs import Activation
-from ..types import ExpertWeights, Permutation, QuantizedWeight, TileTable, Weight
+from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
+
+
+class ScaledMatrices(NamedTuple):
+    """A weight in e4m3 as the second operand of a GEMM of rows."""
+
+    values: Tensor  # [E, K, N], stored as [E, N, K]
+    scales: Tensor  # [E, K / 128, N / 128], rounded up
+    dtype: torch.dtype  # of products
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
 
 class Rows(NamedTuple):
@@ -41,11 +56,13 @@ class Rows(NamedTuple):
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
-        self, weight: Weight, dtype: torch.dtype, *, transposed: bool = False
-    ) -> Tensor | QuantizedMatrices:  # [E, out, in], or [E, in, out]
+        self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
+    ) -> Tensor | QuantizedMatrices | ScaledMatrices:  # [E, out, in], or [E, in, out]
         """The weight as the second operand of a GEMM of rows. A quantised one stays so for few rows."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
+        if isinstance(weight, ScaledWeight):
+            return _scaled_matrices(weight, transposed)
         dense = self.dense(weight, dtype)
         return dense.transpose(1, 2) if transposed else dense
 
@@ -60,8 +77,8 @@ class Rows(NamedTuple):
 
     def gemm(
         self,
-        a: Tensor,
-        b: Tensor | QuantizedMatrices,
+        a: Tensor | ScaledRows,
+        b: Tensor | QuantizedMatrices | ScaledMatrices,
         *,
         bias: Tensor | None = None,  # [E, N]
         gather: bool = False,
@@ -69,8 +86,11 @@ class Rows(NamedTuple):
     ) -> Tensor:  # [R, N]
         """Multiply each row by its expert's matrix and add the bias. `gather` reads the rows of `a` by token.
 
-        The product of `extra` is added before rounding.
+        The product of `extra` is added before rounding. With matrices in e4m3 `a` is quantised if it is not yet.
         """
+        if isinstance(b, ScaledMatrices):
+            return self._scaled_gemm(a, b, bias, gather)
+        assert isinstance(a, Tensor)
         extra_a, extra_b = extra or (None, None)
         out = a.new_empty(self.row_to_token.shape[0], b.shape[2])
         index = self.row_to_token if gather else None
@@ -94,17 +114,42 @@ class Rows(NamedTuple):
         launch_product(args)
         return out
 
+    def _scaled_gemm(
+        self, a: Tensor | ScaledRows, b: ScaledMatrices, bias: Tensor | None, gather: bool
+    ) -> Tensor:  # [R, N]
+        scaled = launch_quantize_rows(a) if isinstance(a, Tensor) else a
+        out = b.values.new_empty(self.row_to_token.shape[0], b.shape[2], dtype=b.dtype)
+        args = BlockScaledGemmArguments(
+            scaled.values,
+            b.values,
+            out,
+            scaled.scales,
+            b.scales,
+            row_to_token=self.row_to_token if gather else None,
+            tile_table=self.table,
+            zero_tail=False,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        selection.run(args)
+        if bias is not None:
+            launch_bias_and_scale(out, bias, None, self.table)
+        return out
+
     def activated_gemm(
         self,
         a: Tensor,
-        b: Tensor | QuantizedMatrices,
+        b: Tensor | QuantizedMatrices | ScaledMatrices,
         activation: Activation,
         bias: Tensor | None,
         *,
         gather: bool,
         extra: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(product [R, 2F or F], the activation [R, F] of product plus bias)."""
+    ) -> tuple[Tensor, Tensor | ScaledRows]:
+        """(product [R, 2F or F], the activation [R, F] of product plus bias), which is in e4m3 if the matrices are."""
+        if isinstance(b, ScaledMatrices):
+            preactivation = self.gemm(a, b, gather=gather)
+            return preactivation, launch_scaled_activation(preactivation, activation, self.row_bias(bias))
         in_epilogue = activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
         fusible = in_epilogue and activation.published and not activation.interleaved
         if fusible and isinstance(b, Tensor) and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
@@ -160,6 +205,8 @@ class Rows(NamedTuple):
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
         """Which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
+        if isinstance(w_up, ScaledWeight):
+            return selection.Copies(False, False, False)
         if isinstance(w_up, QuantizedWeight):
             if self.decodes(w_up):
                 return selection.Copies(False, False, False)
@@ -190,3 +237,12 @@ class Rows(NamedTuple):
         ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
         row_weights = None if ones is None else self.permute(ones, topk_weights)
         return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
+
+
+def _scaled_matrices(weight: ScaledWeight, transposed: bool) -> ScaledMatrices:
+    """[E, out, in], or [E, in, out] if transposed. The reduction is contiguous in what is stored."""
+    values, scales = (weight.values, weight.scales) if transposed else (weight.turned, weight.turned_scales)
+    if values is None or scales is None:
+        made = launch_quantize_weight(weight.master, as_is=transposed, transposed=not transposed)
+        ((values, scales),) = ((form.values, form.scales) for form in made if form is not None)
+    return ScaledMatrices(values.mT, scales.mT, weight.dtype)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..activation.ops import Destination, launch_weighted_activation_backward
 from ..permutation.permute import launch_slot_products
 from ..specs import Activation
-from ..types import ExpertAdapters, ExpertWeights, Weight
+from ..types import ExpertAdapters, ExpertWeights, ScaledForms, ScaledRows, ScaledWeight, Weight
 from .expert_bias import launch_segment_sum
 from .router_gradient import launch_combine_with_router
 from .rows import Rows
@@ -84,6 +84,14 @@ class Experts(NamedTuple):
         settings = activation.name, activation.limit, activation.alpha, activation.interleaved
         return cls(weights, factors, *settings, weight_on_input)
 
+    def scaled(self, forms: ScaledForms) -> Experts:
+        """The same experts, computed in e4m3."""
+        (w_up, w_down, *_), f = self.weights, forms
+        assert isinstance(w_up, Tensor) and isinstance(w_down, Tensor)
+        up = ScaledWeight(w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
+        down = ScaledWeight(w_down, f.down, f.down_scales, f.down_turned, f.down_turned_scales)
+        return self._replace(weights=self.weights._replace(w_up=up, w_down=down))
+
     def kind(self) -> Activation:
         return _activation(self.activation, self.limit, self.alpha, self.interleaved)
 
@@ -98,7 +106,7 @@ class Experts(NamedTuple):
 
 class Activated(NamedTuple):
     preactivation: Tensor  # H [R, 2F or F], for backward
-    activated: Tensor  # A [R, F]
+    activated: Tensor | ScaledRows  # A [R, F], in e4m3 if the weights are
     low: Tensor | None  # X @ up_a^T [R, r], for backward; None without adapters
 
 
@@ -122,7 +130,7 @@ def activate(
     return Activated(*hidden, low)
 
 
-def down(experts: Experts, rows: Rows, activated: Tensor) -> Tensor:  # [R, F] -> [R, D]
+def down(experts: Experts, rows: Rows, activated: Tensor | ScaledRows) -> Tensor:  # [R, F] -> [R, D]
     """Y = A @ w_down^T."""
     weights, (_, _, down_a, down_b) = experts.weights, experts.adapters
     extra = None
@@ -153,11 +161,12 @@ def hidden_gradients(
     destination: Destination | None = None,
     overwrite: bool = False,
     needs_topk_weights: bool = True,
+    scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> HiddenGradients:
     """dH, A_w and the gradient of the routing weights.
 
     A_w overwrites dA'. With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination
-    both are written there.
+    both are written there. `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
     """
     dout, (_, w_down, b_up, b_down) = rows.as_read(dout), experts.weights
     _, up_b, down_a, down_b = experts.adapters
@@ -179,6 +188,7 @@ def hidden_gradients(
         rows.row_bias(b_up),
         row_to_token=rows.row_to_token,
         destination=destination,
+        scaled=scaled,
     )
     if b_down is not None and needs_topk_weights and not experts.weight_on_input:
         dtopk_weights += launch_slot_products(dout, b_down, rows.slot_experts())
@@ -273,7 +283,7 @@ def down_adapter_gradients(
 def up_input_gradient(
     experts: Experts,
     rows: Rows,
-    dpreactivation: Tensor,  # dH [R, 2F or F]
+    dpreactivation: Tensor | ScaledRows,  # dH [R, 2F or F]
     up_low: Tensor | None,  # [R, r] from `hidden_gradients`
 ) -> Tensor:  # [R, D]
     """dX = dH @ w_up."""

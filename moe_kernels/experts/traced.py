@@ -8,12 +8,14 @@ quantised: autograd would save them dequantised.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import reference, reference_fp8
 from ..gemm.batch_invariance import token_by_token
 from ..quantization.decode import decode_weight
 from ..runtime.dispatch import without_autocast
@@ -32,6 +34,7 @@ class ReferenceOperands(NamedTuple):
     w_router: Tensor | None  # [E, D]
     permutation: Permutation
     batch_invariant: bool  # compute token by token
+    precision: str | None  # "fp8" rounds the operands of products
 
 
 class ReferenceGradients(NamedTuple):
@@ -54,27 +57,34 @@ _DIFFERENTIABLE = ReferenceGradients._fields
 
 def run_reference(operands: ReferenceOperands) -> Tensor:  # [T, D]
     """Compute `fused_experts` by the reference. Quantised weights are dequantised to the dtype of the tokens."""
-    tokens, topk_weights, experts, w_router, permutation, batch_invariant = operands
+    tokens, topk_weights, experts, w_router, permutation, batch_invariant, precision = operands
     *stored, b_up, b_down = experts.weights
     w_up, w_down = (decode_weight(w, tokens.dtype) if isinstance(w, QuantizedWeight) else w for w in stored)
     options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input, "b_up": b_up, "b_down": b_down}
     options |= {} if w_router is None else {"w_router": w_router}
     if any(factor is not None for factor in experts.adapters):
         options["adapters"] = ExpertAdapters(*experts.adapters)
-    run = _run_by_token if batch_invariant else reference.fused_experts
+    run = reference.fused_experts if precision is None else reference_fp8.fused_experts
+    run = partial(_run_by_token, run) if batch_invariant else run
     with without_autocast(tokens):
         return run(tokens, topk_weights, permutation, w_up, w_down, **options)
 
 
 def _run_by_token(
-    tokens: Tensor, topk_weights: Tensor, permutation: Permutation, w_up: Tensor, w_down: Tensor, **options: Any
+    op: Callable[..., Tensor],
+    tokens: Tensor,
+    topk_weights: Tensor,
+    permutation: Permutation,
+    w_up: Tensor,
+    w_down: Tensor,
+    **options: Any,
 ) -> Tensor:
     experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True, out_int32=True)
     experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
 
     def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
         own = reference.sort_by_expert(chosen, len(w_up))
-        return (reference.fused_experts(token, weights, own, w_up, w_down, **options),)
+        return (op(token, weights, own, w_up, w_down, **options),)
 
     (out,) = token_by_token(run, tokens, topk_weights, experts)
     return out

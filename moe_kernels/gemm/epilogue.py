@@ -19,8 +19,9 @@ from ..specs import as_activation
 from ..types import TileTable
 from . import selection
 from .arguments import GroupedGemmArguments
+from .block_scaled import BlockScaledGemmArguments
 from .kernel import Kernel, PointerDesign
-from .kernels.base import GroupedGemmKernel
+from .kernels.base import GroupedGemmKernel, RowTileKernel
 
 _BLOCK_ROWS = 16
 
@@ -55,6 +56,25 @@ def launch_grouped_gemm(args: GroupedGemmArguments) -> None:
         # A fused kernel would leave the bias out of the preactivation, so the activation is a separate launch.
         launch_product(dataclasses.replace(args, out=args.product, epilogue=None, preactivation=None))
         args.out.copy_(launch_activation(args.product, as_activation("grouped_gemm", args.epilogue)))
+
+
+def launch_block_scaled_gemm(
+    args: BlockScaledGemmArguments,
+    bias: Tensor | None,  # [G, N]
+    row_scale: Tensor | None,  # [R] float32
+    activation: str | None,
+    out: Tensor,  # [R, N], `args.out`; with an activation, [R, F]
+) -> None:
+    """Write `args.out` and `out`. Everything beyond the product is a pass of its own."""
+    if bias is not None or row_scale is not None:
+        kernel = selection.select(args)
+        assert isinstance(kernel, RowTileKernel)
+        args = dataclasses.replace(args, tile_table=kernel.tile_table(args))  # of the same kernel
+    selection.run(args)
+    if args.tile_table is not None:
+        launch_bias_and_scale(args.out, bias, row_scale, args.tile_table)
+    if activation is not None:
+        out.copy_(launch_activation(args.out, as_activation("grouped_gemm", activation)))
 
 
 def launch_product(args: GroupedGemmArguments) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from .. import reference
 from ..quantization.decode import decode_weight
+from ..reference_fp8 import BLOCK, dequantize_blocks
 from ..runtime.dispatch import without_autocast
 from ..runtime.triton import cdiv
 from ..testing import assert_accurate
 from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
+from .block_scaled import BlockScaledGemmArguments
 from .kernel import Kernel
 from .kernels.decoding import DecodingGemmArguments
 from .kernels.jagged import JaggedGemmArguments
@@ -128,7 +130,9 @@ def _zeros(actual: Tensor) -> Comparison:
     return Comparison(actual, torch.zeros_like(actual), torch.zeros_like(actual, dtype=torch.float64))
 
 
-def _bounds(args: GroupedGemmArguments | WgradArguments, num_rows: int) -> list[int]:  # G + 2
+def _bounds(
+    args: GroupedGemmArguments | BlockScaledGemmArguments | WgradArguments, num_rows: int
+) -> list[int]:  # G + 2
     table = args.tile_table
     if table is None:
         assert args.offsets is not None
@@ -172,6 +176,21 @@ def _of_decoding_gemm(args: DecodingGemmArguments, first: int) -> Iterator[Compa
     options = {name: getattr(args, name) for name in ("row_to_token", "tile_table", "bias", "extra_a", "extra_b")}
     product = GroupedGemmArguments(args.A, b.mT if args.transposed else b, args.out, zero_tail=False, **options)
     yield from _of_grouped_gemm(product, first)
+
+
+def _of_block_scaled_gemm(args: BlockScaledGemmArguments, first: int) -> Iterator[Comparison]:
+    bounds = _bounds(args, len(args.out))
+    for group in _sampled(len(args.B), first):
+        rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
+        a, scale_a = (_rows_of(operand, args.row_to_token, rows) for operand in (args.A, args.scale_a))
+
+        def product(dtype: torch.dtype, a=a, scale_a=scale_a, g=g) -> Tensor:
+            b = dequantize_blocks(args.B[g], args.scale_b[g], BLOCK, BLOCK, dtype)
+            return reference.grouped_gemm(dequantize_blocks(a, scale_a, 1, BLOCK, dtype), b, _one_group(a))
+
+        yield Comparison(args.out[rows], product(torch.float32).to(args.out.dtype), product(torch.float64))
+    if args.zero_tail:
+        yield _zeros(args.out[bounds[-2] :])
 
 
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
@@ -218,6 +237,7 @@ _COMPARISONS = {
     GroupedGemmArguments: _of_grouped_gemm,
     WgradArguments: _of_wgrad,
     DecodingGemmArguments: _of_decoding_gemm,
+    BlockScaledGemmArguments: _of_block_scaled_gemm,
     JaggedGemmArguments: _of_jagged_gemm,
     GemmArguments: _of_gemm,
     GroupedGemmListArguments: _of_list,

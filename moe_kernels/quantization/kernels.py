@@ -23,7 +23,7 @@ _ONE_127TH = tl.constexpr(ONE_127TH)  # pyright: ignore[reportCallIssue]
 
 
 @triton.jit
-def _e4m3(byte):
+def decode_e4m3(byte):
     """Return e4m3 bits as float32."""
     # GPUs from Ada on convert to float16 in one instruction for two numbers.
     HAS_FLOAT8: tl.constexpr = False if INTERPRET else tl.target_info.cuda_capability_geq(8, 9)
@@ -204,7 +204,7 @@ def decode_tile(
         code = code.reshape(BLOCK_OUT, BLOCK_IN)
     else:
         stored = tl.load(values_ptr + row * IN + i[None, :], mask=inside, other=0)
-        code = _e4m3(stored) if KIND == "fp8" else _int8(stored)
+        code = decode_e4m3(stored) if KIND == "fp8" else _int8(stored)
     value = code * _spread(scale, BLOCK_OUT, BLOCK_IN)
     if KIND == "int8":
         value *= _ONE_127TH

@@ -1,16 +1,19 @@
-"""`dequantize`: the public function and its registered op."""
+"""`dequantize`, `quantize_rows` and the packing of quantised rows: the functions and their registered ops."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .. import reference_fp8
+from ..runtime.checks import check_shapes
 from ..runtime.dispatch import KERNEL_DTYPES, choose
 from ..runtime.ops import registered_op
-from ..types import QuantizedWeight
+from ..types import QuantizedWeight, ScaledRows
 from .decode import decode_weight
 from .formats import check_quantized
 from .kernels import launch_dequantize
+from .scaling import empty_scaled_rows, launch_pack_rows, launch_quantize_rows, launch_unpack_rows, packed_width
 
 
 def dequantize(
@@ -47,3 +50,92 @@ def _dequantize_op(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 @_dequantize_op.register_fake
 def _(weight, dtype):
     return weight.values.new_empty(weight.shape, dtype=dtype)
+
+
+def quantize_rows(
+    rows: Tensor,  # [R, K]
+    *,
+    implementation: str | None = None,
+) -> ScaledRows:
+    """Return e4m3 numbers with a float32 scale for each row and each 128 columns, the last block being shorter.
+
+    The scale is the largest size in the block divided by 448. NaN, and an infinity, stay in their row. The same bits on
+    every device and by both implementations. Not differentiable.
+
+    Args:
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: rows are not [R, K] of floating point.
+    """
+    check_shapes("quantize_rows", rows=(rows, "R K"))
+    if not rows.is_floating_point():
+        raise ValueError(f"quantize_rows: rows must be of floating point, got {rows.dtype}")
+    if choose("quantize_rows", implementation, rows) == "triton":
+        return ScaledRows(*_quantize_rows_op(rows.detach()))
+    values, scales = reference_fp8.quantize_blocks(rows.detach(), 1, reference_fp8.BLOCK)
+    return ScaledRows(values, scales.t().contiguous().t())
+
+
+@registered_op("quantize_rows")
+def _quantize_rows_op(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return launch_quantize_rows(rows)
+
+
+@_quantize_rows_op.register_fake
+def _(rows):
+    return empty_scaled_rows(rows, *rows.shape)
+
+
+def pack_rows(
+    rows: Tensor,  # [R, K], K a multiple of 16
+    *,
+    implementation: str | None = None,
+) -> Tensor:  # [R, W] in the dtype of rows
+    """Return `quantize_rows` as one tensor to send: the bytes of each row's numbers, then those of its scales.
+
+    The dtype is that of the rows, so that autograd accepts the tensor; its values have no meaning.
+    """
+    if choose("pack_rows", implementation, rows) == "triton":
+        return _pack_rows_op(rows)
+    values, scales = reference_fp8.quantize_blocks(rows, 1, reference_fp8.BLOCK)
+    num_rows, num_columns = rows.shape
+    packed = rows.new_empty(num_rows, packed_width(num_columns), dtype=torch.uint8)
+    packed[:, :num_columns] = values.view(torch.uint8)
+    packed[:, num_columns:].view(torch.float32)[:, : scales.shape[1]] = scales
+    return packed.view(rows.dtype)
+
+
+def unpack_rows(
+    packed: Tensor,  # [R, W]
+    num_columns: int,
+    *,
+    implementation: str | None = None,
+) -> Tensor:  # [R, num_columns]
+    """Return the rows that `pack_rows` packed, as quantised."""
+    if choose("unpack_rows", implementation, packed) == "triton":
+        return _unpack_rows_op(packed, num_columns)
+    stored = packed.view(torch.uint8)
+    values = stored[:, :num_columns].contiguous().view(torch.float8_e4m3fn)
+    scales = stored[:, num_columns:].view(torch.float32)
+    return reference_fp8.dequantize_blocks(values, scales, 1, reference_fp8.BLOCK, torch.float32).to(packed.dtype)
+
+
+@registered_op("pack_rows")
+def _pack_rows_op(rows: Tensor) -> Tensor:
+    return launch_pack_rows(rows)
+
+
+@_pack_rows_op.register_fake
+def _(rows):
+    return rows.new_empty(rows.shape[0], packed_width(rows.shape[1]) // rows.dtype.itemsize)
+
+
+@registered_op("unpack_rows")
+def _unpack_rows_op(packed: Tensor, num_columns: int) -> Tensor:
+    return launch_unpack_rows(packed, num_columns)
+
+
+@_unpack_rows_op.register_fake
+def _(packed, num_columns):
+    return packed.new_empty(packed.shape[0], num_columns)

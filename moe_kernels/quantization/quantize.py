@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import reference_fp8
 from ..types import QuantizedWeight, WeightFormat
 from .formats import as_format
 
@@ -31,7 +32,6 @@ _NF4 = (
     1.0,
 )
 _E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring sizes
-_FP8_MAX = 448.0
 
 
 def quantize(
@@ -63,15 +63,8 @@ def quantize(
 
 
 def _fp8(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    rows, columns = format.block
-    num_experts, size_out, size_in = weight.shape
-    padded = functional.pad(weight, (0, -size_in % columns, 0, -size_out % rows))
-    blocks = padded.view(num_experts, padded.shape[1] // rows, rows, padded.shape[2] // columns, columns)
-    largest = blocks.abs().amax((2, 4), keepdim=True)
-    inverse = torch.where(largest > 0, _FP8_MAX / largest, 1.0)
-    codes = (blocks * inverse).clamp(-_FP8_MAX, _FP8_MAX).view(padded.shape)[:, :size_out, :size_in]
-    scales = (1.0 / inverse)[:, :, 0, :, 0].contiguous()
-    return QuantizedWeight(codes.contiguous().to(torch.float8_e4m3fn), scales, format, weight.shape)
+    values, scales = reference_fp8.quantize_blocks(weight, *format.block)
+    return QuantizedWeight(values, scales.contiguous(), format, weight.shape)
 
 
 def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:

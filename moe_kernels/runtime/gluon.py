@@ -81,6 +81,14 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
     return {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
+def scaled_registers(gather: bool) -> dict[str, int]:
+    """Return the same for the kernel with block scales, whose consumers need at most 224.
+
+    With more registers ptxas computes both halves of a tile at once and spills in every step of the reduction.
+    """
+    return {"PRODUCER_REGISTERS": 64 if gather else 56, "CONSUMER_REGISTERS": 224}
+
+
 def compiler_options() -> dict[str, Any]:
     """Let Triton 3.9 schedule for few registers. Without it, plain activations spill ten times as much."""
     return {"sched4reg": True} if _VERSION[:2] >= (3, 9) else {}

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..gemm.arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
+from ..gemm.block_scaled import BlockScaledGemmArguments
 from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..gemm.kernels.jagged import JaggedGemmArguments
 from ..gemm.kernels.list import GroupedGemmListArguments
 from ..gemm.tile_table import empty_tile_table, write_table
 from ..quantization.quantize import quantize
+from ..reference_fp8 import BLOCK, quantize_blocks
 from ..specs import is_gated
 
 _BLOCK_ROWS = 128
@@ -90,6 +92,22 @@ def _decoding_gemm(make: _Operands, *, weight: str, B: str, gather: str, G: str,
     )
 
 
+def _block_scaled_gemm(make: _Operands, *, B: str, gather: str, G: str, K: str, N: str, rows: str):
+    num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
+    shape = (num_groups, size_n, size_k) if B == "column" else (num_groups, size_k, size_n)
+    b, scale_b = quantize_blocks(torch.randn(shape, device=make.device).mul_(size_k**-0.5), BLOCK, BLOCK)
+    a, scale_a = quantize_blocks(torch.randn(num_rows, size_k, device=make.device), 1, BLOCK)
+    return BlockScaledGemmArguments(
+        a,
+        b.mT if B == "column" else b,
+        torch.empty(num_rows, size_n, dtype=torch.bfloat16, device=make.device),
+        scale_a.t().contiguous().t(),
+        scale_b.mT if B == "column" else scale_b,
+        row_to_token=make.index(num_rows) if gather == "A" else None,
+        offsets=make.ends(num_groups, int(rows)),
+    )
+
+
 def _wgrad(make: _Operands, *, gather: str, G: str, K: str, N: str, rows: str):
     num_groups, num_rows = int(G), int(G) * int(rows)
     names = {"A": "a_row_to_token", "dout": "dout_row_to_token"}
@@ -135,6 +153,7 @@ _MAKERS = {
     "grouped_gemm": _grouped_gemm,
     "wgrad": _wgrad,
     "decoding_gemm": _decoding_gemm,
+    "block_scaled_gemm": _block_scaled_gemm,
     "jagged_gemm": _jagged_gemm,
     "gemm": _gemm,
     "grouped_gemm_list": _list,

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import Activation, Permutation
-from moe_kernels.experts.fused import RECOMPUTE, compute_experts
+from moe_kernels.experts.fused import PRECISIONS, RECOMPUTE, check_fp8_sizes, compute_experts
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.specs import as_activation
-from moe_kernels.types import ExpertAdapters, ExpertWeights
+from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
+from .fp8_weights import KeptForms
 from .lora import ExpertLoRA, active_adapters, joined
 from .lora_dropout import compute_with_dropout
 from .lora_merging import Unmerged
@@ -59,11 +60,12 @@ class GroupedExperts(nn.Module):
         weight_on_input: the routing weight multiplies the expert's input instead of its output.
         recompute: "up" saves no pre-activations for backward, which costs one more GEMM there. Default None saves them.
         batch_invariant: other tokens change no bit of a token's output or gradient.
+        precision: "fp8" multiplies e4m3 operands, see `fused_experts`; None, the default, the parameters' dtype.
         init_std: initial standard deviation of the weights.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a size is not positive, or a name is unknown.
+        ValueError: a size is not positive, or with "fp8" no multiple of 16; a name is unknown.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class GroupedExperts(nn.Module):
         weight_on_input: bool = False,
         recompute: str | None = None,
         batch_invariant: bool = False,
+        precision: str | None = None,
         init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -86,6 +89,9 @@ class GroupedExperts(nn.Module):
         check_positive("GroupedExperts", d_model=d_model, d_ff=d_ff, num_experts=num_experts)
         check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
         check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
+        check_choice("GroupedExperts", "precision", precision, PRECISIONS)
+        if precision is not None:
+            check_fp8_sizes("GroupedExperts", d_model, d_ff)
         self.num_experts = num_experts
         # Maps a parameter that several ranks share, with its name, to this rank's part.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
@@ -96,6 +102,8 @@ class GroupedExperts(nn.Module):
         self.weight_on_input = weight_on_input
         self.recompute = recompute
         self.batch_invariant = batch_invariant
+        self.precision = precision  # may be changed at any time
+        self.kept_forms = KeptForms()
         self.init_std = init_std
         self.implementation = implementation
 
@@ -172,6 +180,11 @@ class GroupedExperts(nn.Module):
         if drops and (self.batch_invariant or rows.plan is not None):
             option = "batch_invariant" if self.batch_invariant else "the overlapped dispatcher"
             raise ValueError(f"GroupedExperts: {option} needs adapters without dropout in training, got dropout")
+        if self.precision is not None and adapters:
+            raise NotImplementedError(
+                f"GroupedExperts: precision={self.precision!r} takes no adapters; merge them, or set precision to None"
+            )
+        weights = self._weights()
 
         def experts(tokens: Tensor, *operands: Any) -> Tensor:  # the weights and w_router
             *given, w_router = operands
@@ -202,10 +215,23 @@ class GroupedExperts(nn.Module):
                 recompute=self.recompute,
                 reserved_sms=self.reserved_sms,
                 batch_invariant=self.batch_invariant,
+                precision=self.precision,
+                forms=self._forms(weights, ExpertWeights(*given)),
                 implementation=self.implementation,
             )
 
-        return call_with_autocast_rules(experts, rows.tokens, *self._weights(), rows.w_router)
+        return call_with_autocast_rules(experts, rows.tokens, *weights, rows.w_router)
+
+    def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
+        """Return the kept e4m3 forms of the weights; None without `precision`, or where the op is to make them."""
+        if self.precision is None or isinstance(self.w_up, QuantizedExperts):
+            return None
+        own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))
+        return self.kept_forms.of(self, own, local, given, self.implementation)  # pyright: ignore[reportArgumentType]  # not quantised
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
+        self.kept_forms.drop()  # they are of the device and dtype that the parameters had
+        return super()._apply(fn, recurse)
 
     def _weights(self) -> ExpertWeights:
         """Return this rank's weights."""
@@ -223,4 +249,5 @@ class GroupedExperts(nn.Module):
         num_experts, d_model, d_ff = self.w_down.shape
         sizes = f"num_experts={num_experts}, d_model={d_model}, d_ff={d_ff}, activation={self.activation}"
         weights = f", weights={self.w_up.format}" if isinstance(self.w_up, QuantizedExperts) else ""
+        weights += f", precision={self.precision}" if self.precision is not None else ""
         return f"{sizes}, bias={self.b_up is not None}, weight_on_input={self.weight_on_input}{weights}"

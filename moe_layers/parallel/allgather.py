@@ -16,7 +16,7 @@ from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
 from ..routing.capacity import Slots
 from .collectives import AsyncCollective, check_on_device, wait
-from .rank_dispatcher import Chunk, RankDispatcher, row_bytes
+from .rank_dispatcher import Chunk, RankDispatcher, packing_of, row_bytes
 
 
 class AllGatherDispatcher(RankDispatcher):
@@ -35,7 +35,8 @@ class AllGatherDispatcher(RankDispatcher):
         num_local = experts.num_experts // ranks.size
         bounds, offsets = self._count_rows(chunks, experts)
         choices = [ranks.all_gather(slots.topk_experts) for _, slots in chunks]
-        gathered = [(ranks.gathering(tokens), ranks.gathering(slots.topk_weights)) for tokens, slots in chunks]
+        packing = packing_of(chunks[0][0], experts)
+        gathered = [(ranks.gathering(tokens, packing), ranks.gathering(slots.topk_weights)) for tokens, slots in chunks]
         choices = [wait(choice) - ranks.rank * num_local for choice in choices]  # [P * T, K]
         permutations = local_permutations(choices, bounds, num_local, implementation)
         for (tokens, topk_weights), permutation, ends in zip(gathered, permutations, offsets, strict=True):

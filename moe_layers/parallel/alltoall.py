@@ -15,7 +15,7 @@ from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
 from ..routing.capacity import Slots
 from .collectives import AsyncCollective, check_on_device, wait
-from .rank_dispatcher import Chunk, RankDispatcher, row_bytes
+from .rank_dispatcher import Chunk, RankDispatcher, packing_of, row_bytes
 
 
 class _Route(NamedTuple):
@@ -54,7 +54,7 @@ class AllToAllDispatcher(RankDispatcher):
         implementation, num_local = experts.implementation, experts.num_experts // self.ranks.size
         leaving = [self._sort(*chunk, experts) for chunk in chunks]
         routes = self._routes(leaving, *self._exchange_counts(leaving), implementation)
-        sent = [self._send(part, route) for part, route in zip(leaving, routes, strict=True)]
+        sent = [self._send(part, route, experts) for part, route in zip(leaving, routes, strict=True)]
         for part, route, (weights, rows) in zip(leaving, routes, sent, strict=True):
             permutation = sort_by_expert(route.experts[:, None], num_local, implementation=implementation)
             yield ExpertRows(rows.wait(), weights.wait(), permutation, part.order.offsets, route=route)
@@ -117,15 +117,17 @@ class AllToAllDispatcher(RankDispatcher):
             for counts in zip(chunks, arriving, splits[::2], splits[1::2], strict=True)
         ]
 
-    def _send(self, chunk: _Outgoing, route: _Route) -> tuple[AsyncCollective, AsyncCollective]:
+    def _send(
+        self, chunk: _Outgoing, route: _Route, experts: GroupedExperts
+    ) -> tuple[AsyncCollective, AsyncCollective]:
         """Return the weights [R, 1] and tokens [R, D] of the slots for local experts, in flight."""
         top_k = max(route.slot_to_row.shape[1], 1)
         by_slot = chunk.order._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)
         by_token = chunk.order._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // top_k)
         weights = permute(chunk.slots.topk_weights.reshape(-1, 1), by_slot, implementation=route.implementation)
         rows = permute(chunk.tokens, by_token, implementation=route.implementation)
-        sent, received = route.sent, route.received
-        return self.ranks.exchanging(weights, received, sent), self.ranks.exchanging(rows, received, sent)
+        sent, received, packing = route.sent, route.received, packing_of(chunk.tokens, experts)
+        return self.ranks.exchanging(weights, received, sent), self.ranks.exchanging(rows, received, sent, packing)
 
 
 class _Returning(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -58,20 +59,29 @@ class Ranks:
         """Send `sent[p]` rows, in turn, to rank p. `received[p]` rows of the result, in turn, come from rank p."""
         return _OPS.all_to_all_single(tensor.contiguous(), received, sent, self.name)
 
-    def gathering(self, tensor: Tensor) -> AsyncCollective:
-        return AsyncCollective(tensor, self.all_gather, self.reduce_scatter)
+    def gathering(self, tensor: Tensor, packing: Packing | None = None) -> AsyncCollective:
+        return AsyncCollective(tensor, self.all_gather, self.reduce_scatter, packing)
 
     def scattering(self, tensor: Tensor) -> AsyncCollective:
         return AsyncCollective(tensor, self.reduce_scatter, self.all_gather)
 
-    def exchanging(self, tensor: Tensor, received: list[int], sent: list[int]) -> AsyncCollective:
+    def exchanging(
+        self, tensor: Tensor, received: list[int], sent: list[int], packing: Packing | None = None
+    ) -> AsyncCollective:
         there = partial(self.all_to_all, received=received, sent=sent)
-        return AsyncCollective(tensor, there, partial(self.all_to_all, received=sent, sent=received))
+        return AsyncCollective(tensor, there, partial(self.all_to_all, received=sent, sent=received), packing)
 
 
 def wait(tensor: Tensor) -> Tensor:
     """Return the result of a collective for use on the current stream, without host synchronisation."""
     return _OPS.wait_tensor(tensor)
+
+
+class Packing(NamedTuple):
+    """Another form of a tensor in which it is sent. Gradients are sent as they are."""
+
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Tensor]
 
 
 class AsyncCollective:
@@ -83,14 +93,22 @@ class AsyncCollective:
     Args:
         there: starts a collective on the tensor.
         back: starts the dual collective on the gradient.
+        packing: of what is sent there; None sends the tensor.
     """
 
-    def __init__(self, tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        tensor: Tensor,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
+        packing: Packing | None = None,
+    ):
         self._way_back = _GradientHandoff(back)
-        self._under_way = _StartCollective.apply(tensor, self._way_back, there)
+        self._packing = packing
+        self._under_way = _StartCollective.apply(tensor, self._way_back, there, packing)
 
     def wait(self) -> Tensor:
-        return _WaitCollective.apply(self._under_way, self._way_back)
+        return _WaitCollective.apply(self._under_way, self._way_back, self._packing)
 
 
 class _GradientHandoff:
@@ -109,25 +127,28 @@ class _GradientHandoff:
 
 class _StartCollective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, handoff: _GradientHandoff, there: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx, tensor: Tensor, handoff: _GradientHandoff, there: Callable[[Tensor], Tensor], packing: Packing | None
+    ) -> Tensor:
         ctx.handoff = handoff
-        return there(tensor)
+        return there(tensor if packing is None else packing.pack(tensor))
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.handoff.finish(), None, None
+        return ctx.handoff.finish(), None, None, None
 
 
 class _WaitCollective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, under_way: Tensor, handoff: _GradientHandoff) -> Tensor:
+    def forward(ctx, under_way: Tensor, handoff: _GradientHandoff, packing: Packing | None) -> Tensor:
         ctx.handoff, ctx.shape = handoff, under_way.shape
-        return wait(under_way)
+        return wait(under_way) if packing is None else packing.unpack(wait(under_way))
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         ctx.handoff.under_way = ctx.handoff.start(gradient)
-        return gradient.new_zeros(1).expand(ctx.shape) if 0 not in ctx.shape else gradient.new_empty(ctx.shape), None
+        empty = 0 in ctx.shape
+        return gradient.new_empty(ctx.shape) if empty else gradient.new_zeros(1).expand(ctx.shape), None, None
 
 
 def check_on_device(condition: Tensor, message: str) -> None:

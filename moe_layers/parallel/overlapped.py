@@ -83,6 +83,11 @@ def check_overlaps(experts: GroupedExperts) -> None:
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
         raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
+    if experts.precision is not None:
+        raise NotImplementedError(
+            f"ExpertParallel: the overlapped dispatcher has no precision={experts.precision!r}; use 'allgather' or "
+            "'alltoall'"
+        )
     if isinstance(experts.w_up, QuantizedExperts):
         raise NotImplementedError(
             f"ExpertParallel: the overlapped dispatcher needs plain weights, got {experts.w_up.format}; "

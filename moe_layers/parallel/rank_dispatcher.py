@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
+from moe_kernels.quantization.ops import pack_rows, unpack_rows
 from moe_kernels.runtime.pytorch import disable_dynamo
 
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
 from ..precision import autocast
 from ..routing.capacity import Slots
-from .collectives import Ranks
+from .collectives import Packing, Ranks
 
 Chunk = tuple[Tensor, Slots]  # neighbouring tokens [T, D], in the dtype in which they are sent, and their slots
 
@@ -68,6 +69,14 @@ class RankDispatcher(ABC):
     def num_slots(self, slots: Slots) -> int:
         """Return an upper bound on the slots that reach an expert."""
         return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+
+
+def packing_of(tokens: Tensor, experts: GroupedExperts) -> Packing | None:
+    """Return how the tokens are sent: in e4m3 with scales to experts that multiply e4m3, else as they are."""
+    if experts.precision is None:
+        return None
+    pack = partial(pack_rows, implementation=experts.implementation)
+    return Packing(pack, partial(unpack_rows, num_columns=tokens.shape[1], implementation=experts.implementation))
 
 
 def row_bytes(tokens: Tensor) -> int:

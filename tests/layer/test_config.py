@@ -38,12 +38,17 @@ SETTINGS = {
     "latent_dim": [3],
     "capacity": [7, CapacityFactor(1.25), CapacityFactor(2, by="weight")],
     "recompute": ["up"],
+    "precision": ["fp8"],
     "balance_losses": [BalanceLosses(switch=0.01, z=1e-3), BalanceLosses(sequence=0.1, score="sigmoid")],
     "separate_router_input": [True],
     "batch_invariant": [True],
     "init_std": [0.0, 0.5],
 }
-NEEDED = {"shared_gate": {"shared_d_ff": 5}, "shared_activation": {"shared_d_ff": 5}}
+NEEDED = {
+    "shared_gate": {"shared_d_ff": 5},
+    "shared_activation": {"shared_d_ff": 5},
+    "precision": {"d_model": 32, "d_ff": 16},
+}
 
 
 def make_config(**options):
@@ -125,11 +130,11 @@ def test_the_constructor_and_a_config_build_the_same_layer():
     assert MoEFeedForward(*SIZES.values()).config == make_config()
 
 
-def test_the_constructor_takes_four_sizes_and_at_most_twelve_keywords():
+def test_the_constructor_takes_four_sizes_and_at_most_thirteen_keywords():
     parameters = list(inspect.signature(MoEFeedForward).parameters.values())
     keywords = [parameter for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY]
     assert [parameter.name for parameter in parameters[:4]] == list(SIZES)
-    assert len(parameters) - len(keywords) == 4 and len(keywords) <= 12
+    assert len(parameters) - len(keywords) == 4 and len(keywords) <= 13
 
 
 def test_arguments_that_describe_no_layer():

@@ -21,10 +21,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
-from moe_kernels.activation.ops import Destination, RowBias, launch_activation, launch_weighted_activation_backward
+from moe_kernels.activation.ops import (
+    Destination,
+    RowBias,
+    launch_activation,
+    launch_scaled_activation,
+    launch_weighted_activation_backward,
+)
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
+from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.kernels import precision
@@ -36,6 +43,8 @@ from moe_kernels.permutation.partial_sums import launch_sum_shares
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.kernels import launch_dequantize
 from moe_kernels.quantization.quantize import quantize
+from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_rows
+from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.routing.statistics import add_routing_statistics
@@ -118,6 +127,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         return list_arguments(kernel, form)
     if kernel.arguments_class is DecodingGemmArguments:
         return decoding_arguments(kernel, form)
+    if kernel.arguments_class is BlockScaledGemmArguments:
+        return block_scaled_arguments(kernel)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -309,6 +320,29 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
     return [{"kernel": name, "case": "names", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
 
 
+def run_scaled() -> None:
+    """Run everything that quantises to e4m3 with scales of blocks."""
+    for width in (2880, 4096):
+        launch_quantize_rows(torch.empty(512, width, dtype=torch.bfloat16))
+    weight = torch.empty(2, 1536, 2048, dtype=torch.bfloat16)
+    for given in (weight, weight.mT, weight.float()):
+        launch_quantize_weight(given)
+    launch_quantize_weight(weight, as_is=False)
+    launch_requantize(weight, launch_quantize_weight(weight), take_samples(weight))
+    weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
+    for name, d_ff in (("swiglu", 512), ("swiglu", 1024), ("gpt_oss", 2048), ("relu_squared", 1856)):
+        activation = mk.Activation(name)
+        hidden = torch.empty(512, (1 + activation.gated) * d_ff, dtype=torch.bfloat16)
+        launch_scaled_activation(hidden, activation)
+        dweighted, scaled = torch.empty(512, d_ff, dtype=torch.bfloat16), empty_scaled_rows(hidden, *hidden.shape)
+        launch_weighted_activation_backward(hidden, dweighted, weights, slot_to_row, activation, scaled=scaled)
+
+
+def compile_scaled(cc: int) -> list[dict[str, object]]:
+    compiled = compile_launches(run_scaled, cc)
+    return [{"kernel": name, "case": "scaled", "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+
+
 def run_dequantize(format: str, dtype: torch.dtype, size_in: int) -> None:
     launch_dequantize(quantize(torch.zeros(2, 128, size_in), format), dtype)
 
@@ -334,6 +368,7 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
     for case, cc in (("large", 80), ("jagged", 80), ("odd", 100)):
         yield compile_small_ops, (case, cc)
     yield compile_activations, (90,)
+    yield compile_scaled, (90,)
     yield from quantized_jobs()
     yield from epilogue_jobs()
     for cc in TARGETS:
@@ -398,10 +433,29 @@ def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
     )
 
 
+def block_scaled_arguments(kernel: Kernel) -> BlockScaledGemmArguments:
+    """Return arguments whose sizes are multiples of 16 only, without telling the compiler."""
+    num_rows, size_k, size_n, num_groups, float8 = 256, 2064, 1552, 4, kernel.metadata.operands.A.dtype
+    a, b = torch.empty(num_rows, size_k, dtype=float8), torch.empty(num_groups, size_n, size_k, dtype=float8)
+    scale_a, scale_b = torch.empty(17, num_rows), torch.empty(num_groups, 13, 17)
+    offsets, design = torch.zeros(num_groups, dtype=torch.int32), kernel.metadata.design
+    return BlockScaledGemmArguments(
+        a,
+        b.mT,
+        torch.empty(num_rows, size_n, dtype=torch.bfloat16),
+        scale_a.t(),
+        scale_b.mT,
+        tile_table=mk.reference.tile_table(offsets, num_rows, design.tile_shape[0]),
+        row_to_token=torch.zeros(num_rows, dtype=torch.int32) if design.gather else None,
+    )
+
+
 def forms(kernel: Kernel) -> tuple[str, ...]:
     """Return the forms of `gemm_arguments` that compile to different code; some use bfloat16 for all dtypes."""
     if kernel.arguments_class is DecodingGemmArguments:
         return decoding_forms(kernel)
+    if kernel.arguments_class is BlockScaledGemmArguments:
+        return ("sixteens",)
     design, operands = kernel.metadata.design, kernel.metadata.operands
     is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
     if kernel.arguments_class is GroupedGemmListArguments:

@@ -11,10 +11,12 @@ from moe_kernels import (
     WgradArguments,
     get_kernels,
 )
+from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.quantization.quantize import quantize
+from moe_kernels.reference_fp8 import BLOCK, quantize_blocks
 from moe_kernels.specs import is_gated
 
 
@@ -71,6 +73,15 @@ def _decoding(kernel, draw, unwritten, device):
     return DecodingGemmArguments.of(a, b, unwritten(rows, Sizes.size_n), tile_table=table)
 
 
+def _block_scaled(kernel, draw, unwritten, device):
+    rows, groups, gather = Sizes.num_rows, len(Sizes.ends), kernel.metadata.design.gather
+    a, scale_a = quantize_blocks(torch.randn(rows, Sizes.size_k, device=device), 1, BLOCK)
+    b, scale_b = quantize_blocks(torch.randn(groups, Sizes.size_n, Sizes.size_k, device=device), BLOCK, BLOCK)
+    scales = scale_a.t().contiguous().t(), scale_b.mT
+    index = {"row_to_token": _index(device)} if gather else {}
+    return BlockScaledGemmArguments(a, b.mT, unwritten(rows, Sizes.size_n), *scales, offsets=_offsets(device), **index)
+
+
 def _wgrad(kernel, draw, unwritten, device):
     operands, rows = kernel.metadata.operands, Sizes.num_rows
     a, dout = draw(operands.A, rows, Sizes.size_k), draw(operands.dout, rows, Sizes.size_n)
@@ -107,6 +118,7 @@ def _list(kernel, draw, unwritten, device):
 _MAKERS = {
     GroupedGemmArguments: _grouped,
     DecodingGemmArguments: _decoding,
+    BlockScaledGemmArguments: _block_scaled,
     WgradArguments: _wgrad,
     GemmArguments: _gemm,
     JaggedGemmArguments: _jagged,

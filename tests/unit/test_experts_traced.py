@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_kernels import Activation, reference
+from moe_kernels import Activation, reference, reference_fp8
 from moe_kernels.experts.steps import Experts
 from moe_kernels.experts.traced import ReferenceOperands, reference_experts_op
 from moe_kernels.runtime.packing import packing_of
@@ -16,10 +16,19 @@ OPTIONS = {
     "router": {"w_router": True},
     "by_token": {"batch_invariant": True},
     "dropped": {"dropped": True},
+    "fp8": {"precision": "fp8", "dropped": True},
 }
 
 
-def draw(activation="swiglu", bias=False, weight_on_input=False, w_router=False, batch_invariant=False, dropped=False):
+def draw(
+    activation="swiglu",
+    bias=False,
+    weight_on_input=False,
+    w_router=False,
+    batch_invariant=False,
+    dropped=False,
+    precision=None,
+):
     """Return the operands of 7 tokens, 2 of 3 experts each, in float64."""
     generator = torch.Generator().manual_seed(0)
 
@@ -37,7 +46,7 @@ def draw(activation="swiglu", bias=False, weight_on_input=False, w_router=False,
     router = normal(3, 5).detach() if w_router else None
     weights = routed.topk_weights.double().requires_grad_()
     return ReferenceOperands(
-        normal(7, 5), weights, experts, router, reference.sort_by_expert(chosen, 3), batch_invariant
+        normal(7, 5), weights, experts, router, reference.sort_by_expert(chosen, 3), batch_invariant, precision
     )
 
 
@@ -52,11 +61,12 @@ def with_gradients(out, operands, frozen=()):
 
 
 def expected(operands):
-    tokens, weights, experts, w_router, permutation, _ = operands
+    tokens, weights, experts, w_router, permutation, _, precision = operands
     w_up, w_down, b_up, b_down = experts.weights
     options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input}
     options |= {"b_up": b_up, "b_down": b_down, "w_router": w_router}
-    return reference.fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+    op = reference.fused_experts if precision is None else reference_fp8.fused_experts
+    return op(tokens, weights, permutation, w_up, w_down, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -74,7 +84,9 @@ def test_frozen_operands(frozen):
     torch.testing.assert_close(actual, with_gradients(expected(operands), operands, {frozen}))
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["bias"], OPTIONS["router"]], ids=["plain", "bias", "router"])
+@pytest.mark.parametrize(
+    "options", [{}, OPTIONS["bias"], OPTIONS["router"], OPTIONS["fp8"]], ids=["plain", "bias", "router", "fp8"]
+)
 def test_opcheck(options):
     operands = draw(**options)
     torch.library.opcheck(reference_experts_op.overload, packing_of(ReferenceOperands).flatten(operands))

@@ -55,7 +55,7 @@ def test_static_properties_tell_apart_what_triton_compiles_for(facts):
 
 
 def activation_launch(preactivation, num_rows, limit):
-    arguments = (preactivation, preactivation.stride(), None, None, preactivation, num_rows, 16, limit, None)
+    arguments = (preactivation, preactivation.stride(), None, None, preactivation, None, num_rows, 16, limit, None)
     return Launch(activation_kernel, (1,), arguments, {"FORWARD": None, "GATED": True, "BLOCK_R": 1, "BLOCK_F": 16})
 
 

@@ -1,6 +1,7 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
 from .batched import BATCHED_KERNELS
+from .block_scaled import BLOCK_SCALED_KERNELS
 from .decoding import DECODING_KERNELS
 from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
 from .pointer import POINTER_KERNELS
@@ -12,6 +13,7 @@ from .tma import TMA_KERNELS
 from .tma_list import TMA_ARRAY_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
+from .warp_specialized_scaled import WARP_SPECIALIZED_SCALED_KERNELS
 
 ALL_KERNELS = (
     *WARP_SPECIALIZED_KERNELS,
@@ -27,4 +29,6 @@ ALL_KERNELS = (
     *BATCHED_KERNELS,
     *POINTER_GEMM_KERNELS,
     *DECODING_KERNELS,
+    *WARP_SPECIALIZED_SCALED_KERNELS,
+    *BLOCK_SCALED_KERNELS,
 )

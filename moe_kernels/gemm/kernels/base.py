@@ -13,6 +13,7 @@ from ...runtime.triton import INTERPRET, cdiv
 from ...specs import is_gated
 from ...types import TileTable
 from ..arguments import Arguments, GroupedGemmArguments, WgradArguments
+from ..block_scaled import BlockScaledGemmArguments
 from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
@@ -21,7 +22,57 @@ _MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while 
 _BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
 
 
-class GroupedGemmKernel(Kernel):
+class RowTileKernel(Kernel):
+    """Kernels whose tiles are rows of groups times columns: their work, and their tile table."""
+
+    def estimate(self, args: GroupedGemmArguments | BlockScaledGemmArguments) -> float:
+        """Return the cost of one group and one step of the reduction."""
+        num_groups, _, num_columns = args.B.shape
+        rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
+        memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
+        return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
+
+    def tile_table(
+        self,
+        args: GroupedGemmArguments | BlockScaledGemmArguments,
+        memory: Tensor | None = None,
+        *,
+        write: bool = True,
+    ) -> TileTable:
+        """Return the arguments' tile table for this kernel's tile height, or make one."""
+        if self._has_table(args):
+            return args.tile_table
+        offsets = args.offsets
+        if args.tile_table is not None:
+            bounds = args.tile_table.bounds
+            offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # narrow is faster than a slice
+        return _table(offsets, args.out.shape[0], self._table_rows, memory, write)
+
+    @property
+    def _table_rows(self) -> int:
+        """Return the height of the tiles of a table that the kernel makes."""
+        return self.metadata.design.tile_shape[0]
+
+    def _has_table(self, args: GroupedGemmArguments | BlockScaledGemmArguments) -> bool:
+        return args.tile_table is not None and args.tile_table.block_rows == self._table_rows
+
+    def metadata_bytes(self, args: GroupedGemmArguments | BlockScaledGemmArguments) -> int:
+        if self._has_table(args):
+            return 0
+        return tile_table_bytes(len(args.out), len(args.B), self._table_rows)
+
+    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+
+    def index_status(self, index: Tensor | None) -> Status:
+        """Check that there is an index exactly if the kernel gathers."""
+        gather = self.metadata.design.gather
+        if (index is not None) != gather:
+            return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")
+        return SUPPORTED
+
+
+class GroupedGemmKernel(RowTileKernel):
     """Kernels that compute `GroupedGemmArguments`."""
 
     arguments_class = GroupedGemmArguments
@@ -37,8 +88,8 @@ class GroupedGemmKernel(Kernel):
             return Status("Operand `preactivation`: expected with an epilogue and only then")
         if error := self._preactivation_error(args):
             return Status(f"Operand `preactivation`: {error}")
-        if error := self._index_error(args):
-            return Status(f"Operand `row_to_token`: {error}")
+        if not (status := self.index_status(args.row_to_token)):
+            return status
         for name in args.optional_operands:
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")
@@ -47,13 +98,7 @@ class GroupedGemmKernel(Kernel):
             for name, operand in (("extra_a", operands.A), ("extra_b", operands.B)):
                 if error := operand_error(operand, getattr(args, name)):
                     return Status(f"Operand `{name}`: {error}")
-        return _tma_status(self.metadata.design, len(args.out), args.A, args.B)
-
-    def _index_error(self, args: GroupedGemmArguments) -> str | None:
-        gather = self.metadata.design.gather
-        if (args.row_to_token is not None) == gather:
-            return None
-        return f"this kernel {'needs an' if gather else 'takes no'} index"
+        return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
         """Return the error of `preactivation`: stored as `out` is, and its up half as a separate aligned matrix."""
@@ -67,39 +112,6 @@ class GroupedGemmKernel(Kernel):
             rule = f"expected halves of rows of whole {operand.alignment_bytes} bytes"
             return f"{rule}, got {product.shape[-1]} columns of {product.dtype}"
         return None
-
-    def estimate(self, args: GroupedGemmArguments) -> float:
-        """Return the cost of one group and one step of the reduction."""
-        num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
-        memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
-        return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
-
-    def tile_table(self, args: GroupedGemmArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """Return the arguments' tile table for this kernel's tile height, or make one."""
-        if self._has_table(args):
-            return args.tile_table
-        offsets = args.offsets
-        if args.tile_table is not None:
-            bounds = args.tile_table.bounds
-            offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # narrow is faster than a slice
-        return _table(offsets, args.out.shape[0], self._table_rows, memory, write)
-
-    @property
-    def _table_rows(self) -> int:
-        """Return the height of the tiles of a table that the kernel makes."""
-        return self.metadata.design.tile_shape[0]
-
-    def _has_table(self, args: GroupedGemmArguments) -> bool:
-        return args.tile_table is not None and args.tile_table.block_rows == self._table_rows
-
-    def metadata_bytes(self, args: GroupedGemmArguments) -> int:
-        if self._has_table(args):
-            return 0
-        return tile_table_bytes(len(args.out), len(args.B), self._table_rows)
-
-    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
 
 
 class WrappedGroupedGemm(Kernel):
@@ -133,7 +145,7 @@ class WgradKernel(Kernel):
         gather = self.metadata.design.gather
         if (args.a_row_to_token is not None or args.dout_row_to_token is not None) != gather:
             return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")
-        return _tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
+        return tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
     def estimate(self, args: WgradArguments) -> float:
         """Return the cost of one group and one step of the reduction."""
@@ -165,7 +177,7 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, w
     return table
 
 
-def _tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
+def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
     """Check TMA's limits: at most 2**30 rows, no empty tensor, gathered rows of whole 16-byte pieces."""
     if not design.tma:
         return SUPPORTED

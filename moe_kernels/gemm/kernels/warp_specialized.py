@@ -23,13 +23,10 @@ from ..kernel import (
     WgradOperands,
 )
 from .base import GroupedGemmKernel, WgradKernel, kernel_name, num_programs
+from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
 from .pointer import EXTRA
-from .ragged import ragged_shape_and_strides
 
 if OBSTACLE is None:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .hopper.activations import FORWARD
     from .hopper.grouped_gemm import grouped_gemm_kernel
     from .hopper.wgrad import wgrad_kernel
@@ -58,50 +55,6 @@ def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
     if bias.stride(-1) != 1:
         return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {bias.stride()}")
     return SUPPORTED
-
-
-@functools.cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
-
-
-def _form(shape: list[int], strides: list[int], block: list[int]) -> dict[str, Any]:
-    """Return all fields of a descriptor except its tensor."""
-    return {
-        "shape": shape,
-        "strides": strides,
-        "block_shape": block,
-        "layout": _layout(len(shape)),
-        "padding": "zero",
-    }
-
-
-def _descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
-    """Make a `TensorDescriptor` without its checks, which take most of its time and repeat what `supports` checks."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(form, base=tensor)
-    return descriptor
-
-
-@functools.lru_cache(maxsize=4096)
-def _plain_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict[str, Any]:
-    return _form(list(shape), list(strides), list(block))
-
-
-@functools.lru_cache(maxsize=4096)
-def _ragged_form(row_stride: int, num_columns: int, block: tuple[int, int], split: int) -> dict[str, Any]:
-    shape, strides = ragged_shape_and_strides(row_stride, num_columns, split)
-    middle = [1] if split > 1 else []
-    return _form(shape, strides, [1, 1, block[0], *middle, block[1]])
-
-
-def _plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    return _descriptor(tensor, _plain_form(tensor.shape, tensor.stride(), block))
-
-
-def _ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
-    """Describe [R, C]; with `split` 2, [R, 2, C / 2], so that neither half reaches into the other."""
-    return _descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
@@ -139,19 +92,19 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         gated = is_gated(self.metadata.epilogue)
         pieces = _pieces(self.metadata.epilogue)
         extra_steps = 0 if args.extra_a is None else cdiv(args.extra_a.shape[1], block_k)
-        out_desc, activated_desc = _ragged_descriptor(args.out, half), None
+        out_desc, activated_desc = ragged_descriptor(args.out, half), None
         if pieces:
-            out_desc, activated_desc = _ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
+            out_desc, activated_desc = ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
         if design.gather:
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
         else:
-            a = (_plain_descriptor(args.A, block_m, block_k), None, None, None, None)
+            a = (plain_descriptor(args.A, block_m, block_k), None, None, None, None)
         return Launch(
             grouped_gemm_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
                 *a,
-                _descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
+                descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
                 *self._extra(args),
                 args.bias,
                 None if args.bias is None else args.bias.stride(0),
@@ -172,10 +125,10 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         if args.extra_a is None:
             return (None,) * 5
         block_m, _, block_k = self.metadata.design.tile_shape
-        b_desc = _descriptor(args.extra_b, _b_form(self, args.extra_b.shape, args.extra_b.stride()))
+        b_desc = descriptor(args.extra_b, _b_form(self, args.extra_b.shape, args.extra_b.stride()))
         if self.metadata.design.gather:
             return None, args.extra_a, args.extra_a.stride(0), args.extra_a.shape[1], b_desc
-        return _plain_descriptor(args.extra_a, block_m, block_k), None, None, None, b_desc
+        return plain_descriptor(args.extra_a, block_m, block_k), None, None, None, b_desc
 
     def metadata_bytes(self, args: GroupedGemmArguments) -> int:
         return 0 if self._walks(args) else super().metadata_bytes(args)
@@ -200,10 +153,10 @@ def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tupl
     if is_gated(kernel.metadata.epilogue):
         d_ff = num_columns // 2
         split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
-        return _form(*split, [1, 2, block_n // 2, block_k])
+        return form(*split, [1, 2, block_n // 2, block_k])
     if kernel.metadata.operands.B.layout == "column":
-        return _form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
-    return _form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+        return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
+    return form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
 
 
 @functools.cache
@@ -257,11 +210,11 @@ class WarpSpecializedWgrad(WgradKernel):
         a_desc = dout_desc = None
         gathered: tuple[Any, ...] = (None,) * 4
         if args.a_row_to_token is None:
-            a_desc = _ragged_descriptor(args.A, (block_r, block_k))
+            a_desc = ragged_descriptor(args.A, (block_r, block_k))
         else:
             gathered = args.A, args.A.stride(0), args.a_row_to_token, size_k
         if args.dout_row_to_token is None:
-            dout_desc = _ragged_descriptor(args.dout, (block_r, block_n))
+            dout_desc = ragged_descriptor(args.dout, (block_r, block_n))
         else:
             gathered = args.dout, args.dout.stride(0), args.dout_row_to_token, size_n
         return Launch(
@@ -271,7 +224,7 @@ class WarpSpecializedWgrad(WgradKernel):
                 a_desc,
                 dout_desc,
                 *gathered,
-                _plain_descriptor(args.out, 1, block_k // 2, block_n // 2),
+                plain_descriptor(args.out, 1, block_k // 2, block_n // 2),
                 table.bounds,
                 table.order,
                 num_groups,

@@ -14,14 +14,21 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...reference_fp8 import BLOCK, dequantize_blocks
 from ...runtime.checks import check_float8, check_no_gradient
 from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, without_autocast
 from ...runtime.ops import registered_op
 from .. import selection
 from ..arguments import GroupedGemmArguments, WgradArguments
-from ..epilogue import launch_epilogue_backward, launch_grouped_gemm, launch_row_scale_backward
+from ..block_scaled import BlockScaledGemmArguments
+from ..epilogue import (
+    launch_block_scaled_gemm,
+    launch_epilogue_backward,
+    launch_grouped_gemm,
+    launch_row_scale_backward,
+)
 from ..kernel import device_cc
-from .grouped_checks import check_out, check_product, check_values, check_wgrad
+from .grouped_checks import check_out, check_product, check_values, check_wgrad, has_block_scales
 
 
 def grouped_gemm(
@@ -32,8 +39,8 @@ def grouped_gemm(
     bias: Tensor | None = None,  # [G, N]
     row_scale: Tensor | None = None,  # [R] float32
     activation: str | None = None,
-    scale_a: Tensor | None = None,  # [R] float32
-    scale_b: Tensor | None = None,  # [G, N] float32
+    scale_a: Tensor | None = None,  # [R] or [R, ceil(K / 128)] float32
+    scale_b: Tensor | None = None,  # [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32
     out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
@@ -59,8 +66,10 @@ def grouped_gemm(
         bias: in the dtype of `a` or of the result, or float32.
         activation: the name of a gated activation. It applies to the gate columns [0, F) and the up columns [F, 2F),
             after they are rounded to `out_dtype`. Default: none.
-        scale_a: scale of the float8 values in `a`.
-        scale_b: scales of the float8 values in `b`.
+        scale_a: scale of each row of float8 values in `a`, or of its blocks of 128 values.
+        scale_b: scales of the columns of float8 values in `b`, or of its blocks of 128 x 128 values. Both operands have
+            blocks, or none. The fastest kernels read scales of `a` stored by columns, and `b` and its scales as
+            transposed views of contiguous tensors: the results of `quantize_rows` and `quantize`.
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32,
             float8 (e4m3) operands float16, bfloat16 and float32.
@@ -81,6 +90,10 @@ def grouped_gemm(
     options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
     if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
         with without_autocast(a):
+            if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
+                a = dequantize_blocks(a, scale_a, 1, BLOCK, torch.float32)
+                b = dequantize_blocks(b, scale_b, BLOCK, BLOCK, torch.float32)
+                scale_a = scale_b = None
             scales = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b}
             return reference.grouped_gemm(
                 a, b, offsets, bias=bias, **scales, activation=activation, out=out, out_dtype=out_dtype
@@ -141,6 +154,11 @@ def _launch(
     out: Tensor,
     preactivation: Tensor | None = None,
 ) -> None:
+    if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
+        product = out if preactivation is None else preactivation
+        args = BlockScaledGemmArguments(a, b, product, scale_a, scale_b, offsets=offsets)
+        launch_block_scaled_gemm(args, bias, row_scale, activation, out)
+        return
     launch_grouped_gemm(
         GroupedGemmArguments(
             a,

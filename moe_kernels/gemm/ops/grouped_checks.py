@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...reference_fp8 import BLOCK
 from ...runtime.checks import (
     check_dtype,
     check_no_gradient,
@@ -14,6 +15,7 @@ from ...runtime.checks import (
     result_dtype,
 )
 from ...runtime.dispatch import FLOAT8, once_per_form
+from ...runtime.triton import cdiv
 from ..epilogue import check_epilogue
 
 
@@ -89,14 +91,24 @@ def check_values(op: str, offsets: Tensor, num_rows: int) -> None:
 
 
 _PATTERNS = {"bias": "G N", "row_scale": "R", "scale_a": "R", "scale_b": "G N"}
+_OF_BLOCKS = {"scale_a": "R K/128", "scale_b": "G K/128 N/128"}
+
+
+def has_block_scales(scale_a: Tensor | None) -> bool:
+    return scale_a is not None and scale_a.dim() == 2
 
 
 def _check_optional(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype, **optional: Tensor | None) -> None:
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     if not given:
         return
-    patterns = {name: (tensor, _PATTERNS[name]) for name, tensor in given.items()}
-    check_shapes("grouped_gemm", {"R": len(a), "G": len(b), "N": b.shape[2]}, **patterns)
+    patterns, sizes = _PATTERNS, {"R": len(a), "G": len(b), "N": b.shape[2]}
+    if has_block_scales(given.get("scale_a")):
+        if "scale_b" not in given:
+            raise ValueError("grouped_gemm: scale_a of blocks must come with scale_b, got None")
+        patterns = _PATTERNS | _OF_BLOCKS
+        sizes |= {"K/128": cdiv(a.shape[1], BLOCK), "N/128": cdiv(b.shape[2], BLOCK)}
+    check_shapes("grouped_gemm", sizes, **{name: (tensor, patterns[name]) for name, tensor in given.items()})
     check_same_device("grouped_gemm", offsets=offsets, **given)
     for name, tensor in given.items():
         dtypes = (torch.float32, torch.float64) if a.dtype == torch.float64 else (torch.float32,)

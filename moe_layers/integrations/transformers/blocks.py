@@ -100,8 +100,11 @@ class _LinearsSpec(ExpertsSpec):
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (_weight_of(experts, "input_linear"),)
 
-    def w_down(self, experts: Any) -> Weight:
+    def stored_down(self, experts: Any) -> Weight:
         return _weight_of(experts, "output_linear")
+
+    def w_down(self, experts: Any) -> Weight:
+        return self.stored_down(experts)
 
 
 def _weight_of(experts: Any, name: str) -> Weight:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -29,13 +29,14 @@ from packaging.version import Version
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from moe_kernels.experts.fused import PRECISIONS, check_fp8_sizes
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind
 from .attached_routers import release_routers
 from .discovery import Found, find_experts
-from .experts_forward import ATTRIBUTE, CHANGES, NAME
+from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME
 from .peft_adapters import (
     Place,
     find_places,
@@ -109,7 +110,7 @@ class _State:
 _STATES: WeakSet[_State] = WeakSet()  # of all currently enabled models
 
 
-def enable(model: nn.Module, *, implementation: str | None = None) -> EnableReport:
+def enable(model: nn.Module, *, implementation: str | None = None, precision: str | None = None) -> EnableReport:
     """Compute the experts of all MoE blocks of a model with `moe_kernels`.
 
     The function checks everything before it changes anything. If it is interrupted, the model is not enabled. An
@@ -122,15 +123,21 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
     Args:
         model: any module that holds MoE blocks of transformers.
         implementation: "triton", "reference", or None (default) to choose by device.
+        precision: "fp8" multiplies e4m3 operands in the experts, see `fused_experts`; None (default) operands in the
+            dtype of the model.
 
     Raises:
         ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
-            or a model around it, is enabled. Weights are quantised in a way that the kernels cannot read.
+            or a model around it, is enabled. Weights are quantised in a way that the kernels cannot read. With "fp8":
+            weights are quantised, their sizes are no multiples of 16, or experts have a norm.
         NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
     check_kind("enable", "model", model, nn.Module)
+    check_choice("enable", "precision", precision, PRECISIONS)
     found = find_experts(model, implementation, _selectable(model))
+    if precision is not None:
+        found = [_in_precision(part, precision) for part in found]
     configs = _configs_of(found)
     if (earlier := getattr(model, _STATE, None)) is not None:
         _restore(model, earlier)
@@ -153,6 +160,17 @@ def enable(model: nn.Module, *, implementation: str | None = None) -> EnableRepo
         _restore(model, state)
         raise
     return _report(found, places)
+
+
+@torch.no_grad()
+def _in_precision(part: Found, precision: str) -> Found:
+    """Return the experts with a precision. Raise ValueError if they cannot be computed with it."""
+    w_down = part.spec.w_down(part.experts)
+    got = f"stored {w_down.format}" if isinstance(w_down, QuantizedWeight) else "a norm" if part.spec.normed else None
+    if got is not None:
+        raise ValueError(f"enable: precision={precision!r} needs plain weights and no norm, got {got} in {part.name}")
+    check_fp8_sizes("enable", *w_down.shape[1:])
+    return replace(part, spec=replace(part.spec, precision=precision))
 
 
 def _replace(forwards: dict[nn.Module, Callable[..., object]], places: list[Place], configs: list[Any]) -> None:
@@ -212,6 +230,7 @@ def _restore(model: nn.Module, state: _State) -> None:
     for experts in state.experts:
         vars(experts).pop(ATTRIBUTE, None)
         vars(experts).pop(CHANGES, None)
+        vars(experts).pop(FORMS, None)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
     delattr(holder, _STATE)

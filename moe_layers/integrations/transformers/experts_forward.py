@@ -18,14 +18,15 @@ from moe_kernels import (
     Permutation,
     apply_activation,
     combine,
-    fused_experts,
     grouped_gemm,
     permute,
     sort_by_expert,
 )
+from moe_kernels.experts.fused import compute_experts
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
-from moe_kernels.types import Weight
+from moe_kernels.types import ExpertWeights, ScaledForms, Weight
 
+from ...experts.fp8_weights import KeptForms
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
 from .recognition import recognise_gated, recognise_plain
@@ -33,6 +34,7 @@ from .stored_weights import check_stored, stored_weight
 
 NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from `enable` or from the first call
+FORMS = "_moe_layers_forms"  # of an experts module: KeptForms, with a precision
 CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,6 +55,7 @@ class ExpertsSpec:
         transposed: matrices are [in, out].
         implementation: "triton", "reference", or None to choose by device.
         normed: the experts' `post_expert_norm` norms each output before it is weighted.
+        precision: see `fused_experts`.
     """
 
     copies: ClassVar[bool] = False  # `w_up` is a copy of the parameters instead of a view
@@ -62,6 +65,7 @@ class ExpertsSpec:
     bias: bool = False
     weight_on_input: bool = False
     normed: bool = False
+    precision: str | None = None
 
     @property
     def _up_name(self) -> str:
@@ -84,8 +88,11 @@ class ExpertsSpec:
         (parameter,) = parameters
         return self._matrices(parameter)
 
+    def stored_down(self, experts: Any) -> Weight:
+        return self._parameter(experts, "down_proj")
+
     def w_down(self, experts: Any) -> Weight:  # [E, D, F]
-        return self._matrices(self._parameter(experts, "down_proj"))
+        return self._matrices(self.stored_down(experts))
 
     def _parameter(self, experts: Any, name: str) -> Weight:
         stored = stored_weight(experts, self.readable, name, transposed=self.transposed)
@@ -172,22 +179,33 @@ def experts_forward(
 
     def experts(tokens: Tensor, w_up: Any, w_down: Any, *biases: Tensor) -> Tensor:
         with rebuilt_in_backward(w_up, parameters, spec.w_up) if spec.copies else nullcontext():
-            return fused_experts(
+            return compute_experts(
                 tokens,
                 top_k_weights,
                 permutation,
-                w_up,
-                w_down,
-                **dict(zip(("b_up", "b_down"), biases, strict=False)),
+                ExpertWeights(w_up, w_down, *biases),
                 adapters=adapters,
                 activation=spec.activation,
                 weight_on_input=spec.weight_on_input,
+                precision=spec.precision,
+                forms=_forms(self, weights[:2], (w_up, w_down)),
                 implementation=spec.implementation,
             )
 
     normed = partial(_normed_experts, self, top_k_weights, permutation)
-    weights = (spec.w_up(*parameters), w_down, *spec.biases(self))
+    weights: tuple[Any, ...] = (spec.w_up(*parameters), w_down, *spec.biases(self))
     return call_with_autocast_rules(normed if spec.normed else experts, hidden_states, *weights).to(hidden_states.dtype)
+
+
+def _forms(experts: Any, parts: tuple[Any, ...], weights: tuple[Any, Any]) -> ScaledForms | None:
+    """Return the kept e4m3 forms of the weights, see `KeptForms`; None without precision or for copied parameters."""
+    spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
+    if spec.precision is None or spec.copies or torch.compiler.is_compiling():
+        return None
+    if not hasattr(experts, FORMS):
+        setattr(experts, FORMS, KeptForms())
+    (w_up,) = spec.up_parameters(experts)
+    return getattr(experts, FORMS).of(experts, (w_up, spec.stored_down(experts)), parts, weights, spec.implementation)
 
 
 def _normed_experts(

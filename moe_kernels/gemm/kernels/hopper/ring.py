@@ -60,7 +60,8 @@ def buffers(desc, SLOTS: gl.constexpr):
 @gluon.jit
 def gather_buffers(dtype, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Allocate shared memory for SLOTS blocks of gathered rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=BITS, rank=2)
     return gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], layout)
 
 
@@ -97,10 +98,11 @@ def gather_block(ready, pointers, mask, buffer):
 
 
 @gluon.constexpr_function
-def gather_layout(columns):
-    """Return the layout in which one warp instruction copies whole rows of `columns` 16-bit elements, 16 B a thread."""
-    threads = columns // 8
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+def gather_layout(columns, bits=16):
+    """Return the layout in which one warp instruction copies whole rows of `columns` elements, 16 bytes a thread."""
+    each = 128 // bits
+    threads = columns // each
+    return gl.BlockedLayout([1, each], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit

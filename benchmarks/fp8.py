@@ -1,0 +1,302 @@
+"""Experts with e4m3 operands (`precision="fp8"`) beside bfloat16 ones, in the same run.
+
+    python -m benchmarks.fp8 --commit $(git rev-parse --short HEAD) --output benchmarks/results/fp8.json
+    python -m benchmarks.fp8 --cases gemm --shapes olmoe --time-limit-s 480 --resume --commit COMMIT --output FILE
+
+    gemm    the four products of a layer that FP8 changes: e4m3 with block scales, bfloat16, and the dense cuBLAS
+            products of the same sizes, in bfloat16 and in e4m3 with the same blocks
+    layer   forward, and forward and backward, of the layer. "fp8" keeps its weights' e4m3 forms from call to call.
+            "fp8 new weights" quantises the weights in every call, as one batch per optimizer step does
+    pass    quantisation, and the activation with and without quantised results, in GB/s
+
+Each GEMM is held to the error budget before it is timed. The layer is held to the recipe in float32, and to the layer
+without FP8 within 9 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import fused_experts, reference, reference_fp8
+from moe_kernels.activation.ops import (
+    can_scale_gradient,
+    launch_activation,
+    launch_scaled_activation,
+    launch_weighted_activation_backward,
+)
+from moe_kernels.gemm import selection
+from moe_kernels.gemm.arguments import GroupedGemmArguments
+from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
+from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_rows
+from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
+from moe_kernels.specs import as_activation
+from moe_kernels.tools.tune import check
+from moe_kernels.types import Permutation
+from moe_layers import MoEFeedForward
+
+from . import results_file
+from .layer import environment, make_layer, make_tokens, measure_memory, num_checked, passes, print_rows
+from .results_file import Row
+from .shapes import PUBLISHED, SHAPES, TINY, Shape
+from .timing import copy_bytes_per_ms, time_interleaved
+
+FP8_SHAPES = {
+    **{name: SHAPES[name] for name in ("4096x1024-e128", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")},
+    "deepseek-v3-ep8": PUBLISHED["deepseek-v3-ep8"],
+    **{name: SHAPES[name] for name in ("olmoe", "qwen3-next", "fine-grained")},
+    TINY.name: TINY,
+}
+OF_RECIPE, OF_PLAIN = 0.03, 0.09  # largest relative errors of a layer
+
+
+class Operands:
+    """Rows, weights and routing of a layer with an equal share of the rows for each expert."""
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype):
+        self.shape = shape
+        layer = make_layer(shape, device, dtype)
+        self.tokens = make_tokens(layer, shape, "even", dtype)
+        with torch.no_grad():
+            routed = layer.router(self.tokens)
+        self.permutation = reference.sort_by_expert(routed.topk_experts, shape.num_experts)
+        self.topk_weights = routed.topk_weights
+        self.w_up, self.w_down = (weight.detach() for weight in (layer.experts.w_up, layer.experts.w_down))
+
+    def rows(self, num_columns: int) -> Tensor:  # [R, num_columns]
+        like = self.tokens
+        return torch.randn(self.shape.num_rows, num_columns, device=like.device, dtype=like.dtype)
+
+
+def product(operands: Operands, op: str) -> tuple[Tensor, Tensor, bool]:
+    """Return (a, weight [E, N, K], whether rows of a are gathered) of one product."""
+    tokens, w_up, w_down = operands.tokens, operands.w_up, operands.w_down
+    return {
+        "up": (tokens, w_up, True),
+        "down": (operands.rows(operands.shape.d_ff), w_down, False),
+        "down_dgrad": (tokens, w_down.mT.contiguous(), True),
+        "up_dgrad": (operands.rows(operands.shape.up_columns), w_up.mT.contiguous(), False),
+    }[op]
+
+
+PRODUCTS = ("up", "down", "down_dgrad", "up_dgrad")
+
+
+def fp8_arguments(a: Tensor, weight: Tensor, permutation: Permutation, index: Tensor | None) -> Any:
+    scaled, (form, _) = launch_quantize_rows(a), launch_quantize_weight(weight, transposed=False)
+    assert form is not None
+    out = a.new_empty(len(permutation.row_to_token), weight.shape[1])
+    scales = scaled.scales, form.scales.mT
+    table = {"tile_table": permutation.tile_table, "zero_tail": False}
+    return BlockScaledGemmArguments(scaled.values, form.values.mT, out, *scales, row_to_token=index, **table)
+
+
+def dense_fp8(a: Any, size_k: int, size_n: int) -> Callable[[], Tensor] | None:
+    """Return cuBLAS's product of all rows and one matrix with the same blocks, where it takes the sizes."""
+    if not a.A.is_cuda or size_k % 128 or size_n % 128:
+        return None
+    run = partial(torch._scaled_mm, a.A, a.B[0], a.scale_a, a.scale_b[0], out_dtype=a.out.dtype, out=a.out)
+    try:
+        run()
+    except (RuntimeError, ValueError) as error:  # another version of CUDA or PyTorch
+        print(f"no dense e4m3 product: {str(error).splitlines()[0]}")
+        return None
+    return run
+
+
+def bench_gemm(operands: Operands, op: str, options: argparse.Namespace) -> list[Row]:
+    a, weight, gathers = product(operands, op)
+    permutation, (_, size_n, size_k) = operands.permutation, weight.shape
+    rows = a[permutation.row_to_token.long()] if gathers else a
+    copied = fp8_arguments(rows, weight, permutation, None)
+    given = {"fp8": copied}
+    if gathers:
+        given = {"fp8": fp8_arguments(a, weight, permutation, permutation.row_to_token), "fp8 copied rows": copied}
+    table = {"tile_table": permutation.tile_table, "zero_tail": False}
+    given["bf16"] = GroupedGemmArguments(rows, weight.mT, torch.empty_like(copied.out), **table)
+    kernels = {}
+    for name, args in given.items():
+        kernels[name] = selection.select(args)
+        check(kernels[name], args)
+    runs: dict[str, Callable[[], object]] = {name: partial(selection.run, args) for name, args in given.items()}
+    runs["dense bf16"] = partial(torch.mm, rows, weight[0].T, out=torch.empty_like(copied.out))
+    if (dense := dense_fp8(copied, size_k, size_n)) is not None:
+        runs["dense fp8"] = dense
+    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    flops = 2.0 * len(rows) * size_k * size_n
+    return [
+        {
+            "implementation": name,
+            "kernel": kernels[name].metadata.kernel_name if name in kernels else None,
+            **timing._asdict(),
+            "tflops": flops / timing.ms / 1e9,
+            "over_bf16": timings["bf16"].ms / timing.ms,
+            "share_of_dense_fp8": timings["dense fp8"].ms / timing.ms if "dense fp8" in timings else None,
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def check_layer(operands: Operands) -> dict[str, float]:
+    """Hold a layer's first experts to the recipe in float32 and to plain float32. Return the largest errors of both."""
+    shape, num_experts = operands.shape, max(num_checked(operands.shape) // 4, 1)
+    num_tokens = max(shape.num_tokens * num_experts // shape.num_experts, 1)
+    tokens, weights = operands.tokens[:num_tokens], operands.topk_weights[:num_tokens]
+    slots = operands.permutation.slot_to_row[:num_tokens]
+    experts = torch.searchsorted(operands.permutation.offsets, slots, right=True, out_int32=True) % num_experts
+    activation = as_activation("check", shape.activation)
+
+    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        given = (tokens, weights, operands.w_up[:num_experts], operands.w_down[:num_experts])
+        leaves = [t.detach().to(dtype if t.dtype == tokens.dtype else t.dtype).requires_grad_() for t in given]
+        permutation = reference.sort_by_expert(experts, num_experts)
+        out = op(leaves[0], leaves[1], permutation, *leaves[2:], activation=activation)
+        dout = torch.randn(out.shape, device=out.device, generator=torch.Generator(out.device).manual_seed(1))
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(tokens.dtype).to(dtype))]
+
+    actual = run(partial(fused_experts, precision="fp8"), tokens.dtype)
+    errors = {}
+    for name, op, limit in (
+        ("recipe", reference_fp8.fused_experts, OF_RECIPE),
+        ("plain", reference.fused_experts, OF_PLAIN),
+    ):
+        errors[name] = max(map(relative_error, actual, run(op, torch.float32)))
+        assert errors[name] <= limit, f"fp8 layer: relative error {errors[name]:.4f} against {name} exceeds {limit}"
+    return errors
+
+
+def bench_layer(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+    operands = Operands(shape, options.device, dtype)
+    errors = check_layer(operands)
+    del operands
+    layer = make_layer(shape, options.device, dtype)
+    tokens = make_tokens(layer, shape, "even", dtype)
+    forms = {"bf16": None, "fp8": "fp8", "fp8 new weights": "fp8"}
+    runs, memory = {}, {}
+    for which, run in passes(layer, tokens).items():
+        for form, precision in forms.items():
+            runs[form, which] = partial(run_in, layer, precision, form == "fp8 new weights", run)
+    for form, precision in forms.items():
+        runs[form, "forward+backward"]()
+        layer.experts.precision = precision
+        memory[form] = measure_memory(layer, tokens) if options.device == "cuda" else (None, None)
+    named = {f"{form}/{which}": function for (form, which), function in runs.items()}
+    timings = time_interleaved(named, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    return [
+        {
+            "implementation": form,
+            "pass": which,
+            **timings[f"{form}/{which}"]._asdict(),
+            "over_bf16": timings[f"bf16/{which}"].ms / timings[f"{form}/{which}"].ms,
+            "saved_mib": memory[form][0],
+            "peak_mib": memory[form][1],
+            "error_of_recipe": errors["recipe"] if precision else None,
+            "error_of_plain": errors["plain"] if precision else None,
+        }
+        for (form, which), precision in ((key, forms[key[0]]) for key in runs)
+    ]
+
+
+def run_in(layer: MoEFeedForward, precision: str | None, new_weights: bool, run: Callable[[], object]) -> None:
+    layer.experts.precision = precision
+    if new_weights:
+        layer.experts.kept_forms.drop()
+    run()
+
+
+def bench_passes(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+    """Bytes are those that must move: each operand read once, each result written once."""
+    operands = Operands(shape, options.device, dtype)
+    activation, tokens, w_up = as_activation("bench", shape.activation), operands.tokens, operands.w_up
+    hidden, dweighted = operands.rows(shape.up_columns), operands.rows(shape.d_ff)
+    slots, weights = operands.permutation.slot_to_row, operands.topk_weights.contiguous()
+    kept = launch_quantize_weight(w_up), take_samples(w_up)
+    scaled = empty_scaled_rows(hidden, *hidden.shape) if can_scale_gradient(activation, shape.d_ff) else None
+    item, num_hidden, num_activated = dtype.itemsize, hidden.numel(), dweighted.numel()
+    backward = partial(launch_weighted_activation_backward, hidden, dweighted, weights, slots, activation)
+    runs: dict[str, tuple[Callable[[], object], float]] = {
+        "tokens": (partial(launch_quantize_rows, tokens), tokens.numel() * (item + 1)),
+        "w_up, both orientations": (partial(launch_quantize_weight, w_up), w_up.numel() * (item + 2)),
+        "w_up, one orientation": (partial(launch_quantize_weight, w_up, transposed=False), w_up.numel() * (item + 1)),
+        "look for a change of w_up": (partial(launch_requantize, w_up, *kept), w_up.numel() / 64 * item),
+        "activation": (partial(launch_activation, hidden, activation), num_hidden * item + num_activated * item),
+        "activation to e4m3": (
+            partial(launch_scaled_activation, hidden, activation),
+            num_hidden * item + num_activated,
+        ),
+        "activation backward": (backward, 2 * (num_hidden + num_activated) * item),
+        "activation backward to e4m3": (
+            partial(backward, scaled=scaled),
+            2 * (num_hidden + num_activated) * item + (num_hidden if scaled is not None else 0),
+        ),
+    }
+    functions = {name: function for name, (function, _) in runs.items()}
+    timings = time_interleaved(functions, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    speed = copy_bytes_per_ms(options.device)
+    return [
+        {
+            "implementation": name,
+            **timing._asdict(),
+            "gb_per_s": runs[name][1] / timing.ms / 1e6,
+            "share_of_copy": runs[name][1] / timing.ms / speed,
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def tasks(options: argparse.Namespace, dtype: torch.dtype) -> list[results_file.Task]:
+    found: list[results_file.Task] = []
+    for name in options.shapes:
+        shape = FP8_SHAPES[name]
+        sizes = {"T": shape.num_tokens, "D": shape.d_model, "F": shape.d_ff, "E": shape.num_experts, "K": shape.top_k}
+        shared = {"shape": name, **sizes}
+        benches: dict[str, list[tuple[Row, Callable[..., list[Row]]]]] = {
+            "layer": [({}, bench_layer)],
+            "gemm": [({"op": op}, partial(bench_one_gemm, op)) for op in PRODUCTS],
+            "pass": [({}, bench_passes)],
+        }
+        for case in options.cases:
+            for more, bench in benches[case]:
+                row = {**shared, "case": case, **more}
+                found.append((row, partial(measured, row, bench, shape, options, dtype)))
+    return found
+
+
+def bench_one_gemm(op: str, shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+    return bench_gemm(Operands(shape, options.device, dtype), op, options)
+
+
+def measured(
+    shared: Row, bench: Callable[..., list[Row]], shape: Shape, options: argparse.Namespace, dtype: torch.dtype
+) -> list[Row]:
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    return [{**shared, **row} for row in bench(shape, options, dtype)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name in FP8_SHAPES if name != TINY.name]
+    parser.add_argument("--shapes", nargs="+", choices=list(FP8_SHAPES), default=names)
+    parser.add_argument("--cases", nargs="+", choices=["layer", "gemm", "pass"], default=["layer", "gemm", "pass"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
+    results_file.add_options(parser)
+    options = parser.parse_args(arguments)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    file = results_file.ResultsFile.of(options, environment(options.device, options.commit))
+    for rows in file.measure(tasks(options, dtype)):
+        print_rows(rows, list(rows[0]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Device functions that quantise float32 values to e4m3 with a scale per block, with the bits of `reference_fp8`."""
+
+from __future__ import annotations
+
+from ..reference_fp8 import LARGEST, SMALLEST
+from ..runtime.triton import tl, triton
+from .kernels import INTERPRET
+
+_LARGEST = tl.constexpr(LARGEST)  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
+_SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
+
+
+@triton.jit
+def block_scales(sizes):
+    """Return (scales, their inverses) of blocks with these largest sizes, as `largest_size` returns them."""
+    at_least = tl.maximum(sizes, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    # As PyTorch divides a number by a tensor.
+    inverse = tl.where(sizes == 0.0, 1.0, tl.div_rn(1.0, at_least) * _LARGEST)
+    return tl.div_rn(1.0, inverse), inverse
+
+
+@triton.jit
+def largest_size(values, AXIS: tl.constexpr):
+    """Return the largest absolute value along an axis, None for all; NaN if there is one.
+
+    Compares the bits: those of sizes are ordered like the sizes, and those of NaN follow infinity's.
+    """
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e4m3(values):
+    """Return the bytes of the nearest e4m3 numbers. Values are within [-448, 448], or NaN."""
+    if not INTERPRET:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # The interpreter truncates, so the bits are rounded here, ties to even.
+    bits = values.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of the mantissa, the exponent's bias
+    # Below 2 ** -6 numbers are multiples of 2 ** -9, which a sum with 2 ** 14 rounds to.
+    subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, subnormal, normal)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_tile(values, BLOCKS: tl.constexpr):
+    """Quantise rows [R, BLOCKS * 128]. Return (bytes of the same shape, scales [R, BLOCKS])."""
+    blocks = tl.reshape(values, (values.shape[0], BLOCKS, 128))
+    scales, inverse = block_scales(largest_size(blocks, 2))
+    return tl.reshape(encode_e4m3(blocks * inverse[:, :, None]), values.shape), scales
+
+
+@triton.jit
+def store_scales(scales_ptr, row_stride, block_stride, scales, row, is_row, first, K, BLOCKS: tl.constexpr):
+    """Write scales [R, BLOCKS] of rows, the first being that of block `first` of K columns."""
+    block = first + tl.arange(0, BLOCKS)
+    mask = is_row[:, None] & (block < (K + 127) // 128)[None, :]
+    scales_ptrs = scales_ptr + row[:, None] * row_stride + block.to(tl.int64)[None, :] * block_stride
+    tl.store(scales_ptrs, scales, mask=mask)

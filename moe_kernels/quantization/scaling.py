@@ -1,0 +1,127 @@
+"""Quantisation of rows to e4m3 with a scale for each row and 128 columns. The bits are those of `reference_fp8`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference_fp8 import BLOCK
+from ..runtime.launch import launch_kernel
+from ..runtime.triton import cdiv, tl, triton
+from ..types import ScaledRows
+from .e4m3 import quantize_tile, store_scales
+from .kernels import decode_e4m3
+
+_BLOCK_ROWS = 16
+_MOST_BLOCKS = 8  # of one row, in one program
+
+
+def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRows:
+    """Return unwritten rows on the device of `like`."""
+    values = like.new_empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
+    return ScaledRows(values, like.new_empty(cdiv(num_columns, BLOCK), num_rows, dtype=torch.float32).t())
+
+
+def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # [R, K], any strides
+    out = empty_scaled_rows(rows, *rows.shape)
+    _launch(rows, out.values.view(torch.uint8), out.scales)
+    return out
+
+
+def packed_width(num_columns: int) -> int:
+    """Return the bytes of a packed row: its e4m3 numbers, then its scales, in whole float64 numbers."""
+    return num_columns + 8 * cdiv(num_columns, 2 * BLOCK)
+
+
+def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / itemsize] in the dtype of rows
+    """Return quantised rows in which the scales of a row follow its numbers. Only the bytes have a meaning."""
+    num_rows, num_columns = rows.shape
+    packed = rows.new_empty(num_rows, packed_width(num_columns), dtype=torch.uint8)
+    _launch(rows, packed, packed[:, num_columns:].view(torch.float32))
+    return packed.view(rows.dtype)
+
+
+def launch_unpack_rows(packed: Tensor, num_columns: int) -> Tensor:  # [R, num_columns]
+    """Return number times scale, rounded once."""
+    num_rows, stored = packed.shape[0], packed.view(torch.uint8)
+    out = packed.new_empty(num_rows, num_columns)
+    if out.numel():
+        launch_kernel(
+            _unpack_rows_kernel,
+            (cdiv(num_rows, _BLOCK_ROWS), cdiv(num_columns, BLOCK)),
+            stored,
+            stored[:, num_columns:].view(torch.float32),
+            out,
+            num_rows,
+            K=num_columns,
+            BLOCK_R=_BLOCK_ROWS,
+        )
+    return out
+
+
+def _launch(rows: Tensor, values: Tensor, scales: Tensor) -> None:
+    num_rows, num_columns = rows.shape
+    if rows.numel():
+        blocks = _MOST_BLOCKS
+        while blocks > 1 and num_columns % (blocks * BLOCK):
+            blocks //= 2
+        launch_kernel(
+            _quantize_rows_kernel,
+            (cdiv(num_rows, _BLOCK_ROWS), cdiv(num_columns, blocks * BLOCK)),
+            rows,
+            rows.stride(),
+            values,
+            values.stride(0),
+            scales,
+            *scales.stride(),
+            num_rows,
+            K=num_columns,
+            BLOCK_R=_BLOCK_ROWS,
+            BLOCKS=blocks,
+            num_warps=8 if blocks > 2 else 4,
+        )
+
+
+@triton.jit(do_not_specialize=["block_stride", "num_rows"])
+def _quantize_rows_kernel(
+    rows_ptr,
+    rows_strides,  # [R, K]
+    values_ptr,  # [R, K] bytes
+    values_stride,  # of rows
+    scales_ptr,  # [R, cdiv(K, 128)]
+    scales_stride,  # of rows
+    block_stride,
+    num_rows,
+    K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program writes BLOCKS blocks of each of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, BLOCKS * 128))."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
+    mask = (row < num_rows)[:, None] & (k < K)[None, :]
+    rows_ptrs = rows_ptr + row[:, None] * rows_strides[0] + k.to(tl.int64)[None, :] * rows_strides[1]
+    values, scales = quantize_tile(tl.load(rows_ptrs, mask=mask, other=0.0).to(tl.float32), BLOCKS)
+    tl.store(values_ptr + row[:, None] * values_stride + k[None, :], values, mask=mask)
+    first = tl.program_id(1) * BLOCKS
+    store_scales(scales_ptr, scales_stride, block_stride, scales, row, row < num_rows, first, K, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _unpack_rows_kernel(
+    values_ptr,  # [R, packed width] bytes
+    scales_ptr,  # [R, cdiv(K, 128)], rows as long
+    out_ptr,  # [R, K] contiguous
+    num_rows,
+    K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program writes 128 columns of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, 128))."""
+    WIDTH: tl.constexpr = K + (K + 255) // 256 * 8
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    mask = (row < num_rows)[:, None] & (k < K)[None, :]
+    values = decode_e4m3(tl.load(values_ptr + row[:, None] * WIDTH + k[None, :], mask=mask, other=0))
+    scale = tl.load(scales_ptr + row * (WIDTH // 4) + tl.program_id(1), mask=row < num_rows, other=0.0)
+    out = (values * scale[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * K + k[None, :], out, mask=mask)

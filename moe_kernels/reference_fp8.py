@@ -1,0 +1,153 @@
+"""The specification of products of e4m3 operands that have a scale per block, and of experts trained with them.
+
+A block's scale is its largest size divided by 448, the largest number of e4m3. Rows that are multiplied have blocks of
+1 x 128 along the reduction, weights blocks of 128 x 128, as in https://arxiv.org/abs/2412.19437, 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import reference
+from .specs import Activation
+from .types import Permutation
+
+BLOCK = 128
+LARGEST = 448.0  # of e4m3
+SMALLEST = 1e-30  # smaller blocks are scaled as if they reached this size, so that the inverse of a scale is finite
+
+
+def quantize_blocks(
+    matrix: Tensor,  # [..., M, N]
+    rows: int,
+    columns: int,
+) -> tuple[Tensor, Tensor]:  # values [..., M, N] e4m3, scales [..., ceil(M / rows), ceil(N / columns)] float32
+    """Return the nearest e4m3 numbers to the values divided by their block's scale, computed in float32.
+
+    The largest value of a block becomes 448 exactly. A block of zeros has the scale 1. A block that holds NaN or an
+    infinity becomes NaN as a whole, or in parts with an infinite scale.
+    """
+    size_m, size_n = matrix.shape[-2:]
+    padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(
+        -3, (-1, rows)
+    )  # [..., M / rows, rows, N / columns, columns]
+    largest = blocks.abs().amax((-3, -1), keepdim=True)
+    inverse = torch.where(largest == 0, 1.0, LARGEST / largest.clamp(min=SMALLEST))
+    values = (blocks * inverse).flatten(-4, -3).flatten(-2)[..., :size_m, :size_n]
+    return values.contiguous().to(torch.float8_e4m3fn), (1.0 / inverse).squeeze((-3, -1))
+
+
+def dequantize_blocks(
+    values: Tensor,  # [..., M, N] e4m3
+    scales: Tensor,  # [..., ceil(M / rows), ceil(N / columns)] float32
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:  # [..., M, N]
+    """Return value times scale, computed in `dtype`."""
+    size_m, size_n = values.shape[-2:]
+    spread = scales.to(dtype).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return values.to(dtype) * spread[..., :size_m, :size_n]
+
+
+def _rounded_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:  # [R, K]
+    return dequantize_blocks(*quantize_blocks(rows, 1, BLOCK), 1, BLOCK, dtype)
+
+
+def _rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:  # [E, out, in]
+    return dequantize_blocks(*quantize_blocks(weight, BLOCK, BLOCK), BLOCK, BLOCK, dtype)
+
+
+def _product(
+    rows: Tensor,  # [R, K]
+    matrices: Tensor,  # [E, K, N], rounded
+    offsets: Tensor,  # [E] int32
+) -> Tensor:  # [R, N]
+    """Multiply rounded rows. The sum is rounded once, to the dtype of the rows."""
+    return reference.grouped_gemm(_rounded_rows(rows, matrices.dtype), matrices, offsets).to(rows.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """rows @ weight^T per expert. The gradient of the rows is such a product, too; that of the weight is not."""
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:  # [R, in], [E, out, in] -> [R, out]
+        return _product(rows, _rounded_weight(weight, _wide(rows)).mT, offsets)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        rows, weight, offsets = ctx.saved_tensors
+        drows = _product(dout, _rounded_weight(weight, _wide(rows)), offsets)
+        return drows, reference.grouped_gemm_wgrad(dout, rows, offsets), None
+
+
+class _WeightedLinear(torch.autograd.Function):
+    """The weighted sum of each token's rows @ weight^T. Its gradient is rounded once per token, before it is copied to
+    rows and weighted, and the gradient of the weights follows from that of the rows:
+
+        dA' = gather(dout) @ weight    drows = w * dA'    dw = <dA', rows>    dweight = gather(dout)^T @ (w * rows)
+    """
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, weights: Tensor, slot_to_row: Tensor, offsets: Tensor) -> Tensor:
+        product = _product(rows, _rounded_weight(weight, _wide(rows)).mT, offsets)
+        return reference.combine(product, weights, slot_to_row)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):  # [T, D]
+        rows, weight, weights, slot_to_row, offsets = ctx.saved_tensors
+        slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # T * K for rows that no slot has
+        padded = functional.pad(dout, (0, 0, 0, 1)).index_select(0, slot // max(slot_to_row.shape[1], 1))
+        row_weights = reference.row_weights(weights, slot_to_row, len(rows))[:, None]  # [R, 1]
+        dproduct = _product(padded, _rounded_weight(weight, _wide(rows)), offsets)  # dA'
+        dslots = functional.pad((dproduct.to(weights.dtype) * rows).sum(1), (0, 1))
+        dweights = dslots[torch.where(slot_to_row < 0, len(rows), slot_to_row)]
+        dweight = reference.grouped_gemm_wgrad(padded, (row_weights * rows).to(rows.dtype), offsets)
+        return (row_weights * dproduct).to(rows.dtype), dweight, dweights, None, None
+
+
+def _wide(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def fused_experts(
+    tokens: Tensor,  # [T, D]
+    topk_weights: Tensor,  # [T, K] float32
+    permutation: Permutation,
+    w_up: Tensor,  # [E, 2F, D], or [E, F, D] with a plain activation
+    w_down: Tensor,  # [E, D, F]
+    *,
+    b_up: Tensor | None = None,  # [E, 2F], or [E, F]
+    b_down: Tensor | None = None,  # [E, D]
+    w_router: Tensor | None = None,  # [E, D]
+    activation: str | Activation = "swiglu",
+    weight_on_input: bool = False,
+) -> Tensor:  # [T, D]
+    """`reference.fused_experts` with e4m3 operands in four of its six products: both of forward, and both gradients of
+    rows. The gradients of weights have operands in the dtype of the tokens."""
+    offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
+    if w_router is not None:
+        topk_weights = reference.with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
+    rows = reference.permute(tokens, permutation)  # [R, D]
+    if weight_on_input:
+        weights = reference.row_weights(topk_weights, slot_to_row, len(rows))
+        rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
+    preactivation = _Linear.apply(rows, w_up, offsets)  # [R, 2F] or [R, F]
+    activated = reference.apply_activation(reference.add_bias(preactivation, b_up, offsets), activation)
+    weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
+    out = _WeightedLinear.apply(activated, w_down, weights, slot_to_row, offsets)
+    if b_down is None:
+        return out
+    biases = reference.add_bias(out.new_zeros(len(rows), out.shape[1]), b_down, offsets)
+    return out + reference.combine(biases, weights, slot_to_row)

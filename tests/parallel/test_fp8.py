@@ -1,0 +1,123 @@
+"""Layers with `precision="fp8"` whose experts ranks share, or whose weights FSDP2 gathers."""
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+from moe_layers import ExpertParallel
+from moe_layers.parallel.collectives import Ranks
+
+from ..processes import make_test
+from .expert_parallel_cases import D_MODEL, KERNELS, draw, expert_mesh, full, make_layer, shard_experts
+
+SIZES = {"d_ff": 16, "precision": "fp8"}
+
+
+def fp8_layer(device, seed=0, **options):
+    return make_layer(device, seed, **{**KERNELS, **SIZES, **options})
+
+
+def train(layer, device, steps=3):
+    """Return the output of each step, and the parameters and gradients after the last."""
+    x = draw(device, 12).float()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.3)
+    outs = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = layer(x)
+        out.square().mean().backward()
+        optimizer.step()
+        outs.append(full(out.detach()))
+    return outs, {name: (full(p.detach()), full(p.grad)) for name, p in layer.named_parameters()}
+
+
+def assert_near(actual, expected, limit):
+    assert (actual - expected).norm() <= limit * expected.norm() + 1e-12
+
+
+def compare(actual, expected, limit):
+    for a, e in zip(actual[0], expected[0], strict=True):
+        assert_near(a, e, limit)
+    for name, tensors in expected[1].items():
+        for a, e in zip(actual[1][name], tensors, strict=True):
+            assert_near(a, e, limit)
+
+
+def experts_of_several_ranks(device):
+    """Forward sends what one process multiplies. The gradient of w_up reads the tokens as they were sent."""
+    one = train(fp8_layer(device), device)
+    for dispatcher in ("allgather", "alltoall"):
+        for options in ({}, {"chunks": 2}):
+            many = shard_experts(fp8_layer(device), expert_mesh(device), dispatcher, **options)
+            actual = train(many, device)
+            assert_near(actual[0][0], one[0][0], 1e-5)
+            compare(actual, one, 0.1)
+            assert len(many.experts.kept_forms._kept) == 2
+
+
+def tokens_are_sent_in_eight_bits(device):
+    tensors = []
+
+    class Recorded(Ranks):
+        def all_gather(self, tensor):
+            tensors.append(tensor)
+            return super().all_gather(tensor)
+
+        def all_to_all(self, tensor, received, sent):
+            tensors.append(tensor)
+            return super().all_to_all(tensor, received, sent)
+
+    for dispatcher in ("allgather", "alltoall"):
+        for precision in ("fp8", None):
+            layer = fp8_layer(device, precision=precision)
+            layer = shard_experts(layer, expert_mesh(device), dispatcher)
+            layer.dispatcher.ranks = Recorded(**vars(layer.dispatcher.ranks))
+            tensors.clear()
+            layer(draw(device, 12).float())
+            num_bytes = 4 * D_MODEL if precision is None else D_MODEL + 8
+            assert num_bytes in {t.shape[1] * t.element_size() for t in tensors if t.dtype == torch.float32}
+
+
+def weights_that_fsdp_gathers(device):
+    """Their storage and their count of changes stay the same from step to step, and no form is kept."""
+    one = train(fp8_layer(device), device)
+    for reshard in (True, False):
+        layer = fp8_layer(device)
+        fully_shard(layer.experts, mesh=expert_mesh(device, 1)["efsdp"], reshard_after_forward=reshard)
+        compare(train(layer, device), one, 1e-5)
+        assert not layer.experts.kept_forms._kept
+    layer = fp8_layer(device)
+    fully_shard(layer, mesh=expert_mesh(device, 1)["efsdp"])  # the experts are managed by their parent
+    compare(train(layer, device), one, 1e-5)
+    assert not layer.experts.kept_forms._kept
+
+
+def experts_of_several_ranks_that_fsdp_gathers(device):
+    one = train(fp8_layer(device), device)
+    mesh = expert_mesh(device, distributed.get_world_size())
+    layer = shard_experts(fp8_layer(device), mesh, "alltoall")
+    fully_shard(layer.experts, mesh=mesh["efsdp"])
+    compare(train(layer, device), one, 0.1)
+
+
+def the_overlapped_dispatcher_refuses(device):
+    with pytest.raises(NotImplementedError, match="the overlapped dispatcher has no precision='fp8'"):
+        shard_experts(fp8_layer(device), expert_mesh(device), "overlapped")
+    layer = shard_experts(fp8_layer(device, precision=None), expert_mesh(device), "overlapped")
+    layer.experts.precision = "fp8"
+    with pytest.raises(NotImplementedError, match="use 'allgather' or 'alltoall'"):
+        layer(draw(device, 12).float())
+    assert ExpertParallel().dispatcher == "auto"
+
+
+test = make_test(
+    [
+        experts_of_several_ranks,
+        tokens_are_sent_in_eight_bits,
+        weights_that_fsdp_gathers,
+        experts_of_several_ranks_that_fsdp_gathers,
+        the_overlapped_dispatcher_refuses,
+    ],
+    num_processes=2,
+)
