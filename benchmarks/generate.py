@@ -4,12 +4,14 @@
 
 The model is that of `benchmarks.huggingface`, with random weights. Prompts are random. Decoding is greedy, with a
 dynamic cache, and stops after a fixed number of new tokens. Implementations take turns in rounds. Before any timing,
-the logits of the prompts are checked: their error against float32 may be at most twice that of `grouped_mm`.
+the logits of the prompts are checked: their error against float32 may be at most twice that of `grouped_mm`. An
+implementation of transformers that needs more memory than the GPU has is reported without a time.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,7 +23,7 @@ from . import results_file
 from .huggingface import OURS, SHAPES, make_model
 from .layer import environment, print_rows
 from .results_file import Row
-from .timing import time_interleaved
+from .timing import Timing, time_interleaved
 
 IMPLEMENTATIONS = (OURS, "grouped_mm", "batched_mm")
 
@@ -67,17 +69,25 @@ def bench(model: torch.nn.Module, shared: Row, options: argparse.Namespace) -> l
         new = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False, "pad_token_id": 0}
         model.generate(prompts, attention_mask=torch.ones_like(prompts), **new)
 
-    runs = {name: partial(run, name) for name in options.implementations}
+    runs = {name: partial(run, name) for name in options.implementations if fits_memory(name, partial(run, name))}
     timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
-    return [
-        {
-            **shared,
-            "implementation": name,
-            **timing._asdict(),
-            "tokens_per_s": 1e3 * batch * options.new / timing.ms,
-        }
-        for name, timing in timings.items()
-    ]
+    unknown = dict.fromkeys((*Timing._fields, "tokens_per_s"))
+    rows = {name: {**shared, "implementation": name, **unknown} for name in options.implementations}
+    for name, timing in timings.items():
+        rows[name] |= {**timing._asdict(), "tokens_per_s": 1e3 * batch * options.new / timing.ms}
+    return list(rows.values())
+
+
+def fits_memory(name: str, run: Callable[[], None]) -> bool:
+    """Return whether an implementation of transformers has the memory that it needs; ours must have it."""
+    if name == OURS:
+        return True
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
 
 
 def main(arguments: list[str] | None = None) -> None:

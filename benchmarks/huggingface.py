@@ -2,12 +2,14 @@
 
     python -m benchmarks.huggingface --commit $(git rev-parse --short HEAD) --output benchmarks/results/huggingface.json
     python -m benchmarks.huggingface --lora 16 --output benchmarks/results/huggingface_lora.json
+    python -m benchmarks.huggingface --routing --output benchmarks/results/huggingface_routing.json
 
 The model has the width of Qwen3-30B-A3B, four layers and random weights. The benchmark times one MoE block, router
 included, forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Timings
 take turns in rounds. Peak memory is the highest during a call minus the memory allocated before it, so it excludes
 parameters and optimizer states. With `--lora` both models have PEFT's adapters of that rank on the experts' weights,
-and only these are trained.
+and only these are trained. With `--routing`, steps of our model with statistics of its routers, and with its own
+choices replayed, take turns with the others. The replayed step must have the loss of the plain one, bit by bit.
 
 Both are first checked against float32. The experts of a block are checked element by element, by the tests' error
 budget, with one choice of experts for all. In the step, near ties may choose other experts. It is checked by the norm
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.testing import assert_accurate
+from moe_layers import RoutingReplay, observe
 from moe_layers.integrations.transformers import enable
 
 from .layer import MIB, environment, print_rows
@@ -197,6 +200,32 @@ def training_step(model: nn.Module, batch: Tensor) -> Callable[[], None]:
     return run
 
 
+def routing_steps(model: nn.Module, batch: Tensor) -> dict[str, Callable[[], None]]:
+    """Return training steps with statistics of every router, and with the choices of one forward replayed.
+
+    Raises:
+        AssertionError: replaying the model's own choices changes the loss.
+    """
+    step, record = training_step(model, batch), RoutingReplay()
+    with torch.no_grad():
+        with record.capture(model):
+            loss = model(input_ids=batch, labels=batch).loss
+        with record.replay(model):
+            assert torch.equal(model(input_ids=batch, labels=batch).loss, loss), "the replayed loss"
+
+    def observed() -> None:
+        observers = observe(model)
+        step()
+        for observer in observers.values():
+            observer.router.observer = None
+
+    def replayed() -> None:
+        with record.replay(model):
+            step()
+
+    return {f"{OURS} observed": observed, f"{OURS} replayed": replayed}
+
+
 def peak_mib(run: Callable[[], None], model: nn.Module) -> float:
     run()  # the first call makes the optimizer states
     model.zero_grad()
@@ -210,7 +239,13 @@ def peak_mib(run: Callable[[], None], model: nn.Module) -> float:
 
 
 def bench_model(
-    shape: ModelShape, device: str, implementation: str | None, rounds: int, round_ms: float, rank: int | None = None
+    shape: ModelShape,
+    device: str,
+    implementation: str | None,
+    rounds: int,
+    round_ms: float,
+    rank: int | None = None,
+    routing: bool = False,
 ) -> list[dict]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     default = make_model(shape, device, dtype)
@@ -227,11 +262,15 @@ def bench_model(
         "block forward+backward": {name: block_pass(model, shape, device) for name, model in models.items()},
         "training step": {name: training_step(model, batch) for name, model in models.items()},
     }
+    if routing:
+        passes["training step"] |= routing_steps(ours, batch)
     rows = []
     for which, runs in passes.items():
-        memory = {name: peak_mib(run, models[name]) if device == "cuda" else None for name, run in runs.items()}
+        memory = {
+            name: peak_mib(run, models.get(name, ours)) if device == "cuda" else None for name, run in runs.items()
+        }
         timings = time_interleaved(runs, device, rounds=rounds, round_ms=round_ms)
-        baseline = next(timing for name, timing in timings.items() if name != OURS)
+        baseline = next(iter(timings.values()))
         for model in models.values():
             model.zero_grad()
         rows += [
@@ -250,6 +289,7 @@ def bench_model(
                 **timing._asdict(),
                 "tokens_per_s": 1e3 * shape.num_tokens / timing.ms,
                 "times_as_fast": baseline.ms / timing.ms,
+                "over_ours": timing.ms / timings[OURS].ms,
                 "peak_mib": memory[name],
             }
             for name, timing in timings.items()
@@ -257,7 +297,8 @@ def bench_model(
     return rows
 
 
-COLUMNS = ("shape", "pass", "implementation", "ms", "ms_p20", "ms_p80", "tokens_per_s", "times_as_fast", "peak_mib")
+COLUMNS = ("shape", "pass", "implementation", "ms", "ms_p20", "ms_p80", "tokens_per_s", "times_as_fast", "over_ours")
+COLUMNS += ("peak_mib",)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -266,6 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train PEFT's adapters of the experts instead")
+    parser.add_argument("--routing", action="store_true", help="also time statistics of routers, and replay")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=1000.0, help="least milliseconds per timing and round")
     parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
@@ -278,6 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.rounds,
         options.round_ms,
         options.lora,
+        options.routing,
     )
     where = {**environment(options.device, options.commit), "transformers": transformers.__version__}
     print_rows(measured, COLUMNS)

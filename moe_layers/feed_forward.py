@@ -373,20 +373,19 @@ class MoEFeedForward(nn.Module):
         self, out: Tensor, slots: Slots, offsets: Tensor, info: TokenInfo, return_routing: bool
     ) -> Tensor | tuple[Tensor, LayerRouting]:
         """Losses, counts and statistics; the output in the shape of the input."""
-        has_aux_loss, counts, loss = self._has_aux_loss(), self._counts_experts(), None
-        if not (return_routing or has_aux_loss or counts or self.observer is not None):
-            return restore_shape(out, info)
-        # With zero experts or experts elsewhere the offsets do not count all choices.
-        counted = offsets if self.experts.num_experts == self.router.num_experts else None
-        routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
-        if has_aux_loss:
-            out, loss = attach_aux_loss(self, out, routing, info.num_tokens)
-        if counts:
-            self.router.count(routing.choices_per_expert)
+        has_aux_loss, counts, routing, loss = self._has_aux_loss(), self._counts_experts(), None, None
+        if return_routing or has_aux_loss or counts:
+            # With zero experts or experts elsewhere the offsets do not count all choices.
+            counted = offsets if self.experts.num_experts == self.router.num_experts else None
+            routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
+            if has_aux_loss:
+                out, loss = attach_aux_loss(self, out, routing, info.num_tokens)
+            if counts:
+                self.router.count(routing.choices_per_expert)
         if self.observer is not None:
-            self.observer.add(routing, loss)
+            self.observer.add(slots.logits, slots.choices, kept=slots.kept, token_mask=info.token_mask, aux_loss=loss)
         out = restore_shape(out, info)
-        return (out, routing) if return_routing else out
+        return (out, routing) if return_routing and routing is not None else out
 
     def _has_aux_loss(self) -> bool:
         return self.balance_losses.any and torch.is_grad_enabled()

@@ -136,8 +136,6 @@ def weighted_activation_backward_kernel(
             gate, up = _add_bias(gate, up, bias_ptr, expert, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
         dweighted = tl.load(dweighted_ptr + row * F + f, mask=is_row & (f < F), other=0.0).to(tl.float32)
         activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
-        # Forward multiplied the rounded activation, so the weight's gradient uses the rounded value.
-        activated = activated.to(dtype).to(tl.float32)
         products += dweighted * activated
         is_row = is_row & (out_row >= 0)
         tl.store(weighted_ptr + out_row * F + f, (weight[:, None] * activated).to(dtype), mask=is_row & (f < F))

@@ -124,6 +124,11 @@ class WarpSpecializedDesign(Design):
 
 
 @dataclass(frozen=True)
+class StreamingDesign(Design):
+    """Streams the weights of groups with few rows. `num_stages` counts the blocks of a weight in shared memory."""
+
+
+@dataclass(frozen=True)
 class KernelMetadata:
     kernel_name: str
     kernel_class: type[Kernel]

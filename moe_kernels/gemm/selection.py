@@ -16,7 +16,7 @@ from ..runtime.gluon import warn_if_slower
 from ..runtime.launch import Ready, run_launch
 from ..runtime.triton import HAS_TRITON, INTERPRET
 from .arguments import Arguments, GroupedGemmArguments, rows_bucket
-from .kernel import Design, Kernel, KernelMetadata, PointerDesign, WarpSpecializedDesign, device_cc
+from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
 from .tables import Table, merged_table
 from .templates import Template, make_template
@@ -285,6 +285,8 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 def _speed(design: Design) -> float:
     """Return the relative speed on one tile. Larger tiles read less per multiplication, and some designs stall less."""
+    if isinstance(design, StreamingDesign):
+        return 1.0  # its estimate is that of reading
     rows, columns, _ = design.tile_shape
     reuse = rows * columns / (rows + columns)  # multiplications per element read
     kind = 1.0 if isinstance(design, WarpSpecializedDesign) else 0.7 if isinstance(design, PointerDesign) else 0.9

@@ -33,13 +33,15 @@ if OBSTACLE is None and INTERPRET:
 if OBSTACLE is None:
     try:
         from triton.experimental import gluon
+        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.language.nvidia.ampere import async_copy
         from triton.experimental.gluon.language.nvidia.hopper import tma
     except ImportError as error:
         OBSTACLE = f"Triton's Gluon cannot be imported: {error}"
 
 if OBSTACLE is None:
-    # Triton 3.8 introduced the new names; 3.9 keeps the old names only to raise an error.
+    # Triton 3.7 and 3.8 introduced the new names; 3.9 keeps some old names only to raise an error.
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
     aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load

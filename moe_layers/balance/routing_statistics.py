@@ -10,10 +10,12 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from moe_kernels.routing.routers import selection_keys
+from moe_kernels.routing.statistics import add_routing_statistics
+from moe_kernels.runtime.dispatch import runs_kernels
+from moe_kernels.runtime.pytorch import is_in_backward
 
-from ..routing.activation_checkpointing import add_once, minimum_once
 from ..routing.model_routers import AttachedRouter
-from ..routing.result import LayerRouting, spread_slots
+from ..routing.result import spread_slots
 from ..routing.router import TopKRouter
 
 TILE_ROWS = 128  # tile height of a permutation's tile table
@@ -58,55 +60,48 @@ class RoutingObserver:
         self.num_experts = num_experts
         device = router.weight.device
         self._counts = torch.zeros(2 * router.num_experts + 4, dtype=torch.int64, device=device)
-        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._smallest = torch.full((1,), math.inf, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self.reset()
 
     def reset(self) -> None:
         """Forget all forwards."""
         self._counts.zero_()
         self._sums.zero_()
-        self._smallest.fill_(math.inf)
+        self._sums[5:].fill_(math.inf)
 
     @torch.no_grad()
     def add(
         self,
-        routing: LayerRouting,
-        aux_loss: Tensor | None = None,  # scalar
+        logits: Tensor,  # [T, E]
+        choices: Tensor,  # [T, K] integers; negative for none
+        *,
+        kept: Tensor | None = None,  # [T, K] integers
+        token_mask: Tensor | None = None,  # [T] bool
         keys: Tensor | None = None,  # [T, E]
+        aux_loss: Tensor | None = None,  # scalar
     ) -> None:
-        """Add one forward, with its auxiliary loss if it has one. The layer calls this method.
+        """Add one forward. The layer calls this method.
 
         Args:
+            kept: the choices within capacities. Default None: all.
+            token_mask: False for padding. Default None: no padding.
             keys: selection keys. The default None computes them by the settings of the layer's `TopKRouter`.
-        """
-        tokens, chosen = routing.tokens_per_expert, routing.choices_per_expert
-        is_token = routing.token_mask  # [T]
-        if is_token is None:
-            is_token = torch.ones(len(routing.logits), dtype=torch.bool, device=chosen.device)
-        scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), len(routing.logits))]
-        wasted = (-tokens[: self.num_experts] % TILE_ROWS).sum()[None]
-        add_once(self._counts, torch.cat([tokens, chosen, *scalars, wasted]))
-        margins = self._margins(routing, keys)
-        entropies = torch.special.entr(routing.logits.double().softmax(-1)).sum(-1)  # [T]
-        # The mean is chosen.sum() / len(chosen).
-        violation = (chosen.max() * len(chosen) - chosen.sum()).double() / chosen.sum().clamp(min=1)
-        sums = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
-        has_loss = violation.new_full((), aux_loss is not None)
-        loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()
-        add_once(self._sums, torch.stack([*sums, violation, loss, has_loss]))
-        infinite = margins.new_full((1,), math.inf)  # for calls without tokens
-        minimum_once(self._smallest, torch.cat([torch.where(is_token, margins, math.inf), infinite]).min()[None])
+            aux_loss: the forward's auxiliary loss. Default None: it has none.
 
-    def _margins(self, routing: LayerRouting, keys: Tensor | None) -> Tensor:  # [T] float64
+        Raises:
+            ValueError: the layer is on another device than when it was observed.
+        """
+        if logits.device != self._counts.device:
+            raise ValueError(
+                f"RoutingObserver: the layer must be on {self._counts.device}, as when it was observed, got tokens on "
+                f"{logits.device}; call observe again"
+            )
         if keys is None:
             router = self.router
             assert isinstance(router, TopKRouter)  # others pass keys
-            keys = selection_keys(routing.logits, router.spec, selection_bias=router.selection_bias)
-        keys = keys.double()
-        is_chosen = spread_slots(routing.choices, 1, keys.shape[1]).bool()
-        last = torch.where(is_chosen, keys, math.inf).amin(1)
-        best = torch.where(is_chosen, -math.inf, keys).amax(1)
-        return torch.where(last == best, 0.0, last - best)  # in excluded groups all keys may be -inf
+            keys = selection_keys(logits, router.spec, selection_bias=router.selection_bias)
+        implementation, totals = self.router.implementation, (self._counts, self._sums)
+        add_forward(*totals, logits, keys, choices, kept, token_mask, aux_loss, self.num_experts, implementation)
 
     def read(self, *, group: ProcessGroup | None = None) -> RoutingStatistics:
         """Return the statistics so far, on the CPU. Synchronises with the GPU.
@@ -115,7 +110,7 @@ class RoutingObserver:
             group: sum over all its ranks. Every rank must call; each rank's calls count, and `wasted_rows` refers to
                 tiles that hold one rank's tokens. Default None: this rank alone.
         """
-        counts, sums, smallest = self._counts, self._sums, self._smallest
+        counts, sums, smallest = self._counts, self._sums[:5], self._sums[5:]
         if group is not None:
             counts, sums, smallest = (tensor.clone() for tensor in (counts, sums, smallest))
             distributed.all_reduce(counts, group=group)
@@ -141,3 +136,69 @@ class RoutingObserver:
             wasted_rows=wasted_rows,
             aux_loss=aux_loss / max(num_losses, 1),
         )
+
+
+# A registered op, so that compiled code checks `is_in_backward` at each run instead of once while it is traced.
+@torch.library.custom_op("moe_layers::add_forward", mutates_args=("counts", "sums"))
+def add_forward(
+    counts: Tensor,
+    sums: Tensor,
+    logits: Tensor,
+    keys: Tensor,
+    choices: Tensor,
+    kept: Tensor | None,
+    token_mask: Tensor | None,
+    aux_loss: Tensor | None,
+    num_experts: int,
+    implementation: str | None,
+) -> None:
+    """Add a forward to the totals, except in a recomputation. See `add_routing_statistics`, which a GPU runs."""
+    if is_in_backward():
+        return
+    operands = counts, sums, logits, keys, choices, kept, token_mask, aux_loss, num_experts, TILE_ROWS
+    has_kernels = runs_kernels(implementation, logits) and runs_kernels(implementation, keys)
+    (add_routing_statistics if has_kernels else _add_in_plain_pytorch)(*operands)
+
+
+@add_forward.register_fake
+def _(*args):
+    return None
+
+
+def _add_in_plain_pytorch(
+    counts: Tensor,
+    sums: Tensor,
+    logits: Tensor,
+    keys: Tensor,
+    choices: Tensor,
+    kept: Tensor | None,
+    token_mask: Tensor | None,
+    aux_loss: Tensor | None,
+    num_experts: int,
+    tile_rows: int,
+) -> None:
+    """`add_routing_statistics` in float64, on every device."""
+    num_tokens, num_choices = logits.shape
+    is_token = choices.new_ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
+    slots, kept_slots = (
+        None if experts is None else spread_slots(torch.where(is_token[:, None], experts, -1), 1, num_choices)
+        for experts in (choices, kept)
+    )  # [T, E]
+    assert slots is not None
+    chosen = slots.sum(0)
+    tokens = chosen if kept_slots is None else kept_slots.sum(0)
+    wasted = (-tokens[:num_experts] % tile_rows).sum()[None]
+    scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), num_tokens), wasted]
+    counts += torch.cat([tokens, chosen, *scalars])
+    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1)  # [T]
+    last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
+    best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
+    margins = torch.where(last == best, 0.0, last - best)  # [T]; in excluded groups all keys may be -inf
+    # The mean is chosen.sum() / len(chosen).
+    violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
+    has_loss = violation.new_full((), aux_loss is not None)
+    loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()
+    totals = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
+    sums[:5] += torch.stack([*totals, violation, loss, has_loss])
+    infinite = margins.new_full((1,), math.inf)  # for calls without tokens
+    sums[5:] = torch.cat([torch.where(is_token, margins, math.inf), infinite, sums[5:]]).min()

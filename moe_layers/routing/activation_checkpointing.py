@@ -38,7 +38,7 @@ def routing_ops() -> list[Any]:
     ]
 
 
-# Registered ops, so that compiled code checks `is_in_backward` at each run instead of once while it is traced.
+# A registered op, so that compiled code checks `is_in_backward` at each run instead of once while it is traced.
 @torch.library.custom_op("moe_layers::add_once", mutates_args=("total",))
 def add_once(total: Tensor, amount: Tensor) -> None:
     """Compute `total += amount`, except in a recomputation."""
@@ -47,18 +47,6 @@ def add_once(total: Tensor, amount: Tensor) -> None:
 
 
 @add_once.register_fake
-def _(total, amount):
-    return None
-
-
-@torch.library.custom_op("moe_layers::minimum_once", mutates_args=("total",))
-def minimum_once(total: Tensor, amount: Tensor) -> None:
-    """Compute `total = min(total, amount)`, except in a recomputation."""
-    if not is_in_backward():
-        torch.minimum(total, amount, out=total)
-
-
-@minimum_once.register_fake
 def _(total, amount):
     return None
 

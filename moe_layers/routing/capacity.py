@@ -26,6 +26,16 @@ class Slots(NamedTuple):
     chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before the capacity; None without a capacity
     w_router: Tensor | None = None  # [E, D]: the experts compute the router's gradient, see `router_gradient.py`
 
+    @property
+    def choices(self) -> Tensor:  # [T, K] int32
+        """Return the choice before the capacity."""
+        return self.topk_experts if self.chosen_experts is None else self.chosen_experts
+
+    @property
+    def kept(self) -> Tensor | None:  # [T, K] int32
+        """Return the choice within the capacity; None without one."""
+        return None if self.chosen_experts is None else self.topk_experts
+
 
 @dataclass(frozen=True)
 class CapacityFactor:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .router import TopKRouter
+
+
+class ReplayedChoice(NamedTuple):
+    """The choice that a router replays."""
+
+    experts: Tensor  # [T, K] int64
+    is_own: Tensor | None  # [T, 1] bool: tokens that keep the router's own choice; None for none
 
 
 class AttachedRouter(Protocol):
@@ -33,6 +40,9 @@ class AttachedRouter(Protocol):
     def training(self) -> bool: ...
 
     @property
+    def implementation(self) -> str | None: ...  # of the experts, None before they are enabled
+
+    @property
     def num_slots(self) -> int | None: ...  # experts per token; None if only a forward tells
 
     @property
@@ -49,7 +59,7 @@ class AttachedRouter(Protocol):
 
     def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...  # [T, K] int32
 
-    def replays(self, choose: Callable[[int, int], Tensor]) -> AbstractContextManager[None]: ...
+    def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> AbstractContextManager[None]: ...
 
 
 _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from moe_kernels.runtime.pytorch import assert_on_device, is_in_backward
 
+from ..checks import first_three
 from .activation_checkpointing import replayed_choice
-from .model_routers import AttachedRouter, attached_routers
+from .model_routers import AttachedRouter, ReplayedChoice, attached_routers
 from .rollouts import choices_of_rollouts
 from .router import TopKRouter, watches_choice
 
@@ -145,13 +147,14 @@ class RoutingReplay:
                 f"got none of {missing} and unexpected {unexpected}"
             )
         replays = [_Replay(name, router, self.choices[name]) for name, router in routers.items()]
+        _prepare(replays)
         with ExitStack() as stack:
             for replay in replays:
                 if isinstance(replay.router, TopKRouter):
                     hook = replay.router.register_forward_pre_hook(replay.choose, with_kwargs=True, prepend=True)
                     stack.callback(hook.remove)
                 else:
-                    stack.enter_context(replay.router.replays(replay.next))
+                    stack.enter_context(replay.router.replays(replay.next_replayed))
             yield
         for replay in replays:
             if replay.position < len(replay.choices):
@@ -167,7 +170,8 @@ class _Replay:
     def __init__(self, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]):
         self.name, self.router = name, router
         _check_choices("replay", name, router, choices)
-        self.choices = [choice.to(router.weight.device) for choice in choices]
+        self.choices = list(choices)
+        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1] bool each
         self.position = 0
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
@@ -190,24 +194,52 @@ class _Replay:
         self.position += 1
         return choice
 
+    def next_replayed(self, num_tokens: int, num_slots: int | None) -> ReplayedChoice:
+        choice = self.next(num_tokens, num_slots)
+        return ReplayedChoice(choice, self.is_own[self.position - 1])
+
     def _of_recomputation(self, tokens: Tensor) -> Tensor:
         """Return any choice of the right shape: the region has saved the choice that is used."""
         return next(choice for choice in self.choices if len(choice) == len(tokens))
 
 
+def _prepare(replays: list[_Replay]) -> None:
+    """Move the choices to their routers in the form that these read: a few ops for all layers together."""
+    alike: dict[Any, list[tuple[_Replay, int]]] = defaultdict(list)
+    for replay in replays:
+        router, is_attached = replay.router, not isinstance(replay.router, TopKRouter)
+        for index, choice in enumerate(replay.choices):
+            form = choice.device, router.weight.device, choice.shape, router.num_experts, is_attached
+            alike[form].append((replay, index))
+    for (source, device, _, num_experts, is_attached), places in alike.items():
+        choices = torch.stack([replay.choices[index] for replay, index in places])  # [N, T, K]
+        if source.type == "cuda":
+            names = first_three(sorted({replay.name for replay, _ in places}))
+            message = f"RoutingReplay.replay: experts of {names} must be below {num_experts}"
+            assert_on_device((choices < num_experts).all(), message)
+        is_own = None
+        if is_attached:
+            is_own = (choices < 0).any(2, keepdim=True)
+            # The values of a GPU are unknown here.
+            is_own = is_own.to(device) if source.type == "cuda" or is_own.any() else None
+            choices = choices.long()
+        choices = choices.to(device)
+        for n, (replay, index) in enumerate(places):
+            replay.choices[index] = choices[n]
+            replay.is_own[index] = None if is_own is None else is_own[n]
+
+
 def _check_choices(op: str, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]) -> None:
-    """Raise ValueError if an expert is out of range or their number is wrong. On a GPU, the device checks the range."""
+    """Raise ValueError if the number of experts is wrong or, on the CPU, an expert is out of range."""
     for choice in choices:
         if router.num_slots is not None and choice.shape[1] != router.num_slots:
             raise ValueError(
                 f"RoutingReplay.{op}: {name} must have {router.num_slots} experts per token, got {choice.shape[1]}"
             )
-        in_range = (choice < router.num_experts).all()
-        message = f"RoutingReplay.{op}: experts of {name} must be below {router.num_experts}"
-        if choice.is_cuda:
-            assert_on_device(in_range, message)
-        elif not in_range:
-            raise ValueError(f"{message}, got {choice.max()}")
+        if not choice.is_cuda and not (choice < router.num_experts).all():
+            raise ValueError(
+                f"RoutingReplay.{op}: experts of {name} must be below {router.num_experts}, got {choice.max()}"
+            )
 
 
 def _routers(op: str, model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:

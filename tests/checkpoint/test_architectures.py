@@ -50,7 +50,7 @@ def test_every_moe_model_of_transformers_is_supported_or_refused_by_name():
         if has_experts(configuration_auto.model_type_to_module_name(model_type)) and not NO_EXPERTS.search(model_type)
     ]
     configs = [transformers.CONFIG_MAPPING[model_type]().to_dict() for model_type in found]
-    assert len(found) > 80
+    assert len(found) >= 80
     assert {read_config(config, LAYER).model_type for config in configs} <= {*ARCHITECTURES, *REFUSED}
 
 

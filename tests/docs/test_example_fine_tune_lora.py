@@ -47,6 +47,9 @@ def test_trains_saves_and_merges(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(example, "load_documentation", lambda: language_model.Text(*reversed(small_text("cpu"))))
     # The interpreter would take minutes.
     monkeypatch.setattr(example, "enable", partial(example.enable, implementation="reference"))
+    # In bfloat16, which the example uses on a GPU, the rounding of merged weights moves the loss by up to 2e-3.
+    arguments = example.TrainingArguments
+    monkeypatch.setattr(example, "TrainingArguments", lambda **options: arguments(**{**options, "bf16": False}))
     monkeypatch.setitem(example.PRESETS, "cpu", TINY)
     example.main(["--preset", "cpu", "--rank", "4", "--output", str(tmp_path)])
 

@@ -12,11 +12,13 @@ def test_small_run_writes_a_results_file(rank, tmp_path, capsys):
         pytest.importorskip("peft", reason="needs peft")
     path = tmp_path / "results.json"
     quick = ["--shape", "tiny", "--device", "cpu", "--rounds", "1", "--round-ms", "1", "--implementation", "reference"]
-    quick += [] if rank is None else ["--lora", str(rank)]
+    quick += ["--routing"] if rank is None else ["--lora", str(rank)]
     huggingface.main([*quick, "--commit", "abc", "--output", str(path)])
     rows = json.loads(path.read_text())
-    assert [row["pass"] for row in rows] == ["block forward+backward"] * 2 + ["training step"] * 2
-    assert [row["implementation"] for row in rows][1::2] == ["moe_layers"] * 2
+    assert [row["pass"] for row in rows[:4]] == ["block forward+backward"] * 2 + ["training step"] * 2
+    assert [row["implementation"] for row in rows[:4]][1::2] == ["moe_layers"] * 2
+    of_routing = ["moe_layers observed", "moe_layers replayed"] if rank is None else []
+    assert [(row["pass"], row["implementation"]) for row in rows[4:]] == [("training step", x) for x in of_routing]
     assert all(row["lora_rank"] == rank for row in rows)
     assert all(row["commit"] == "abc" and row["ms"] > 0 and row["transformers"] for row in rows)
     printed = capsys.readouterr().out

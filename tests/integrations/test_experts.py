@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 
 from moe_kernels.testing import check_accuracy
@@ -106,6 +107,17 @@ def test_compiles_without_a_break(model_type, device):
 
     expected, actual = run(ours), run(torch.compile(ours, backend="aot_eager", fullgraph=True))
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_layers_share_their_compiled_code(device):
+    model = build("qwen3_moe", device)
+    enable(model)
+    inputs = draw_routing(experts_of(model), torch.float32)
+    graphs = CompileCounterWithBackend("eager")
+    run = torch.compile(lambda experts: experts(*inputs), backend=graphs, fullgraph=True)
+    for layer in model.model.layers:
+        run(layer.mlp.experts)
+    assert len(model.model.layers) == 2 and graphs.frame_count == 1
 
 
 @pytest.fixture

@@ -177,8 +177,9 @@ def test_generated_choices_replay_on_the_whole_sequence(device):
         )
     ]
     mask = torch.nn.functional.pad(mask, (0, 5), value=1)
-    imported = RoutingReplay.from_rollouts(model, [array.numpy() for array in rollouts], attention_mask=mask)
-    own = captured(model, lambda: model(input_ids=sampled, attention_mask=mask))
+    rollouts = [rollouts[0], rollouts[1].cpu().numpy()]  # a tensor on the model's device, and an array
+    imported = RoutingReplay.from_rollouts(model, rollouts, attention_mask=mask)
+    own = captured(model, lambda: model(input_ids=sampled, attention_mask=mask)).to("cpu")
     for name in NAMES:
         (choice,), (expected,) = imported.choices[name], own.choices[name]
         known = choice[:, 0] >= 0

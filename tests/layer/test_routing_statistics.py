@@ -8,11 +8,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_layers import LayerRouting, TopKRouter, observe, save_routing
+from moe_layers import TopKRouter, observe, save_routing
 from moe_layers.balance.routing_statistics import RoutingObserver
 
 from ..gpu import assert_never_waits, waiting_is_an_error
 from ..layers import moe_layer
+from ..ops import CountedOps
 from ..unit.test_router_presets import SPECS
 from .balance_cases import count
 
@@ -50,9 +51,10 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_loops_over_tokens(name, device):
-    layer = make_layer(device, **OPTIONS[name])
+def test_equals_loops_over_tokens(name, implementation, device):
+    layer = make_layer(device, **OPTIONS[name], implementation=implementation)
     (observer,) = observe(layer).values()
     token_mask = torch.ones(3, 4, dtype=torch.bool, device=device)
     token_mask[1, 2:] = False
@@ -101,9 +103,8 @@ def test_margin_of_every_router_is_of_its_own_choice(name, device):
     if router.selection_bias is not None:
         torch.nn.init.normal_(router.selection_bias, std=0.1)
     routed = router(make_x(device, (40, 16)))
-    counts = count(routed.topk_experts.cpu(), 12).to(device)
     observer = RoutingObserver(router, 12)
-    observer.add(LayerRouting(*routed, counts))
+    observer.add(routed.logits, routed.topk_experts)
     assert 0 < observer.read().smallest_margin < observer.read().margin < 10
 
 
@@ -115,7 +116,7 @@ def test_margin_of_a_choice_from_excluded_groups(device):
     for experts, expected in (([0, 1, 2], 0.0), ([0, 2, -1], -math.inf), ([0, 1, -1], math.inf)):
         choice = torch.tensor([experts], dtype=torch.int32, device=device)
         observer = RoutingObserver(router, 4)
-        observer.add(LayerRouting(choice, torch.ones(1, 3), logits, count(choice.cpu(), 4).to(device)))
+        observer.add(logits, choice)
         assert observer.read().smallest_margin == observer.read().margin == expected
 
 
@@ -125,7 +126,7 @@ def test_by_hand(device):
     (observer,) = observe(layer).values()
     logits = torch.tensor([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]], device=device).log()
     experts = torch.tensor([[0], [1]], device=device).int()
-    observer.add(LayerRouting(experts, torch.ones(2, 1), logits, torch.tensor([1, 1, 0], device=device).int()))
+    observer.add(logits, experts)
     statistics = observer.read()
     assert statistics.entropy == pytest.approx(1.5 * math.log(2))
     assert statistics.margin == statistics.smallest_margin == pytest.approx(math.log(2))
@@ -199,6 +200,26 @@ def test_compiles_without_graph_break(device):
         eager(make_x(device, seed=seed))
     for actual, e in zip(observer.read(), expected.read(), strict=True):
         assert torch.equal(actual, e) if isinstance(e, torch.Tensor) else actual == pytest.approx(e)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": 2}], ids=["plain", "capacity"])
+def test_statistics_are_one_op_on_selection_keys(options, device):
+    counts = []
+    for is_observed in (False, True):
+        layer, x = make_layer(device, **options), make_x(device)
+        if is_observed:
+            observe(layer)
+        with torch.no_grad(), CountedOps() as ops:
+            layer(x)
+        counts.append(ops.counts)
+    assert counts[1] - counts[0] == {"aten::nan_to_num": 1, "moe_layers::add_forward": 1}
+
+
+def test_a_layer_that_moved_is_observed_again():
+    layer = make_layer("cpu")
+    observe(layer)
+    with pytest.raises(ValueError, match="RoutingObserver: the layer must be on cpu, as when it was observed, got tok"):
+        layer.to("meta")(torch.empty(3, 16, device="meta"))
 
 
 def test_names_and_copies(device):

@@ -38,6 +38,7 @@ from moe_kernels.gemm.kernels import precision
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
+from moe_kernels.gemm.kernels.streaming import StreamingDecodingGemm
 from moe_kernels.permutation.partial_sums import launch_sum_shares
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.kernels import launch_dequantize
@@ -46,6 +47,7 @@ from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_
 from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
+from moe_kernels.routing.statistics import add_routing_statistics
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
 from moe_kernels.specs import ACTIVATION_KINDS, is_gated
 
@@ -241,6 +243,9 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     settings = score_settings(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
     launch_forward(logits, logits[0], top_k, settings)
     launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, settings)
+    totals = torch.empty(2 * num_experts + 4, dtype=torch.int64), torch.empty(6, dtype=torch.float64)
+    is_token, loss = torch.empty(num_tokens, dtype=torch.bool), torch.empty(())
+    add_routing_statistics(*totals, logits, logits, routed[1], routed[1], is_token, loss, num_experts, 128)
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.gemm.tile_table.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
@@ -401,6 +406,8 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
 
 def decoding_forms(kernel: Kernel) -> tuple[str, ...]:
     """Return formats of weights, stored as [G, N, K] if "by column"."""
+    if isinstance(kernel, StreamingDecodingGemm):
+        return (f"{kernel.form} by column",)
     tile, dtype = kernel.metadata.design.tile_shape, kernel.metadata.operands.A.dtype
     if dtype != torch.bfloat16:
         return ("mxfp4 by column",) if dtype == torch.float16 else ("int8 by column",)
@@ -413,6 +420,8 @@ def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
     """Return arguments with every optional operand, and enough steps that the compiler keeps the loop."""
     format, *by_column = form.split(" ", 1)
     num_groups, size, num_rows, dtype = 2, 1024, 256, kernel.metadata.operands.A.dtype
+    extra_b = torch.empty(num_groups, size, 16, dtype=dtype).transpose(1, 2)
+    extra = {"extra_a": torch.empty(num_rows, 16, dtype=dtype), "extra_b": extra_b}
     return DecodingGemmArguments.of(
         torch.empty(num_rows, size, dtype=dtype),
         QuantizedMatrices(quantize(torch.zeros(num_groups, size, size), format), bool(by_column)),
@@ -420,8 +429,7 @@ def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:
         tile_table=mk.reference.tile_table(torch.zeros(num_groups, dtype=torch.int32), num_rows, 128),
         row_to_token=torch.zeros(num_rows, dtype=torch.int32),
         bias=torch.empty(num_groups, size, dtype=dtype),
-        extra_a=torch.empty(num_rows, 16, dtype=dtype),
-        extra_b=torch.empty(num_groups, size, 16, dtype=dtype).transpose(1, 2),
+        **(extra if "extra_a" in kernel.metadata.optional_operands else {}),
     )
 
 

@@ -67,7 +67,7 @@ def _grouped(kernel, draw, unwritten, device):
 def _decoding(kernel, draw, unwritten, device):
     # Rows past the last group stay unwritten, so there are none.
     operand, rows, groups = kernel.metadata.operands.A, Sizes.ends[-1], len(Sizes.ends)
-    weight = quantize(torch.randn(groups, Sizes.size_n, Sizes.size_k, device=device), "fp8")
+    weight = quantize(torch.randn(groups, Sizes.size_n, Sizes.size_k, device=device), getattr(kernel, "form", "fp8"))
     a, b = draw(operand, rows, Sizes.size_k), QuantizedMatrices(weight, transposed=True)
     table = make_tile_table(_offsets(device), rows, 128)
     return DecodingGemmArguments.of(a, b, unwritten(rows, Sizes.size_n), tile_table=table)

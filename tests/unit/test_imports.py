@@ -51,6 +51,7 @@ INTERNAL = {
     "moe_kernels.quantization.quantize",
     "moe_kernels.quantization.weight_scaling",
     "moe_kernels.routing.routers",
+    "moe_kernels.routing.statistics",
     "moe_kernels.runtime.dispatch",
     "moe_kernels.runtime.pytorch",
     "moe_kernels.types",

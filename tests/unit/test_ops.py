@@ -89,10 +89,11 @@ def test_hooks_on_saved_tensors_may_run_the_op(device, direct):
     assert direct == [] and graphs[0] is not None
 
 
-def test_a_profiler_sees_the_ops_of_backward(direct):
-    leaves, permutation = leaves_of("cpu")
+def test_a_profiler_sees_the_ops_of_backward(device, direct):
+    leaves, permutation = leaves_of(device)
     out = forward(leaves, permutation)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    # PyTorch 2.11 warns without `acc_events`.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         torch.autograd.grad(out.sum(), leaves)
     names = {event.name for event in profiler.events()}
     assert direct == [] and {f"moe_kernels::{name}" for name in BACKWARD_OPS} <= names

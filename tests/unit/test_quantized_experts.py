@@ -14,6 +14,7 @@ from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
+from moe_kernels.gemm.kernel import StreamingDesign
 from moe_kernels.gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments
 from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
@@ -147,17 +148,33 @@ DECODING = get_kernels(
 @pytest.mark.parametrize("kernel", DECODING, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_every_kernel_that_decodes(kernel, layout, device):
     dtype = str(kernel.metadata.operands.A.dtype)[6:]
-    key = f"decoding_gemm weight=nf4_nested B={layout} gather=A {dtype} G=2 K=144 N=136 rows=16"
-    check(kernel, arguments_of(key, device))
+    form = getattr(kernel, "form", "nf4_nested")
+    args = arguments_of(f"decoding_gemm weight={form} B={layout} gather=A {dtype} G=2 K=160 N=136 rows=16", device)
+    if form != "nf4_nested" and not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    check(kernel, args)
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(1, (16, 64)), (16, (16, 64)), (64, (64, 64)), (128, (128, 128))])
 def test_the_rule_decodes_each_weight_as_rarely_as_rows_allow(rows, tile):
     for layout, depth in (("row", 64), ("column", 128)):
         key = f"decoding_gemm weight=fp8 B={layout} gather=A bfloat16 G=2 K=256 N=256 rows={rows}"
-        first, *_ = get_kernels(arguments_of(key, "meta"), cc=90)
+        first, *_ = get_kernels(arguments_of(key, "meta"), cc=80)
         tile_k = depth if rows <= 16 else 64  # the length along the stored rows, if tiles are short
         assert first.metadata.design.tile_shape == (*tile, tile_k)
+
+
+def test_the_rule_streams_weights_of_few_rows_on_hopper():
+    def is_streaming(weight, rows):
+        key = f"decoding_gemm weight={weight} B=column gather=A bfloat16 G=2 K=256 N=256 rows={rows}"
+        args = arguments_of(key, "meta")
+        kernels = [k for k in get_kernels(cc=90) if k.takes(args)]
+        return isinstance(selection.best_first(kernels, args, None)[0].metadata.design, StreamingDesign)
+
+    for weight, most in (("fp8", 8), ("mxfp4", 16), ("nf4", 0)):
+        assert [rows for rows in (1, 2, 4, 8, 16, 32, 64) if is_streaming(weight, rows)] == [
+            rows for rows in (1, 2, 4, 8, 16) if rows <= most
+        ]
 
 
 HEIGHTS = {

@@ -8,6 +8,7 @@ from .pointer import POINTER_KERNELS
 from .pointer_gemm import POINTER_GEMM_KERNELS
 from .pointer_list import POINTER_ARRAY_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
+from .streaming import STREAMING_KERNELS
 from .tma import TMA_KERNELS
 from .tma_list import TMA_ARRAY_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
@@ -16,6 +17,7 @@ from .warp_specialized_scaled import WARP_SPECIALIZED_SCALED_KERNELS
 
 ALL_KERNELS = (
     *WARP_SPECIALIZED_KERNELS,
+    *STREAMING_KERNELS,
     *TMA_KERNELS,
     *TMA_WGRAD_KERNELS,
     *POINTER_KERNELS,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from ...routing.model_routers import register_finder
@@ -22,6 +24,8 @@ _REFUSED = {
     "Llama4Router": _BLOCK_CHOOSES,
     "ZayaRouter": "it sends skipped slots to expert 0",
 }
+if Version(transformers.__version__) < Version("5.19"):
+    _REFUSED["LongcatFlashTopkRouter"] = "it returns no logits before transformers 5.19"
 
 
 def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:

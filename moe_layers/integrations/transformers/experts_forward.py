@@ -23,7 +23,7 @@ from moe_kernels import (
     sort_by_expert,
 )
 from moe_kernels.experts.fused import compute_experts
-from moe_kernels.runtime.pytorch import constant_for_dynamo, unseen_by_tracers
+from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
 from moe_kernels.types import ExpertWeights, ScaledForms, Weight
 
 from ...experts.fp8_weights import KeptForms
@@ -147,7 +147,7 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
         )
 
 
-@constant_for_dynamo
+@called_while_traced
 def _recognise_once(experts: nn.Module) -> None:
     """Give a module that `enable` does not know its spec. Reads no parameter, because PEFT caches what is read."""
     if not hasattr(experts, ATTRIBUTE):

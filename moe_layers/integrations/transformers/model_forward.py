@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from moe_kernels.runtime.pytorch import disable_dynamo
 
+from ...routing.model_routers import ReplayedChoice
+
 _HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
 _KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # arguments that a recomputation reads
 _active = threading.local()  # its `forward` is the one that runs in this thread
@@ -32,7 +34,7 @@ class ModelForward:
     def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
         self.owner = owner
         self._arguments = {name: arguments.get(name) for name in _KEPT}
-        self.choices: dict[Any, Tensor] = {}  # by HookedRouter: [T, K] int32, replayed
+        self.choices: dict[Any, ReplayedChoice] = {}  # by HookedRouter
         self.global_counts: dict[Any, Tensor] = {}  # by HookedRouter: [E] int64, of a global batch
         self.routers: list[Any] = []  # the HookedRouters that ran
         tokens = arguments.get("input_ids")
@@ -40,6 +42,7 @@ class ModelForward:
         mask = arguments.get("attention_mask")
         # Other masks than [B, S] were prepared for attention. They do not tell which tokens are padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._token_masks: dict[int, Tensor] = {}  # by number of tokens, the same for all layers
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
     def token_mask(self, name: str, num_tokens: int) -> Tensor | None:  # [T] bool
@@ -57,7 +60,10 @@ class ModelForward:
                 f"moe_layers: the tokens of {name} must be those of attention_mask {list(mask.shape)}, "
                 f"got {num_tokens} tokens"
             )
-        return mask[:, mask.shape[1] - length :].reshape(-1).bool()  # with a cache, the mask covers past tokens, too
+        if num_tokens not in self._token_masks:
+            # With a cache, the mask covers past tokens, too.
+            self._token_masks[num_tokens] = mask[:, mask.shape[1] - length :].reshape(-1).bool()
+        return self._token_masks[num_tokens]
 
     def sequence_lengths(self, num_tokens: int) -> Tensor | int | None:
         """Return the lengths of the sequences: of packed ones [N], else one length for all."""

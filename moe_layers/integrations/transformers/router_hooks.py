@@ -1,8 +1,8 @@
 """The routers of a transformers model, attached to this package: statistics, losses, bias updates and replay.
 
-A router of transformers returns its logits [T, E], its weights [T, K] and its choice [T, K]. `HookedRouter` takes the
-place of the router's forward, calls it, and reads or changes these three tensors. Without any service in use it only
-calls the forward.
+A router of transformers returns its logits [T, E], its weights [T, K] and its choice [T, K]; Granite's before 5.21 in
+the reverse order. `HookedRouter` takes the place of the router's forward, calls it, and reads or changes these three
+tensors. Without any service in use it only calls the forward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ...balance.balancing import BalanceLosses, global_expert_counts
 from ...balance.losses import attach_loss
 from ...balance.routing_statistics import RoutingObserver
 from ...routing.capacity import Slots, layer_routing
+from ...routing.model_routers import ReplayedChoice
 from ...routing.result import LayerRouting
 from ...routing.token_info import TokenInfo
 from .experts_forward import ATTRIBUTE
@@ -53,7 +54,7 @@ class HookedRouter:
         self.expert_counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
         self.recomputed: ModelForward | None = None  # the forward that backward recomputes
         self._adds: list[Callable[[Tensor], None]] = []
-        self._choose: Callable[[int, int], Tensor] | None = None
+        self._choose: Callable[[int, int], ReplayedChoice] | None = None
         self._inner = vars(router).get("forward")
         vars(router)["forward"] = self.run
 
@@ -69,6 +70,10 @@ class HookedRouter:
     @property
     def training(self) -> bool:
         return self.router.training
+
+    @property
+    def implementation(self) -> str | None:
+        return getattr(getattr(self.experts, ATTRIBUTE, None), "implementation", None)
 
     @property
     def num_slots(self) -> int | None:
@@ -120,7 +125,7 @@ class HookedRouter:
             self._adds.remove(add)
 
     @contextmanager
-    def replays(self, choose: Callable[[int, int], Tensor]) -> Iterator[None]:
+    def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> Iterator[None]:
         """Replace the choice by `choose(T, K)`, once per forward. Recomputations repeat the choice of their forward."""
         if self._choose is not None:
             raise ValueError(f"RoutingReplay.replay: {self.name} must replay one record at a time, got a second one")
@@ -146,16 +151,14 @@ class HookedRouter:
             return inner(*args, **kwargs)
         with Selection(self.num_experts, choose) as selection:
             out = inner(*args, **kwargs)
-        chosen = self._chosen(out, selection)
+        logits, weights, own_choice = self._parts(out)
+        chosen = self._chosen(own_choice, selection)
         for add in adds:
             add(chosen.to(torch.int32))
-        if not reads:
-            return out
-        routing = self._routing(out, chosen, forward)
-        weights, loss = self._attach_loss(routing, out[1], forward)
-        if watches:
-            self._watch(routing, loss, selection.keys)
-        return (out[0], weights, *out[2:])
+        if reads:
+            weights = self._read(logits, weights, chosen, selection.keys, forward, watches)
+            out = (out[0], weights, *out[2:])
+        return out
 
     def _enter(self, forward: ModelForward | None) -> None:
         """Note that a forward of the model, which may be None, has reached this router."""
@@ -163,7 +166,7 @@ class HookedRouter:
         if forward is not None:
             forward.routers.append(self)
 
-    def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], Tensor] | None:
+    def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], ReplayedChoice] | None:
         """Return what gives the replayed choice of this forward, or None."""
         if recomputes and forward is not None:
             choice = forward.choices.get(self)
@@ -176,60 +179,85 @@ class HookedRouter:
                 f"got {'a run outside of one' if forward is None else 'a second run'}"
             )
 
-        def remember(num_tokens: int, top_k: int) -> Tensor:
+        def remember(num_tokens: int, top_k: int) -> ReplayedChoice:
             forward.choices[self] = choose(num_tokens, top_k)
             return forward.choices[self]
 
         return remember
 
-    def _chosen(self, out: Any, selection: Selection) -> Tensor:  # [T, K] int64
+    def _parts(self, out: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [T, E], weights [T, K] and experts [T, K] of what the router returned."""
+        if isinstance(out, tuple) and len(out) > 2:
+            logits, weights, experts = out[:3] if out[0].is_floating_point() else out[2::-1]
+            if logits.shape[-1] == self.num_experts:
+                return logits, weights, experts
+        raise ValueError(
+            f"moe_layers: {type(self.router).__name__} must return logits [T, E={self.num_experts}], weights and "
+            f"experts, got another result in {self.name}"
+        )
+
+    def _chosen(
+        self,
+        experts: Tensor,  # [T, K], as the router returned them
+        selection: Selection,
+    ) -> Tensor:  # [T, K] int64
         """Return the experts that the router chose or replayed."""
-        kind = type(self.router).__name__
-        if not isinstance(out, tuple) or len(out) < 3 or out[0].shape[-1] != self.num_experts:
-            raise ValueError(
-                f"moe_layers: {kind} must return logits [T, E={self.num_experts}], weights and experts, got another "
-                f"result in {self.name}"
-            )
         if selection.choose is None:
-            return out[2]
-        if selection.num_calls != 1 or selection.chosen is None or out[2].data_ptr() != selection.chosen.data_ptr():
+            return experts
+        if selection.num_calls != 1 or selection.chosen is None or experts.data_ptr() != selection.chosen.data_ptr():
             raise ValueError(
-                f"RoutingReplay.replay: {kind} must choose its experts by one top-k of scores [T, E], "
-                f"got {selection.num_calls} in {self.name}"
+                f"RoutingReplay.replay: {type(self.router).__name__} must choose its experts by one top-k of scores "
+                f"[T, E], got {selection.num_calls} in {self.name}"
             )
         return selection.chosen
 
-    def _routing(self, out: Any, chosen: Tensor, forward: ModelForward | None) -> LayerRouting:
-        logits = out[0].to(torch.promote_types(out[0].dtype, torch.float32))
+    def _read(
+        self,
+        logits: Tensor,  # [T, E]
+        weights: Tensor,  # [T, K]
+        chosen: Tensor,  # [T, K]
+        keys: Tensor | None,  # [T, E]: the scores whose top-k was taken
+        forward: ModelForward | None,
+        watches: bool,
+    ) -> Tensor:  # [T, K]
+        """Losses, counts and statistics. Return the weights, with the loss attached."""
         if type(self.router).__name__ in PROBABILITIES:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
-        mask, lengths = None, None
-        if forward is not None:
-            mask = forward.token_mask(self.name, len(logits))
-            lengths = forward.sequence_lengths(len(logits)) if self.balance_losses.sequence else None
+        token_mask = None if forward is None else forward.token_mask(self.name, len(logits))
+        counts, loss = watches and self._counts(), None
+        if counts or self._has_loss():
+            routing = self._routing(logits, weights, chosen, token_mask, forward)
+            if self._has_loss():
+                weights, loss = self._attach_loss(routing, weights, forward)
+            if counts:
+                self.take_counts_to(routing.choices_per_expert.device)
+                self.expert_counts += routing.choices_per_expert
+        if watches and self.observer is not None:
+            keys = logits if keys is None else keys
+            self.observer.add(logits, chosen, token_mask=token_mask, keys=keys, aux_loss=loss)
+        return weights
+
+    def _routing(
+        self, logits: Tensor, weights: Tensor, chosen: Tensor, token_mask: Tensor | None, forward: ModelForward | None
+    ) -> LayerRouting:
+        """Return what losses and counts read."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        lengths = None
+        if forward is not None and self.balance_losses.sequence:
+            lengths = forward.sequence_lengths(len(logits))
         chosen = chosen.to(torch.int32)
-        chosen = chosen if mask is None else torch.where(mask[:, None], chosen, -1)
-        info = TokenInfo(logits, logits.shape, mask, lengths, self.num_tokens)
-        implementation = getattr(getattr(self.experts, ATTRIBUTE, None), "implementation", None)
-        return layer_routing(Slots(chosen, out[1], logits), info, None, self.num_experts, implementation)
+        chosen = chosen if token_mask is None else torch.where(token_mask[:, None], chosen, -1)
+        info = TokenInfo(logits, logits.shape, token_mask, lengths, self.num_tokens)
+        return layer_routing(Slots(chosen, weights, logits), info, None, self.num_experts, self.implementation)
 
     def _attach_loss(
         self, routing: LayerRouting, weights: Tensor, forward: ModelForward | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the weights with the loss attached, and the loss."""
-        if not self._has_loss():
-            return weights, None
         loss = self._loss(routing, forward)
         self.aux_loss = loss.detach()
         return attach_loss(weights, loss, self.aux_loss_scale) if weights.requires_grad else weights, loss
-
-    def _watch(self, routing: LayerRouting, loss: Tensor | None, keys: Tensor | None) -> None:
-        """Counts and statistics."""
-        if self._counts():
-            self.take_counts_to(routing.choices_per_expert.device)
-            self.expert_counts += routing.choices_per_expert
-        if self.observer is not None:
-            self.observer.add(routing, loss, routing.logits if keys is None else keys)
 
     def _loss(self, routing: LayerRouting, forward: ModelForward | None) -> Tensor:
         losses, counts = self.balance_losses, None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...routing.model_routers import ReplayedChoice
+
 
 class Selection(TorchFunctionMode):
     """While active, sees the top-k of scores [T, E] of all experts, and may replace the choice.
@@ -18,11 +20,10 @@ class Selection(TorchFunctionMode):
     another shape and stays.
 
     Args:
-        choose: takes T and K and returns experts [T, K]; tokens with a negative expert keep the router's own choice.
-            None only looks on.
+        choose: takes T and K and returns the choice. None only looks on.
     """
 
-    def __init__(self, num_experts: int, choose: Callable[[int, int], Tensor] | None = None):
+    def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None = None):
         super().__init__()
         self.num_experts = num_experts
         self.choose = choose
@@ -41,7 +42,7 @@ class Selection(TorchFunctionMode):
         self.keys, self.chosen = scores.detach(), result.indices
         if self.choose is None:
             return result
-        replayed = self.choose(*result.indices.shape).to(scores.device, torch.int64)
-        self.chosen = torch.where((replayed < 0).any(1, keepdim=True), result.indices, replayed)
+        experts, is_own = self.choose(*result.indices.shape)
+        self.chosen = experts if is_own is None else torch.where(is_own, result.indices, experts)
         # The gradient is the one of top-k, because the experts of a token differ.
         return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from ...balance.balancing import carry_expert_counts, reset_expert_counts, update_selection_bias
 from ...balance.routing_statistics import RoutingObserver, RoutingStatistics
 from ...checks import check_positive
-from ...routing.result import LayerRouting
 from .attached_routers import hooked_routers
 
 if TYPE_CHECKING:
@@ -26,9 +25,9 @@ _METRICS = ("entropy", "margin", "max_violation", "max_call_violation", "num_dro
 class _TrainingObserver(RoutingObserver):
     """Statistics of forwards in training mode: without those of the Trainer's evaluations."""
 
-    def add(self, routing: LayerRouting, aux_loss: Tensor | None = None, keys: Tensor | None = None) -> None:
+    def add(self, *args: Any, **kwargs: Any) -> None:
         if self.router.training:
-            super().add(routing, aux_loss, keys)
+            super().add(*args, **kwargs)
 
 
 class RoutingCallback(TrainerCallback):

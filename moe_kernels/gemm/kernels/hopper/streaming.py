@@ -1,0 +1,358 @@
+"""Grouped GEMM for few rows per group, bound by the time to read the weights.
+
+One program multiplies up to ROWS rows of a group by BLOCK_OUT rows of its weight [G, OUT, IN]. The copy engine streams
+the weight through a ring in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a
+row at a time, decodes them in registers, and multiplies with mma.sync. The weight is the left operand of mma, so that
+ROWS can be as small as 8. wgmma would read decoded values from registers, too, but ptxas up to 12.9 miscompiles that.
+
+The reduction of mma may run in any order. Threads therefore hold values in the order in which they are stored, and the
+rows are permuted alike (`_mma_order`), so that no value changes threads.
+"""
+
+# No `from __future__ import annotations`: kernels read annotations as types.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ....runtime.gluon import barrier, tma_load
+from .ring import buffers
+
+
+@gluon.constexpr_function
+def values_per_64_bytes(FORM):
+    return {"plain": 32, "fp8": 64, "mxfp4": 128}[FORM]
+
+
+@gluon.constexpr_function
+def _row_bases(block_out, num_warps):
+    """Return the bases of mma's output rows: 16 rows of a warp, then the warps, then further rows of each warp."""
+    powers = [1 << i for i in range(block_out.bit_length() - 1)]
+    return powers[:3], powers[4 : 4 + num_warps.bit_length() - 1], [8, *powers[4 + num_warps.bit_length() - 1 :]]
+
+
+@gluon.constexpr_function
+def _stored_layout(block_out, element_bytes, chunks, num_warps):
+    """Return the layout of stored elements [BLOCK_OUT, chunks * 4 * 16 bytes]: a thread holds 16 bytes of each of its
+    rows, the next thread the next 16 bytes."""
+    own = 16 // element_bytes
+    lanes, warps, registers = _row_bases(block_out, num_warps)
+    columns = [[0, 1 << i] for i in range(own.bit_length() - 1)] + ([[0, 4 * own]] if chunks == 2 else [])
+    return gl.DistributedLinearLayout(
+        columns + [[row, 0] for row in registers],
+        [[0, own], [0, 2 * own], *([row, 0] for row in lanes)],
+        [[row, 0] for row in warps],
+        [],
+        [block_out, 4 * own * chunks],
+    )
+
+
+@gluon.constexpr_function
+def _by_16_bytes_layout(block_out, chunks, num_warps):
+    """Return the layout of one number per 16 stored bytes of one byte each, [BLOCK_OUT, 4 * chunks]."""
+    stored = _stored_layout(block_out, 1, chunks, num_warps)
+
+    def split(bases):
+        return [[row, column // 16, column % 16] for row, column in bases]
+
+    bases = split(stored.reg_bases), split(stored.lane_bases), split(stored.warp_bases), []
+    return gl.SliceLayout(2, gl.DistributedLinearLayout(*bases, [block_out, 4 * chunks, 16]))
+
+
+@gluon.constexpr_function
+def _rows_layout(num_rows, values, chunks, num_warps):
+    """Return the layout of rows [ROWS, chunks * values]: a thread holds the values that meet its stored bytes. Every
+    warp holds all rows."""
+    own = values // 4
+    columns = [[0, 1 << i] for i in range(own.bit_length() - 1)] + ([[0, values]] if chunks == 2 else [])
+    further = [[1 << i, 0] for i in range(3, num_rows.bit_length() - 1)]
+    lanes = [[0, own], [0, 2 * own], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        columns + further, lanes, [[0, 0]] * (num_warps.bit_length() - 1), [], [num_rows, values * chunks]
+    )
+
+
+@gluon.jit
+def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
+    """Permute the reduction of rows [ROWS, K] to the order in which `_decoded` returns the weight.
+
+    The axes of a chunk of 64 bytes: c, the thread; w, the 4-byte word; the rest, the value in the word. mma multiplies
+    pairs of values (the last axis) of four threads (the axis before it).
+    """
+    ROWS: gl.constexpr = rows.shape[0]
+    if FORM == "mxfp4":  # c, w, q, j: values j and j + 4 of a word are a pair
+        ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
+    elif FORM == "fp8":  # c, w, j, q
+        ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    else:  # c, w, q
+        ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2).permute(0, 1, 3, 2, 4)
+    return ordered.reshape(ROWS, rows.shape[1])
+
+
+@gluon.jit
+def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):
+    """Return the weight in bfloat16 [BLOCK_OUT, K], in the order of mma. Its values have the bits of `dequantize`."""
+    BLOCK_OUT: gl.constexpr = stored.shape[0]
+    VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
+    if FORM == "mxfp4":
+        low, high = _decode_mxfp4(stored, scale, NAN_255)
+        # c, w, r, q, o: pair j = 2 * o + r
+        value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
+    elif FORM == "fp8":
+        value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
+        value = value.reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    else:
+        value = stored.reshape(BLOCK_OUT, CHUNKS, 4, 4, 2).permute(0, 1, 3, 2, 4)
+    return value.reshape(BLOCK_OUT, VALUES)
+
+
+@gluon.constexpr_function
+def _mxfp4_assembly(nan_255):
+    """Return assembly that decodes 16 bytes, $16 to $19, to 32 numbers, with one e8m0 scale in the low byte of $20.
+
+    Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. A product with a sum of two powers
+    of two moves the sign bit of both to a bfloat16's sign, and the other bits to the lowest bits of its exponent. That
+    is the number times 2 ** -126. A product with 2 ** (scale - 1) completes it. That power is a bfloat16 up to a scale
+    of 128; above, a second product follows.
+    """
+    power = "shl.b32 f, f, 7; prmt.b32 f, f, f, 0x1010;"
+    lines = [f"and.b32 e, $20, 255; add.u32 f, e, 126; min.u32 f, f, 254; {power}"]
+    decode = "and.b32 s, {0}, {1}; mul.lo.u32 s, s, {2}; and.b32 s, s, 0x81c081c0; mul.rn.bf16x2 ${3}, s, f;"
+    for word in range(4):
+        stored = f"${16 + word}"
+        lines += [
+            f"shr.u32 t, {stored}, 8;",
+            decode.format(stored, "0x000f000f", 0x1040, 2 * word),
+            decode.format(stored, "0x00f000f0", 0x0104, 2 * word + 1),
+            decode.format("t", "0x000f000f", 0x1040, 2 * word + 8),
+            decode.format("t", "0x00f000f0", 0x0104, 2 * word + 9),
+        ]
+    not_a_number = "setp.eq.u32 p, e, 255; @p mov.b32 f, 0x7fc07fc0;" if nan_255 else ""
+    again = "".join(f"mul.rn.bf16x2 ${i}, ${i}, f;" for i in range(16))
+    lines.append(f"setp.le.u32 p, e, 128; @p bra DONE; sub.u32 f, e, 1; {power} {not_a_number} {again} DONE:")
+    return "{ .reg .pred p; .reg .b32 e, f, s, t; " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _fp8_assembly():
+    """Return assembly that decodes 4 bytes, $2, times the float32 scale $3, rounded once."""
+    half = "mov.b32 {{a, b}}, x; cvt.f32.f16 p, a; cvt.f32.f16 q, b; mul.rn.f32 p, p, $3; mul.rn.f32 q, q, $3; "
+    half = "cvt.rn.f16x2.e4m3x2 x, {0}; " + half + "cvt.rn.bf16x2.f32 {1}, q, p; "
+    declared = "{ .reg .b16 a, b, c, d; .reg .b32 x; .reg .f32 p, q; mov.b32 {c, d}, $2; "
+    return declared + half.format("c", "$0") + half.format("d", "$1") + "}"
+
+
+_MXFP4_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
+
+
+@gluon.jit
+def _decode_mxfp4(stored, exponents, NAN_255: gl.constexpr):
+    """Return values j and j + 4 of each word for j = 0, 1 and for j = 2, 3. `exponents` has each byte's scale."""
+    assembly: gl.constexpr = _mxfp4_assembly(NAN_255)
+    return gl.inline_asm_elementwise(
+        assembly,
+        _MXFP4_CONSTRAINTS,
+        [stored, exponents],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=16,
+    )
+
+
+@gluon.jit
+def _decode_fp8(stored, scale):
+    assembly: gl.constexpr = _fp8_assembly()
+    return gl.inline_asm_elementwise(
+        assembly, "=r,=r,r,f,f,f,f", [stored, scale], dtype=gl.bfloat16, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def _weight_rows(first, OUT: gl.constexpr, GATED: gl.constexpr, BLOCK_OUT: gl.constexpr, layout: gl.constexpr):
+    """Return (row of the weight, whether it exists) of each row of the block; with GATED, gate rows, then up rows."""
+    local = gl.arange(0, BLOCK_OUT, layout=layout)
+    if GATED:
+        half = local // (BLOCK_OUT // 2)
+        row = first + local % (BLOCK_OUT // 2)
+        return row + half * (OUT // 2), row < OUT // 2
+    else:
+        return first + local, first + local < OUT
+
+
+@gluon.jit
+def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr, FORM: gl.constexpr):
+    """Load the scales that `_scales_of_stored` takes. `ptr` is the first scale of the group's matrix."""
+    if FORM == "mxfp4":
+        layout: gl.constexpr = _by_16_bytes_layout(row.shape[0], CHUNKS, gl.num_warps())
+        column = step * (4 * CHUNKS) + gl.arange(0, 4 * CHUNKS, layout=gl.SliceLayout(0, layout))
+        pointers = ptr + row[:, None] * (IN // 32) + column[None, :]
+        return gl.load(
+            pointers, mask=exists[:, None] & (column < IN // 32)[None, :], other=0, eviction_policy="evict_last"
+        )
+    elif FORM == "fp8":
+        return gl.load(ptr + row // 128 * ((IN + 127) // 128) + step * CHUNKS // 2, mask=exists, other=0.0).to(
+            gl.float32
+        )
+    else:
+        return 0
+
+
+@gluon.jit
+def _scales_of_stored(scales, layout: gl.constexpr, BLOCK_OUT: gl.constexpr, CHUNKS: gl.constexpr, FORM: gl.constexpr):
+    """Return the scale of each stored byte [BLOCK_OUT, 64 * CHUNKS]."""
+    if FORM == "mxfp4":
+        spread = scales.expand_dims(2).broadcast_to(BLOCK_OUT, 4 * CHUNKS, 16).reshape(BLOCK_OUT, 64 * CHUNKS)
+        return gl.convert_layout(spread, layout, assert_trivial=True)
+    elif FORM == "fp8":
+        return scales.expand_dims(1).broadcast_to(BLOCK_OUT, 64 * CHUNKS)
+    else:
+        return scales
+
+
+@gluon.jit
+def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr):
+    """Load the values of a step of rows [ROWS, K]; zeros past the reduction and past the last row."""
+    VALUES: gl.constexpr = pointers.shape[1]
+    k = step * VALUES + gl.arange(0, VALUES, layout=gl.SliceLayout(0, layout))
+    return gl.load(pointers + step * VALUES, mask=row_mask[:, None] & (k < IN)[None, :], other=0.0)
+
+
+@gluon.jit
+def _load_stored(w_desc, ring, full, group, first, step, pred, GATED: gl.constexpr, STAGES: gl.constexpr):
+    """Start the copy of a step of the weight."""
+    slot = step[0] % STAGES
+    mbarrier.expect(full.index(slot), w_desc.block_type.nbytes, pred=pred)
+    column = step[1] * w_desc.block_type.shape[-1]
+    if GATED:
+        tma_load(w_desc, [group, 0, first, column], full.index(slot), ring.index(slot), pred=pred)
+    else:
+        tma_load(w_desc, [group, first, column], full.index(slot), ring.index(slot), pred=pred)
+
+
+@gluon.jit
+def _store(value, ptr, stride, column, column_exists, first_row, end, layout: gl.constexpr):
+    """Store a value [columns of out, rows of out]."""
+    row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, layout))
+    pointers = ptr + row.to(gl.int64)[None, :] * stride + column[:, None]
+    gl.store(pointers, value.to(ptr.dtype.element_ty), mask=(row < end)[None, :] & column_exists[:, None])
+
+
+@gluon.jit(do_not_specialize=["x_stride", "bias_stride", "out_stride", "preactivation_stride"])
+def streaming_kernel(
+    x_ptr,
+    x_stride,  # [R or T, IN], a multiple of 8
+    row_to_token_ptr,  # [R], or None
+    w_desc,  # [G, OUT, IN], or [G, 2, OUT / 2, IN] with GATED, as stored
+    scales_ptr,  # None for a plain weight
+    bias_ptr,  # [G, OUT], or None
+    bias_stride,
+    out_ptr,
+    out_stride,  # [R, OUT], or [R, OUT / 2] with GATED
+    preactivation_ptr,  # [R, OUT] with FORWARD, else None
+    preactivation_stride,
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    G,
+    OUT: gl.constexpr,
+    IN: gl.constexpr,
+    FORM: gl.constexpr,
+    NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
+    FORWARD: gl.constexpr,  # activation, or None
+    GATED: gl.constexpr,
+    ZERO_TAIL: gl.constexpr,
+    TILE_ROWS: gl.constexpr,  # of the table
+    BLOCK_OUT: gl.constexpr,
+    ROWS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One program writes BLOCK_OUT columns of the product for the rows of one tile of the table, ROWS rows after
+    another. Grid: (capacity * cdiv(OUT, BLOCK_OUT),)."""
+    NUM_WARPS: gl.constexpr = gl.num_warps()
+    VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
+    STEPS: gl.constexpr = (IN + VALUES - 1) // VALUES
+    COLUMNS: gl.constexpr = OUT // 2 if GATED else OUT  # of out
+    BLOCK: gl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT  # of out
+    COLUMN_TILES: gl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    ELEMENT: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
+    stored_layout: gl.constexpr = _stored_layout(BLOCK_OUT, ELEMENT, CHUNKS, NUM_WARPS)
+    rows_layout: gl.constexpr = _rows_layout(ROWS, VALUES // CHUNKS, CHUNKS, NUM_WARPS)
+    scale_layout: gl.constexpr = stored_layout if FORM != "mxfp4" else _by_16_bytes_layout(BLOCK_OUT, CHUNKS, NUM_WARPS)
+    mma_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma_layout, 2)
+    right_layout: gl.constexpr = gl.DotOperandLayout(1, mma_layout, 2)
+
+    tile = gl.program_id(0) // COLUMN_TILES
+    first = gl.program_id(0) % COLUMN_TILES * BLOCK
+    if tile >= gl.load(num_tiles_ptr + ZERO_TAIL):
+        return
+    group = gl.load(tiles_ptr + 2 * tile)
+    start = gl.load(bounds_ptr + group) + gl.load(tiles_ptr + 2 * tile + 1) * TILE_ROWS
+    end = gl.minimum(gl.load(bounds_ptr + group + 1), start + TILE_ROWS)
+    # The tail has no weight, and reads no rows: its results become zeros.
+    num_steps = gl.where(group < G, STEPS, 0)
+    read_end = gl.where(group < G, end, start)
+    total_steps = (end - start + ROWS - 1) // ROWS * num_steps
+
+    ring = buffers(w_desc, STAGES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    for stage in gl.static_range(STAGES - 1):
+        at = (stage, stage % STEPS)
+        _load_stored(w_desc, ring, full, group, first, at, stage < total_steps, GATED, STAGES)
+
+    weight_row, exists = _weight_rows(first, OUT, GATED, BLOCK_OUT, gl.SliceLayout(1, scale_layout))
+    wide_group = gl.minimum(group, G - 1).to(gl.int64)
+    if FORM == "mxfp4":
+        scales_ptr += wide_group * (OUT * (IN // 32))
+    elif FORM == "fp8":
+        scales_ptr += wide_group * (((OUT + 127) // 128) * ((IN + 127) // 128))
+    k = gl.arange(0, VALUES, layout=gl.SliceLayout(0, rows_layout))
+    x_stride = x_stride.to(gl.int64) // 8 * 8  # tells the compiler that 16 bytes are aligned
+    position = 0
+    for first_row in range(start, end, ROWS):
+        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout))
+        token = row
+        if row_to_token_ptr is not None:
+            token = gl.load(row_to_token_ptr + row, mask=row < read_end, other=0)
+        pointers = x_ptr + token.to(gl.int64)[:, None] * x_stride + k[None, :]
+        product = gl.zeros([BLOCK_OUT, ROWS], gl.float32, layout=mma_layout)
+        scales = _load_scales(scales_ptr, weight_row, exists, 0, IN, CHUNKS, FORM)
+        for step in range(num_steps):
+            slot = position % STAGES
+            mbarrier.wait(full.index(slot), position // STAGES & 1)
+            stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS // ELEMENT]).load(stored_layout)
+            # All warps have now read the slot of the previous step.
+            barrier()
+            ahead = position + (STAGES - 1)
+            _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, GATED, STAGES)
+            # That copy waits for all earlier loads. Decoding hides the latency of the rows. It needs the scales at
+            # once: they are loaded a step ahead.
+            rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
+            next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
+            spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)
+            weight = _decoded(stored, spread, CHUNKS, FORM, NAN_255)
+            left = gl.convert_layout(weight, left_layout)
+            right = gl.convert_layout(_mma_order(rows, CHUNKS, FORM).permute(1, 0), right_layout)
+            product = mma_v2(left, right, product)
+            scales = next_scales
+            position += 1
+        out_row, out_exists = _weight_rows(first, OUT, GATED, BLOCK_OUT, gl.SliceLayout(1, mma_layout))
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + wide_group * bias_stride + out_row
+            bias = gl.load(bias_ptrs, mask=out_exists & (group < G), other=0.0).to(gl.float32)[:, None]
+        else:
+            bias = 0.0
+        if FORWARD is None:
+            _store(product + bias, out_ptr, out_stride, out_row, out_exists, first_row, end, mma_layout)
+        else:
+            product = product.to(preactivation_ptr.dtype.element_ty)
+            _store(product, preactivation_ptr, preactivation_stride, out_row, out_exists, first_row, end, mma_layout)
+            value = product.to(gl.float32) + bias
+            gate, up = value.reshape(2, BLOCK, ROWS).permute(1, 2, 0).split()
+            value = FORWARD(gate, up)
+            half_layout: gl.constexpr = value.type.layout
+            column = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, half_layout))
+            _store(value, out_ptr, out_stride, column, column < COLUMNS, first_row, end, half_layout)
