@@ -92,11 +92,15 @@ class _WeightedLinear(torch.autograd.Function):
     """The weighted sum of each token's rows @ weight^T. Its gradient is rounded once per token, before it is copied to
     rows and weighted, and the gradient of the weights follows from that of the rows:
 
-        dA' = gather(dout) @ weight    drows = w * dA'    dw = <dA', rows>    dweight = gather(dout)^T @ (w * rows)
+        dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
+
+    `kept` are the rows as backward has them. They get the gradient of the rows.
     """
 
     @staticmethod
-    def forward(rows: Tensor, weight: Tensor, weights: Tensor, slot_to_row: Tensor, offsets: Tensor) -> Tensor:
+    def forward(
+        rows: Tensor, kept: Tensor, weight: Tensor, weights: Tensor, slot_to_row: Tensor, offsets: Tensor
+    ) -> Tensor:
         product = _product(rows, _rounded_weight(weight, _wide(rows)).mT, offsets)
         return reference.combine(product, weights, slot_to_row)
 
@@ -106,7 +110,7 @@ class _WeightedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor):  # [T, D]
-        rows, weight, weights, slot_to_row, offsets = ctx.saved_tensors
+        _, rows, weight, weights, slot_to_row, offsets = ctx.saved_tensors
         slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # T * K for rows that no slot has
         padded = functional.pad(dout, (0, 0, 0, 1)).index_select(0, slot // max(slot_to_row.shape[1], 1))
         row_weights = reference.row_weights(weights, slot_to_row, len(rows))[:, None]  # [R, 1]
@@ -114,7 +118,7 @@ class _WeightedLinear(torch.autograd.Function):
         dslots = functional.pad((dproduct.to(weights.dtype) * rows).sum(1), (0, 1))
         dweights = dslots[torch.where(slot_to_row < 0, len(rows), slot_to_row)]
         dweight = reference.grouped_gemm_wgrad(padded, (row_weights * rows).to(rows.dtype), offsets)
-        return (row_weights * dproduct).to(rows.dtype), dweight, dweights, None, None
+        return None, (row_weights * dproduct).to(rows.dtype), dweight, dweights, None, None
 
 
 def _wide(rows: Tensor) -> torch.dtype:
@@ -133,9 +137,11 @@ def fused_experts(
     w_router: Tensor | None = None,  # [E, D]
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
+    saves_fp8: bool = False,
 ) -> Tensor:  # [T, D]
     """`reference.fused_experts` with e4m3 operands in four of its six products: both of forward, and both gradients of
-    rows. The gradients of weights have operands in the dtype of the tokens."""
+    rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`, backward reads the
+    pre-activations as e4m3 numbers with scales."""
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     if w_router is not None:
         topk_weights = reference.with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
@@ -145,8 +151,13 @@ def fused_experts(
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
     preactivation = _Linear.apply(rows, w_up, offsets)  # [R, 2F] or [R, F]
     activated = reference.apply_activation(reference.add_bias(preactivation, b_up, offsets), activation)
+    kept = activated
+    if saves_fp8:
+        rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
+        read = preactivation + (rounded - preactivation).detach()  # with the gradient of the pre-activations
+        kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
-    out = _WeightedLinear.apply(activated, w_down, weights, slot_to_row, offsets)
+    out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)
     if b_down is None:
         return out
     biases = reference.add_bias(out.new_zeros(len(rows), out.shape[1]), b_down, offsets)

@@ -9,7 +9,8 @@ The steps are those of `fused_op.py`. Rows that are multiplied have a scale for 
     weights         by the caller (`ScaledForms`), or here for each product, right before it
 
 dw_up and dw_down are products in the dtype of the tokens of the same tensors as without FP8. The same tensors are
-saved, and the given forms of the weights.
+saved, and the given forms of the weights. With `saves_fp8` H is saved in e4m3, too, in a bit more than half the bytes;
+backward reads it back, and overwrites it by dH.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import functools
 import warnings
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..activation.ops import can_scale_gradient
 from ..gemm.kernel import device_cc
 from ..permutation.permute import launch_slot_products
-from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
+from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
 from ..types import ScaledForms, ScaledRows
@@ -50,11 +52,12 @@ def warn_if_unmeasured(cc: int, d_model: int, d_ff: int, rows_per_expert: int) -
 
 class _Outputs(NamedTuple):
     out: Tensor  # [T, D]
-    preactivation: Tensor  # H [R, 2F or F], empty if backward computes it again
+    preactivation: Tensor  # H [R, 2F or F], bytes of e4m3 with `saves_fp8`, empty if backward computes it again
+    scales: Tensor  # [R, 2F / 128 or F / 128] of H in e4m3, else empty
 
 
 @registered_op("fp8_experts")
-def fp8_experts_op(operands: ExpertOperands, forms: ScaledForms) -> _Outputs:
+def fp8_experts_op(operands: ExpertOperands, forms: ScaledForms, saves_fp8: bool) -> _Outputs:
     tokens, topk_weights, _, _, rows, recompute = operands
     if tokens.is_cuda:
         num_experts, d_model, d_ff = operands.experts.weights.w_down.shape
@@ -62,43 +65,52 @@ def fp8_experts_op(operands: ExpertOperands, forms: ScaledForms) -> _Outputs:
         warn_if_unmeasured(device_cc(tokens.device), d_model, d_ff, 2 ** rows_per_expert.bit_length() // 2)
     experts = operands.experts.scaled(forms)
     preactivation, activated, _ = activate(experts, rows, tokens, topk_weights)
+    scales = tokens.new_empty(0)
     if recompute:
         preactivation = tokens.new_empty(0)
+    elif saves_fp8:
+        values, scales = launch_quantize_rows(preactivation)
+        preactivation = values.view(torch.uint8)
     expert_out = down(experts, rows, activated)  # [R, D]
     del activated
-    return _Outputs(rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation)
+    return _Outputs(rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation, scales)
 
 
 @fp8_experts_op.register_fake
-def _(operands, forms):
+def _(operands, forms, saves_fp8):
     tokens = operands.tokens
-    return _Outputs(
-        tokens.new_empty(tokens.shape), tokens.new_empty(0 if operands.recompute else hidden_shape(operands))
-    )
+    out, scales = tokens.new_empty(tokens.shape), tokens.new_empty(0)
+    if operands.recompute:
+        return _Outputs(out, tokens.new_empty(0), scales)
+    if saves_fp8:
+        values, scales = empty_scaled_rows(tokens, *hidden_shape(operands))
+        return _Outputs(out, values.view(torch.uint8), scales)
+    return _Outputs(out, tokens.new_empty(hidden_shape(operands)), scales)
 
 
 class _Saved(NamedTuple):
     operands: ExpertOperands
     forms: ScaledForms
     preactivation: Tensor
+    scales: Tensor
 
 
-def _setup(ctx: Any, inputs: tuple[ExpertOperands, ScaledForms], output: _Outputs) -> None:
+def _setup(ctx: Any, inputs: tuple[ExpertOperands, ScaledForms, bool], output: _Outputs) -> None:
+    operands, forms, _ = inputs
     ctx.set_materialize_grads(False)
-    save_for_backward(ctx, _Saved(*inputs, output.preactivation))
+    save_for_backward(ctx, _Saved(operands, forms, output.preactivation, output.scales))
 
 
-def _backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients. Each tensor is dropped after its last use."""
     if dout is None:
         return fp8_experts_op.gradients()
-    operands, forms, preactivation = saved_for_backward(ctx)
+    operands, forms, preactivation, scales = saved_for_backward(ctx)
     experts, needed = operands.experts, fp8_experts_op.needed(ctx)
     needs_weights = needed["topk_weights"]
     needs_tokens = needed["tokens"] or (needs_weights and experts.weight_on_input)
-    hidden = _hidden_gradients_op(
-        dout, preactivation, operands, forms, needs_tokens, needs_weights or operands.w_router is not None
-    )
+    needs_weights |= operands.w_router is not None
+    hidden = _hidden_gradients_op(dout, preactivation, scales, operands, forms, needs_tokens, needs_weights)
     del preactivation
     dpreactivation, weighted, dtopk_weights, scaled, scales = hidden
     del hidden
@@ -131,15 +143,19 @@ class _HiddenGradients(NamedTuple):
 def _hidden_gradients_op(
     dout: Tensor,
     preactivation: Tensor,
+    scales: Tensor,
     operands: ExpertOperands,
     forms: ScaledForms,
     needs_tokens: bool,
     needs_topk_weights: bool,
 ) -> _HiddenGradients:
     tokens, topk_weights, _, _, rows, recompute = operands
-    experts = operands.experts.scaled(forms)
+    experts, is_own = operands.experts.scaled(forms), recompute or scales.numel() > 0  # not a saved tensor
     if recompute:
         preactivation, *_ = activate(experts, rows, tokens, topk_weights)
+    elif is_own:
+        values = preactivation.view(torch.float8_e4m3fn)
+        preactivation = launch_dequantize_rows(ScaledRows(values, scales), dout.dtype)
     scaled = None
     if needs_tokens and can_scale_gradient(experts.kind(), experts.weights.w_down.shape[2]):
         scaled = empty_scaled_rows(dout, *preactivation.shape)
@@ -149,7 +165,7 @@ def _hidden_gradients_op(
         dout,
         topk_weights,
         preactivation,
-        overwrite=recompute,
+        overwrite=is_own,
         needs_topk_weights=needs_topk_weights,
         scaled=scaled,
     )
@@ -159,7 +175,7 @@ def _hidden_gradients_op(
 
 
 @_hidden_gradients_op.register_fake
-def _(dout, preactivation, operands, forms, needs_tokens, needs_topk_weights):
+def _(dout, preactivation, scales, operands, forms, needs_tokens, needs_topk_weights):
     num_rows, d_up = hidden_shape(operands)
     weights = operands.topk_weights
     return _HiddenGradients(

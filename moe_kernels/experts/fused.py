@@ -18,8 +18,8 @@ from .steps import Experts
 from .traced import ReferenceOperands, reference_experts_op, run_reference
 
 RECOMPUTE = (None, "up")
-PRECISIONS = (None, "fp8")
-FP8_CC = 90  # compute capability of the first GPUs that precision "fp8" supports
+PRECISIONS = (None, "fp8", "fp8_saved")
+FP8_CC = 90  # compute capability of the first GPUs that the precisions other than None support
 
 
 def fused_experts(
@@ -69,13 +69,14 @@ def fused_experts(
         precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
             each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
             dtype of the tokens. Weights are quantised in every forward and backward; the layer keeps the result.
+            "fp8_saved" also saves the pre-activations in e4m3: half the bytes, and less precise gradients.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, activation, recompute or precision is
             unknown, reserved_sms is negative, or only one weight is quantised, or both are in different formats. With
-            "fp8": D or F is no multiple of 16, or the weights are quantised.
-        NotImplementedError: "fp8" with adapters, or on a GPU below compute capability 9.0.
+            a precision: D or F is no multiple of 16, or the weights are quantised.
+        NotImplementedError: a precision with adapters, or on a GPU below compute capability 9.0.
     """
     return compute_experts(
         tokens,
@@ -152,7 +153,7 @@ def compute_experts(
         return fused_experts_op(operands).out
     if tokens.is_cuda:
         check_fp8_gpu("fused_experts", device_cc(tokens.device))
-    return fp8_experts_op(operands, forms or ScaledForms()).out
+    return fp8_experts_op(operands, forms or ScaledForms(), precision == "fp8_saved").out
 
 
 def _check_settings(recompute: str | None, reserved_sms: int) -> None:
@@ -166,7 +167,7 @@ def check_fp8_gpu(op: str, cc: int) -> None:
     """Raise NotImplementedError unless a GPU of compute capability `cc` runs the kernels of precision "fp8"."""
     if cc < FP8_CC:
         raise NotImplementedError(
-            f'{op}: precision="fp8" needs a GPU of compute capability {FP8_CC / 10}, this one has {cc / 10}'
+            f"{op}: precision='fp8' needs a GPU of compute capability {FP8_CC / 10}, this one has {cc / 10}"
         )
 
 
@@ -175,18 +176,18 @@ def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAda
         raise ValueError(f"fused_experts: precision must be one of {PRECISIONS}, got {precision!r}")
     if isinstance(weights.w_up, QuantizedWeight):
         raise ValueError(
-            f'fused_experts: precision="fp8" quantises weights that are trained, got stored {weights.w_up.format}; '
-            "dequantise them first"
+            f"fused_experts: precision={precision!r} quantises weights that are trained, got stored "
+            f"{weights.w_up.format}; dequantise them first"
         )
     if adapters is not None:
-        raise NotImplementedError('fused_experts: precision="fp8" takes no adapters; merge them first')
+        raise NotImplementedError(f"fused_experts: precision={precision!r} takes no adapters; merge them first")
     check_fp8_sizes("fused_experts", *weights.w_down.shape[1:])
 
 
 def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
     """Raise ValueError unless the copy engine can address rows of these sizes in e4m3."""
     if d_model % 16 or d_ff % 16:
-        raise ValueError(f'{op}: precision="fp8" needs multiples of 16, got d_model={d_model} and d_ff={d_ff}')
+        raise ValueError(f"{op}: precision='fp8' needs multiples of 16, got d_model={d_model} and d_ff={d_ff}")
 
 
 def _check_formats(weights: ExpertWeights) -> bool:

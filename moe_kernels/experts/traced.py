@@ -34,7 +34,7 @@ class ReferenceOperands(NamedTuple):
     w_router: Tensor | None  # [E, D]
     permutation: Permutation
     batch_invariant: bool  # compute token by token
-    precision: str | None  # "fp8" rounds the operands of products
+    precision: str | None  # with "fp8" and "fp8_saved" operands of products are rounded
 
 
 class ReferenceGradients(NamedTuple):
@@ -64,7 +64,9 @@ def run_reference(operands: ReferenceOperands) -> Tensor:  # [T, D]
     options |= {} if w_router is None else {"w_router": w_router}
     if any(factor is not None for factor in experts.adapters):
         options["adapters"] = ExpertAdapters(*experts.adapters)
-    run = reference.fused_experts if precision is None else reference_fp8.fused_experts
+    run = reference.fused_experts
+    if precision is not None:
+        run = partial(reference_fp8.fused_experts, saves_fp8=precision == "fp8_saved")
     run = partial(_run_by_token, run) if batch_invariant else run
     with without_autocast(tokens):
         return run(tokens, topk_weights, permutation, w_up, w_down, **options)

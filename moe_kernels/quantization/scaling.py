@@ -42,15 +42,28 @@ def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / it
 
 
 def launch_unpack_rows(packed: Tensor, num_columns: int) -> Tensor:  # [R, num_columns]
+    """Return the rows of `launch_pack_rows`, number times scale, rounded once."""
+    stored = packed.view(torch.uint8)
+    scales = stored[:, num_columns:].view(torch.float32)
+    return _launch_dequantize(stored[:, :num_columns], scales, packed.dtype)
+
+
+def launch_dequantize_rows(rows: ScaledRows, dtype: torch.dtype) -> Tensor:  # [R, K]
     """Return number times scale, rounded once."""
-    num_rows, stored = packed.shape[0], packed.view(torch.uint8)
-    out = packed.new_empty(num_rows, num_columns)
+    return _launch_dequantize(rows.values.view(torch.uint8), rows.scales, dtype)
+
+
+def _launch_dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    num_rows, num_columns = values.shape
+    out = values.new_empty(num_rows, num_columns, dtype=dtype)
     if out.numel():
         launch_kernel(
-            _unpack_rows_kernel,
+            _dequantize_rows_kernel,
             (cdiv(num_rows, _BLOCK_ROWS), cdiv(num_columns, BLOCK)),
-            stored,
-            stored[:, num_columns:].view(torch.float32),
+            values,
+            values.stride(0),
+            scales,
+            *scales.stride(),
             out,
             num_rows,
             K=num_columns,
@@ -107,21 +120,24 @@ def _quantize_rows_kernel(
     store_scales(scales_ptr, scales_stride, block_stride, scales, row, row < num_rows, first, K, BLOCKS)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _unpack_rows_kernel(
-    values_ptr,  # [R, packed width] bytes
-    scales_ptr,  # [R, cdiv(K, 128)], rows as long
+@triton.jit(do_not_specialize=["block_stride", "num_rows"])
+def _dequantize_rows_kernel(
+    values_ptr,  # [R, K] bytes
+    values_stride,  # of rows
+    scales_ptr,  # [R, cdiv(K, 128)]
+    scales_stride,  # of rows
+    block_stride,
     out_ptr,  # [R, K] contiguous
     num_rows,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """One program writes 128 columns of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, 128))."""
-    WIDTH: tl.constexpr = K + (K + 255) // 256 * 8
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.program_id(1) * 128 + tl.arange(0, 128)
     mask = (row < num_rows)[:, None] & (k < K)[None, :]
-    values = decode_e4m3(tl.load(values_ptr + row[:, None] * WIDTH + k[None, :], mask=mask, other=0))
-    scale = tl.load(scales_ptr + row * (WIDTH // 4) + tl.program_id(1), mask=row < num_rows, other=0.0)
+    values = decode_e4m3(tl.load(values_ptr + row[:, None] * values_stride + k[None, :], mask=mask, other=0))
+    scale_ptrs = scales_ptr + row * scales_stride + tl.program_id(1).to(tl.int64) * block_stride
+    scale = tl.load(scale_ptrs, mask=row < num_rows, other=0.0)
     out = (values * scale[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * K + k[None, :], out, mask=mask)

@@ -3,6 +3,7 @@
     python -m moe_kernels explain 16384,2048,768,128,8 --dtype bfloat16      # T, D, F, E, K
     python -m moe_kernels explain 16384,2048,768,128,8 --cc 90 --gpu "NVIDIA H200"      # as if on this GPU
     python -m moe_kernels explain 16,2048,768,128,8 --quantized fp8
+    python -m moe_kernels explain 32768,4096,1024,128,8 --precision fp8
 
 The exit status is 1 if a result exceeds the error budget.
 """
@@ -14,6 +15,7 @@ import dataclasses
 import platform
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,13 +36,16 @@ from ..quantization.formats import FORMATS
 from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
-from ..testing import Case, check_accuracy, make_inputs, make_permutation
+from ..testing import Case, check_accuracy, make_inputs, make_permutation, run_with_grads
 from ..types import Permutation, TileTable
 from .layer_gemms import LayerForms, parse_layer
 from .tune import check, measure
 
 _SMALL = Case(256, 256, 128, 4, 2)
 _SLOW = 1.2
+_FP8_ERROR = 0.09  # relative: what e4m3 operands may differ from plain ones
+_RESULTS = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
+_PRODUCTS = ("up, then activation", "down", "down, gradient of its input", "up, gradient of its input")
 
 
 class Target(NamedTuple):
@@ -162,9 +167,18 @@ def decoding_choices(layer: LayerForms, format: str, target: Target) -> list[Cho
     """Return the kernels for quantised weights with too few rows for dequantisation, or nothing."""
     if len(layer.row_to_token) >= MAX_ROWS * len(layer.w_up):
         return []
-    ops = ("up, then activation", "down", "down, gradient of its input", "up, gradient of its input")
-    forms = layer.decoding(format).values()
-    return [Choice(op, args, select_for(args, target)) for op, args in zip(ops, forms, strict=True)]
+    return _choices_of_products(layer.decoding(format), target)
+
+
+def block_scaled_choices(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:
+    """Return the copies and kernels of `precision="fp8"`. The gradients of weights are as without it."""
+    copies, choices = choices_of(layer, target)
+    of_weights = [choice for choice in choices if choice.op.endswith("gradient of its weight")]
+    return copies._replace(tokens_forward=False), [*_choices_of_products(layer.block_scaled(), target), *of_weights]
+
+
+def _choices_of_products(forms: dict[str, Arguments], target: Target) -> list[Choice]:
+    return [Choice(op, args, select_for(args, target)) for op, args in zip(_PRODUCTS, forms.values(), strict=True)]
 
 
 def print_versions(target: Target) -> None:
@@ -203,10 +217,11 @@ def print_tables(target: Target) -> None:
     print(f"Own tables: {tables.USER or 'switched off by MOE_KERNELS_TUNING'}")
 
 
-def print_choices(layer: LayerForms, target: Target, format: str | None) -> list[Choice]:
-    choices = [] if format is None else decoding_choices(layer, format, target)
-    copies = Copies(False, False, False)
-    if not choices:
+def print_choices(layer: LayerForms, target: Target, format: str | None, precision: str | None = None) -> list[Choice]:
+    copies, choices = Copies(False, False, False), [] if format is None else decoding_choices(layer, format, target)
+    if precision is not None:
+        copies, choices = block_scaled_choices(layer, target)
+    elif not choices:
         copies, choices = choices_of(layer, target)
         if format is not None:
             print(f"Weights: {format}, dequantised before each GEMM")
@@ -237,14 +252,39 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
         permutation = Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=128))
         return op(tokens, weights, permutation, w_up, w_down, activation=activation)
 
-    names = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
-    check_accuracy(partial(layer, fused_experts), partial(layer, reference.fused_experts), draw, names)
+    check_accuracy(partial(layer, fused_experts), partial(layer, reference.fused_experts), draw, _RESULTS)
 
 
-def check_numbers(choices: list[Choice], dtype: torch.dtype, device: str, activation: str) -> bool:
+def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> None:
+    """Hold a small layer with `precision="fp8"`, forward and backward, to the difference that e4m3 operands make.
+
+    Raises:
+        AssertionError: names the result that differs too much.
+    """
+    inputs = make_inputs(_SMALL, dtype, device)
+    weights, permutation = make_permutation(inputs, _SMALL.top_k)
+
+    def layer(op: Callable[..., Tensor], tokens: Tensor, weights: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        return op(tokens, weights, permutation, w_up, w_down, activation=activation)
+
+    operands = inputs.tokens, weights, inputs.w_up, inputs.w_down
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the layer is too small to be fast
+        actual = run_with_grads(partial(layer, partial(fused_experts, precision="fp8")), operands)
+    expected = run_with_grads(partial(layer, reference.fused_experts), operands)
+    for name, a, e in zip(_RESULTS, actual, expected, strict=True):
+        error = ((a.double() - e.double()).norm() / e.double().norm()).item()
+        if not error <= _FP8_ERROR:
+            raise AssertionError(f"{name}: differs by {error:.3f} of its norm, expected at most {_FP8_ERROR}")
+
+
+def check_numbers(
+    choices: list[Choice], dtype: torch.dtype, device: str, activation: str, precision: str | None = None
+) -> bool:
     """Return whether a small layer, and on a GPU each selected kernel, meet the error budget."""
     implementation = choose("explain", None, torch.empty(0, dtype=dtype, device=device))
-    checks = {f"small layer ({implementation} on {device})": partial(check_small_layer, dtype, device, activation)}
+    check_layer = check_small_layer if precision is None else check_small_fp8_layer
+    checks = {f"small layer ({implementation} on {device})": partial(check_layer, dtype, device, activation)}
     checks |= {c.op: partial(check, c.kernel, c.args) for c in choices if c.kernel is not None}
     passed = True
     for name, run in checks.items():
@@ -282,6 +322,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     command.add_argument("--activation", default="swiglu", choices=sorted(EPILOGUES))
     command.add_argument("--quantized", choices=list(FORMATS), help="as with weights stored in this format")
+    command.add_argument("--precision", choices=["fp8"], help="as with this precision of the layer")
     command.add_argument("--cc", type=int, help="select as on a GPU of this compute capability; 90 without a GPU")
     command.add_argument("--gpu", help="with the tables of a GPU of this name")
     command.set_defaults(run=explain_command)
@@ -297,10 +338,10 @@ def explain_command(options: argparse.Namespace) -> int:
         layer = LayerForms.drawn(case, dtype, "cuda", options.activation)
     else:
         layer = LayerForms.without_memory(case, dtype, options.activation)
-    choices = print_choices(layer, target, options.quantized)
+    choices = print_choices(layer, target, options.quantized, options.precision)
     runnable = choices if target.is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    passed = check_numbers(runnable, dtype, device, options.activation)
+    passed = check_numbers(runnable, dtype, device, options.activation, options.precision)
     if runnable:
         print_speed(runnable, target)
     else:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
+from ..gemm.block_scaled import BlockScaledGemmArguments
 from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..quantization.quantize import quantize
+from ..reference_fp8 import BLOCK, quantize_blocks
 from ..specs import is_gated
 from ..testing import Case, make_inputs, make_permutation
 from ..types import QuantizedWeight, TileTable, WeightFormat
 
 NUM_FORMS = 12  # number of forms in `LayerForms.all`
-NUM_DECODING_FORMS = 4
+NUM_PRODUCTS = 4  # of rows and weights in a step: the number of forms in `decoding` and in `block_scaled`
 
 
 def parse_layer(text: str) -> Case:
@@ -119,6 +121,26 @@ class LayerForms:
             "down": form(rows_f, down, True, out_d),
             "down_dgrad_gather": form(self.tokens, down, False, out_f, **gather),
             "up_dgrad": form(rows_2f, up, False, out_d),
+        }
+
+    def block_scaled(self) -> dict[str, Arguments]:
+        """Return the forms of `precision="fp8"`: rows and weights in e4m3."""
+        _, rows_f, rows_2f = self._rows
+        out_d, out_f, out_2f = self._out
+        gather = {"row_to_token": self.row_to_token}
+
+        def form(a: Tensor, weight: Tensor, out: Tensor, **options: Tensor) -> Arguments:
+            values, scales = quantize_blocks(a, 1, BLOCK)
+            b, scale_b = quantize_blocks(weight, BLOCK, BLOCK)  # [E, N, K]
+            scales = scales.t().contiguous().t()  # as the kernels store them
+            options |= {"scale_a": scales, "scale_b": scale_b.mT}
+            return BlockScaledGemmArguments(values, b.mT, out, tile_table=self._table, zero_tail=False, **options)
+
+        return {
+            "up_gather": form(self.tokens, self.w_up, out_2f, **gather),
+            "down": form(rows_f, self.w_down, out_d),
+            "down_dgrad_gather": form(self.tokens, self.w_down.mT.contiguous(), out_f, **gather),
+            "up_dgrad": form(rows_2f, self.w_up.mT.contiguous(), out_d),
         }
 
     def _gemm(self, a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:

@@ -3,6 +3,7 @@
     python -m moe_kernels tune 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
     python -m moe_kernels tune --lists 4x512 64x128 --jagged 131072,2048,2048,16     # G x N; R, K, N, G
     python -m moe_kernels tune 16,2048,768,128,8 --quantized fp8 mxfp4
+    python -m moe_kernels tune 32768,4096,1024,128,8 --precision fp8
     python -m moe_kernels show
     python -m moe_kernels verify
 
@@ -29,7 +30,7 @@ from ..quantization.formats import FORMATS
 from ..runtime.triton import triton
 from .layer_gemms import parse_layer
 from .table_keys import arguments_of
-from .tune import check, decoding_job, jagged_job, layer_job, list_job, tune
+from .tune import block_scaled_job, check, decoding_job, jagged_job, layer_job, list_job, tune
 
 
 def tune_command(options: argparse.Namespace) -> int:
@@ -40,8 +41,9 @@ def tune_command(options: argparse.Namespace) -> int:
             raise SystemExit("tune: MOE_KERNELS_TUNING is off: name the table to write by --output")
         path = tables.USER / tables.table_name(gpu)
     dtype = getattr(torch, options.dtype)
+    make_job = layer_job if options.precision is None else block_scaled_job
     jobs = [
-        *(layer_job(case, dtype, "cuda", options.activation) for case in ([] if options.quantized else options.layers)),
+        *(make_job(case, dtype, "cuda", options.activation) for case in ([] if options.quantized else options.layers)),
         *(decoding_job(case, format, dtype, "cuda") for case in options.layers for format in options.quantized),
         *(list_job(*map(int, problem.split("x")), dtype=dtype, device="cuda") for problem in options.lists),
         *(jagged_job(*map(int, problem.split(",")), dtype=dtype, device="cuda") for problem in options.jagged),
@@ -139,6 +141,11 @@ def add_commands(commands: Any) -> None:
         default=[],
         choices=list(FORMATS),
         help="measure the GEMMs that decode weights of these formats; the layers' other entries are left alone",
+    )
+    tuning.add_argument(
+        "--precision",
+        choices=["fp8"],
+        help="measure the GEMMs of e4m3 operands instead of the layers' other entries",
     )
     tuning.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     tuning.add_argument("--activation", default="swiglu", choices=sorted(EPILOGUES))

@@ -30,7 +30,7 @@ from ..gemm.selection import Copies, best_first, copies_key, get_kernels, pin, p
 from ..gemm.tables import Table
 from ..gemm.verify import check_result
 from ..testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
-from .layer_gemms import NUM_DECODING_FORMS, NUM_FORMS, LayerForms
+from .layer_gemms import NUM_FORMS, NUM_PRODUCTS, LayerForms
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
@@ -192,7 +192,18 @@ def decoding_job(case: Case, format: str, dtype: torch.dtype, device: str) -> Jo
         for args in layer.decoding(format).values():
             yield kernel_entry(args, fastest)
 
-    return Job(f"{format} {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_DECODING_FORMS, entries)
+    return Job(f"{format} {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_PRODUCTS, entries)
+
+
+def block_scaled_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
+    """Return the job of one layer's products of e4m3 operands."""
+
+    def entries() -> Iterator[Entry]:
+        layer = LayerForms.drawn(case, dtype, device, activation)
+        for args in layer.block_scaled().values():
+            yield kernel_entry(args, fastest)
+
+    return Job(f"fp8 {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_PRODUCTS, entries)
 
 
 def copies_steps(inputs: LayerInputs, top_k: int, activation: str) -> dict[Copies, Callable[[], None]]:

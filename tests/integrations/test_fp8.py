@@ -67,7 +67,7 @@ def test_whole_model(device):
 
 def test_bad_input():
     model = build("qwen3_moe", moe_intermediate_size=20)
-    with pytest.raises(ValueError, match=r'enable: precision="fp8" needs multiples of 16, got .* d_ff=20'):
+    with pytest.raises(ValueError, match=r"enable: precision='fp8' needs multiples of 16, got .* d_ff=20"):
         enable(model, precision="fp8")
     with pytest.raises(ValueError, match="enable: precision must be one of"):
         enable(model, precision="int8")

@@ -367,7 +367,7 @@ def test_config_and_representation():
 def test_bad_input(device):
     with pytest.raises(ValueError, match="MoEFeedForward: precision must be one of"):
         MoEFeedForward(*SIZES, precision="int8")
-    with pytest.raises(ValueError, match=r'MoEFeedForward: precision="fp8" needs multiples of 16, got .* d_ff=8'):
+    with pytest.raises(ValueError, match=r"MoEFeedForward: precision='fp8' needs multiples of 16, got .* d_ff=8"):
         MoEFeedForward(48, 8, 3, 2, precision="fp8")
     with pytest.raises(ValueError, match="needs multiples of 16, got d_model=24 and d_ff=16"):
         MoEConfig(48, 16, 3, 2, latent_dim=24, precision="fp8")

@@ -132,6 +132,19 @@ def test_quantised_weights_are_decoded_by_few_rows_and_dequantised_for_many(num_
     assert ("Weights: fp8, dequantised before each GEMM" in printed) != decodes
 
 
+def test_precision_fp8_has_products_of_block_scaled_operands(monkeypatch, capsys):
+    command = ["explain", "512,512,256,4,2", "--precision", "fp8", "--cc", "90"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if not line.startswith(" ")]
+    assert sum(": block_scaled_gemm_" in line for line in lines) == 4
+    assert sum("gradient of its weight: wgrad_" in line for line in lines) == 2
+    assert "numbers: small layer" in printed and "within the error budget" in printed
+    monkeypatch.setattr(explain, "_FP8_ERROR", 0.01)
+    assert main(command) == 1
+    assert "WRONG: output: differs by 0.0" in capsys.readouterr().out
+
+
 def test_wrong_numbers_exit_with_1(monkeypatch, capsys):
     def wrong(*args, **kwargs):
         return 1.5 * reference.fused_experts(*args, **kwargs)

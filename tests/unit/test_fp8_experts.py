@@ -30,6 +30,7 @@ PARTIAL = Case(12, 144, 48, 2, 1)
 TWO_EMPTY = Case(33, 48, 16, 4, 2, "first")
 VARIANTS = {
     "plain": {},
+    "saved": {"precision": "fp8_saved"},
     "geglu": {"activation": "geglu"},
     "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
     "interleaved": {"activation": Activation("gpt_oss", limit=0.5, interleaved=True), "bias": True},
@@ -53,9 +54,10 @@ def draw(case, variant, dtype, device, seed=0):
 
 
 def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant="plain", op=None, **options):
-    given = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
+    given = {key: value for key, value in VARIANTS[variant].items() if key not in ("bias", "precision")}
     permutation = reference.sort_by_expert(experts, len(w_up))
-    op = op or partial(fused_experts, precision="fp8", implementation="triton")
+    precision = VARIANTS[variant].get("precision", "fp8")
+    op = op or partial(fused_experts, precision=precision, implementation="triton")
     return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **given, **options)
 
 
@@ -77,7 +79,8 @@ def test_variants_match_the_recipe(variant, case, dtype, device):
     by up to 6 %. Each kernel has tests of its own that allow no such difference."""
     operands = draw(case, variant, dtype, device)
     actual = run_with_grads(partial(run, variant=variant), operands)
-    recipe = partial(run, variant=variant, op=reference_fp8.fused_experts)
+    recipe = partial(reference_fp8.fused_experts, saves_fp8=variant == "saved")
+    recipe = partial(run, variant=variant, op=recipe)
     baseline, exact = run_with_grads(recipe, operands), run_with_grads(recipe, to_float64(operands))
     for name, a, b, e in zip(NAMES[: len(exact)], actual, baseline, exact, strict=True):
         assert a.dtype == b.dtype and torch.equal(a.isnan(), e.isnan())
@@ -209,14 +212,18 @@ def test_saves_what_the_op_saves_without_fp8(device):
 
     plain = saved(partial(fused_experts, implementation="triton"))
     assert saved(partial(fused_experts, implementation="triton", precision="fp8")) == plain
+    hidden = BLOCKS.num_tokens * BLOCKS.top_k * 2 * BLOCKS.d_ff
+    scales = 4 * hidden // 128
+    less = plain - hidden * operands[0].element_size() + hidden + scales
+    assert saved(partial(fused_experts, implementation="triton", precision="fp8_saved")) == less
 
 
-def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False):
+def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False, saves_fp8=False):
     permutation = reference.sort_by_expert(experts, len(of_experts[0]))
     kind = as_activation("test", "swiglu")
     given = Experts.of(ExpertWeights(*of_experts), kind)
     operands = ExpertOperands(tokens, weights, given, None, Rows.of(permutation, reserved_sms=0), recompute)
-    return *packing_of(ExpertOperands).flatten(operands), *forms
+    return *packing_of(ExpertOperands).flatten(operands), *forms, saves_fp8
 
 
 def test_opcheck(device):
@@ -226,9 +233,8 @@ def test_opcheck(device):
     torch.library.opcheck(fp8_experts_op.overload, flat_operands(*leaves, forms=ScaledForms()), test_utils=checks)
     # The test of the schema compares tensors by products, which float8 lacks.
     forms = quantize_experts(leaves[3].detach(), leaves[4].detach())
-    torch.library.opcheck(
-        fp8_experts_op.overload, flat_operands(*leaves, forms=forms, recompute=True), test_utils=checks[1:]
-    )
+    for options in ({"forms": forms, "recompute": True}, {"forms": ScaledForms(), "saves_fp8": True}):
+        torch.library.opcheck(fp8_experts_op.overload, flat_operands(*leaves, **options), test_utils=checks[1:])
 
 
 @pytest.mark.parametrize("implementation", default_tier(["triton", "reference"], {"triton"}))
@@ -280,7 +286,7 @@ def odd_sizes():
 
 def test_bad_input():
     options, operands = bad(precision="int8")
-    with pytest.raises(ValueError, match=r"precision must be one of \(None, 'fp8'\), got 'int8'"):
+    with pytest.raises(ValueError, match=r"precision must be one of \(None, 'fp8', 'fp8_saved'\), got 'int8'"):
         fused_experts(*operands, **options)
     options, operands = odd_sizes()
     with pytest.raises(ValueError, match="needs multiples of 16, got d_model=48 and d_ff=24"):

@@ -11,16 +11,17 @@ from moe_kernels.gemm.tables import Table, read, table_name, write
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
 from moe_kernels.tools import tune as tuner
-from moe_kernels.tools.layer_gemms import NUM_DECODING_FORMS, NUM_FORMS, LayerForms
+from moe_kernels.tools.layer_gemms import NUM_FORMS, NUM_PRODUCTS, LayerForms
 from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.tools.tables import verify
-from moe_kernels.tools.tune import Entry, Job, decoding_job, jagged_job, kernel_entry, layer_job, tune
+from moe_kernels.tools.tune import Entry, Job, block_scaled_job, decoding_job, jagged_job, kernel_entry, layer_job, tune
 
 from .test_verify import CASES, fused_arguments
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to tune")
 
 SMALL = Case(24, 16, 8, 4, 2)
+SIXTEENS = Case(24, 48, 16, 4, 2)
 EVERY_SECOND = 10.0
 
 
@@ -107,9 +108,21 @@ def test_tunes_gemms_that_decode_weights(tmp_path, device, last_is_fastest):
     job = decoding_job(SMALL, "fp8", torch.float16, device)
     assert tune([job], path, seconds=1000, again=False)
     table = read(path)
-    assert len(table.kernels) == job.num_entries == NUM_DECODING_FORMS
+    assert len(table.kernels) == job.num_entries == NUM_PRODUCTS
     for key, name in table.kernels.items():
         assert "weight=fp8" in key and selection.find(arguments_of(key, device)).metadata.kernel_name == name
+    assert not verify(table, device)
+
+
+def test_tunes_gemms_of_block_scaled_operands(tmp_path, device, last_is_fastest):
+    path = tmp_path / "table.json"
+    job = block_scaled_job(SIXTEENS, torch.bfloat16, device, "swiglu")
+    assert tune([job], path, seconds=1000, again=False)
+    table = read(path)
+    assert len(table.kernels) == job.num_entries == NUM_PRODUCTS
+    for key, name in table.kernels.items():
+        assert key.startswith("block_scaled_gemm")
+        assert selection.find(arguments_of(key, device)).metadata.kernel_name == name
     assert not verify(table, device)
 
 

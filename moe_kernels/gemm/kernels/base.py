@@ -18,6 +18,8 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
+RowTileArguments = GroupedGemmArguments | BlockScaledGemmArguments
+
 _MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while memory moves one byte, A100 to B200
 _BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
 
@@ -25,20 +27,14 @@ _BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
 class RowTileKernel(Kernel):
     """Kernels whose tiles are rows of groups times columns: their work, and their tile table."""
 
-    def estimate(self, args: GroupedGemmArguments | BlockScaledGemmArguments) -> float:
+    def estimate(self, args: RowTileArguments) -> float:
         """Return the cost of one group and one step of the reduction."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
-    def tile_table(
-        self,
-        args: GroupedGemmArguments | BlockScaledGemmArguments,
-        memory: Tensor | None = None,
-        *,
-        write: bool = True,
-    ) -> TileTable:
+    def tile_table(self, args: RowTileArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """Return the arguments' tile table for this kernel's tile height, or make one."""
         if self._has_table(args):
             return args.tile_table
@@ -53,10 +49,10 @@ class RowTileKernel(Kernel):
         """Return the height of the tiles of a table that the kernel makes."""
         return self.metadata.design.tile_shape[0]
 
-    def _has_table(self, args: GroupedGemmArguments | BlockScaledGemmArguments) -> bool:
+    def _has_table(self, args: RowTileArguments) -> bool:
         return args.tile_table is not None and args.tile_table.block_rows == self._table_rows
 
-    def metadata_bytes(self, args: GroupedGemmArguments | BlockScaledGemmArguments) -> int:
+    def metadata_bytes(self, args: RowTileArguments) -> int:
         if self._has_table(args):
             return 0
         return tile_table_bytes(len(args.out), len(args.B), self._table_rows)
@@ -64,12 +60,11 @@ class RowTileKernel(Kernel):
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
         return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
 
-    def index_status(self, index: Tensor | None) -> Status:
-        """Check that there is an index exactly if the kernel gathers."""
+    def _index_error(self, args: RowTileArguments) -> str | None:
         gather = self.metadata.design.gather
-        if (index is not None) != gather:
-            return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")
-        return SUPPORTED
+        if (args.row_to_token is not None) == gather:
+            return None
+        return f"this kernel {'needs an' if gather else 'takes no'} index"
 
 
 class GroupedGemmKernel(RowTileKernel):
@@ -88,8 +83,8 @@ class GroupedGemmKernel(RowTileKernel):
             return Status("Operand `preactivation`: expected with an epilogue and only then")
         if error := self._preactivation_error(args):
             return Status(f"Operand `preactivation`: {error}")
-        if not (status := self.index_status(args.row_to_token)):
-            return status
+        if error := self._index_error(args):
+            return Status(f"Operand `row_to_token`: {error}")
         for name in args.optional_operands:
             if getattr(args, name) is not None and name not in self.metadata.optional_operands:
                 return Status(f"Operand `{name}`: this kernel takes none")

@@ -102,8 +102,8 @@ class BlockScaledKernel(RowTileKernel):
     arguments_class = BlockScaledGemmArguments
 
     def supports_design(self, args: BlockScaledGemmArguments) -> Status:
-        if not (status := self.index_status(args.row_to_token)):
-            return status
+        if error := self._index_error(args):
+            return Status(f"Operand `row_to_token`: {error}")
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
 

@@ -68,8 +68,8 @@ class StreamingGroupedGemm(GroupedGemmKernel):
     def epilogues(self) -> tuple[str, ...]:
         return () if self.metadata.epilogue is None else tuple(EPILOGUES)
 
-    def index_status(self, index: Tensor | None) -> Status:
-        return SUPPORTED
+    def _index_error(self, args: GroupedGemmArguments) -> str | None:
+        return None
 
     def supports_design(self, args: GroupedGemmArguments) -> Status:
         if not (status := super().supports_design(args)):
