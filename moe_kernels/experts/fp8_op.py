@@ -37,6 +37,16 @@ from .steps import HiddenGradients, activate, down, hidden_gradients, tokens_gra
 _LEAST_D_MODEL, _LEAST_D_FF, _LEAST_ROWS = 2048, 768, 1024
 _MEASURED_CC = 90
 
+_FIRST_CC = 90  # compute capability of the first GPUs that have the kernels
+
+
+def check_fp8_gpu(cc: int) -> None:
+    """Raise NotImplementedError unless a GPU of compute capability `cc` runs the kernels of precision "fp8"."""
+    if cc < _FIRST_CC:
+        raise NotImplementedError(
+            f"fused_experts: precision='fp8' needs a GPU of compute capability {_FIRST_CC / 10}, this one has {cc / 10}"
+        )
+
 
 @functools.cache
 def warn_if_unmeasured(cc: int, d_model: int, d_ff: int, rows_per_expert: int) -> None:
@@ -62,7 +72,9 @@ def fp8_experts_op(operands: ExpertOperands, forms: ScaledForms, saves_fp8: bool
     if tokens.is_cuda:
         num_experts, d_model, d_ff = operands.experts.weights.w_down.shape
         rows_per_expert = rows.row_to_token.shape[0] // num_experts
-        warn_if_unmeasured(device_cc(tokens.device), d_model, d_ff, 2 ** rows_per_expert.bit_length() // 2)
+        cc = device_cc(tokens.device)
+        check_fp8_gpu(cc)
+        warn_if_unmeasured(cc, d_model, d_ff, 2 ** rows_per_expert.bit_length() // 2)
     experts = operands.experts.scaled(forms)
     preactivation, activated, _ = activate(experts, rows, tokens, topk_weights)
     scales = tokens.new_empty(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gemm.kernel import device_cc
 from ..quantization.formats import check_quantized
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, is_traced, once_per_form
@@ -19,7 +18,6 @@ from .traced import ReferenceOperands, reference_experts_op, run_reference
 
 RECOMPUTE = (None, "up")
 PRECISIONS = (None, "fp8", "fp8_saved")
-FP8_CC = 90  # compute capability of the first GPUs that the precisions other than None support
 
 
 def fused_experts(
@@ -151,8 +149,6 @@ def compute_experts(
     )
     if precision is None:
         return fused_experts_op(operands).out
-    if tokens.is_cuda:
-        check_fp8_gpu("fused_experts", device_cc(tokens.device))
     return fp8_experts_op(operands, forms or ScaledForms(), precision == "fp8_saved").out
 
 
@@ -161,14 +157,6 @@ def _check_settings(recompute: str | None, reserved_sms: int) -> None:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
-
-
-def check_fp8_gpu(op: str, cc: int) -> None:
-    """Raise NotImplementedError unless a GPU of compute capability `cc` runs the kernels of precision "fp8"."""
-    if cc < FP8_CC:
-        raise NotImplementedError(
-            f"{op}: precision='fp8' needs a GPU of compute capability {FP8_CC / 10}, this one has {cc / 10}"
-        )
 
 
 def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAdapters | None) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
-from moe_kernels.experts.fp8_op import fp8_experts_op, warn_if_unmeasured
-from moe_kernels.experts.fused import check_fp8_gpu, compute_experts
+from moe_kernels.experts.fp8_op import check_fp8_gpu, fp8_experts_op, warn_if_unmeasured
+from moe_kernels.experts.fused import compute_experts
 from moe_kernels.experts.fused_op import ExpertOperands
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
@@ -76,7 +76,7 @@ def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, varia
 )
 def test_variants_match_the_recipe(variant, case, dtype, device):
     """In norms: a sum that is rounded another way may cross a limit between two e4m3 numbers, which changes one operand
-    by up to 6 %. Each kernel has tests of its own that allow no such difference."""
+    by up to 1/8. Each kernel has tests of its own that allow no such difference."""
     operands = draw(case, variant, dtype, device)
     actual = run_with_grads(partial(run, variant=variant), operands)
     recipe = partial(reference_fp8.fused_experts, saves_fp8=variant == "saved")
@@ -84,11 +84,18 @@ def test_variants_match_the_recipe(variant, case, dtype, device):
     baseline, exact = run_with_grads(recipe, operands), run_with_grads(recipe, to_float64(operands))
     for name, a, b, e in zip(NAMES[: len(exact)], actual, baseline, exact, strict=True):
         assert a.dtype == b.dtype and torch.equal(a.isnan(), e.isnan())
-        limit = 2 * relative_error(b, e) + torch.finfo(dtype).eps + RARE
+        limit = 2 * relative_error(b, e) + torch.finfo(dtype).eps + rare_error(device)
         assert relative_error(a, e) <= limit, name
 
 
-RARE = 1e-3  # error by few operands that round another way
+def rare_error(device):
+    """Return the error by operands that round another way, in the norm.
+
+    If sums differ by d, one in (s / d) crosses a limit between two numbers that are s apart, and then differs by s: the
+    error in the norm is the root of d * s. e4m3 has s of 1/8 or less. Tensor cores of Hopper add products of e4m3
+    numbers with 13 bits after the largest one's first: d is about 2**-11, three quantisations one after the other add.
+    """
+    return 1e-3 if torch.device(device).type == "cpu" else (3 * 2**-11 / 8) ** 0.5
 
 
 def relative_error(actual, exact):
@@ -264,7 +271,7 @@ def test_never_waits_and_is_captured_in_a_graph():
 
     def step():
         out = fused_experts(*leaves[:2], permutation, *leaves[3:], precision="fp8")
-        return out, *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout)
+        return out.detach(), *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout)
 
     assert_never_waits(step)
     expected = [result.clone() for result in step()]
@@ -298,8 +305,8 @@ def test_bad_input():
     with pytest.raises(NotImplementedError, match="takes no adapters"):
         fused_experts(*operands, **options, adapters=ExpertAdapters())
     with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9\.0, this one has 8\.9"):
-        check_fp8_gpu("fused_experts", 89)
-    check_fp8_gpu("fused_experts", 90)
+        check_fp8_gpu(89)
+    check_fp8_gpu(90)
 
 
 UNMEASURED = [(90, 2048, 768, 512), (90, 1024, 768, 1024), (90, 2048, 512, 1024), (100, 4096, 1024, 2048)]

@@ -149,7 +149,7 @@ DECODING = get_kernels(
 def test_every_kernel_that_decodes(kernel, layout, device):
     dtype = str(kernel.metadata.operands.A.dtype)[6:]
     form = getattr(kernel, "form", "nf4_nested")
-    args = arguments_of(f"decoding_gemm weight={form} B={layout} gather=A {dtype} G=2 K=160 N=136 rows=16", device)
+    args = arguments_of(f"decoding_gemm weight={form} B={layout} gather=A {dtype} G=2 K=160 N=160 rows=16", device)
     if form != "nf4_nested" and not (status := kernel.supports(args)):
         pytest.skip(status.error)
     check(kernel, args)
