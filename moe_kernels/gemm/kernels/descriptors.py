@@ -1,4 +1,4 @@
-"""TMA descriptors of the warp-specialised kernels, made on the host."""
+"""TMA descriptors of the Hopper kernels, made on the host."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if OBSTACLE is None:
 
 
 @functools.cache
-def _layout(rank: int, bits: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+def _layout(rank: int, bits: int, swizzle: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
-def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16) -> dict[str, Any]:
-    """Return all fields of a descriptor except its tensor, whose elements have so many bits."""
+def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16, swizzle: int = 128) -> dict[str, Any]:
+    """Return all fields of a descriptor except its tensor, whose elements have so many bits. `swizzle` counts bytes."""
     return {
         "shape": shape,
         "strides": strides,
         "block_shape": block,
-        "layout": _layout(len(shape), bits),
+        "layout": _layout(len(shape), bits, swizzle),
         "padding": "zero",
     }
 

@@ -23,11 +23,9 @@ from ..arguments import GroupedGemmArguments
 from ..kernel import SUPPORTED, Design, GroupedGemmOperands, Kernel, KernelMetadata, Operand, Status, StreamingDesign
 from .base import GroupedGemmKernel, kernel_name
 from .decoding import DecodingGemmArguments, DecodingGemmOperands
+from .descriptors import descriptor, form
 
 if OBSTACLE is None:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .hopper.activations import FORWARD
     from .hopper.streaming import streaming_kernel, values_per_64_bytes
 
@@ -96,8 +94,8 @@ class StreamingGroupedGemm(GroupedGemmKernel):
             return None
         num_groups, depth, num_columns = args.B.shape
         stride_g, _, stride_n = args.B.stride()
-        form = _Weight("plain", num_groups, num_columns, depth, depth, stride_g, stride_n, args.B.element_size())
-        return _launch(self, args, form, args.B, None, self.tile_table(args), zero_tail=args.zero_tail)
+        weight = _Weight("plain", num_groups, num_columns, depth, depth, stride_g, stride_n, args.B.element_size())
+        return _launch(self, args, weight, args.B, None, self.tile_table(args), zero_tail=args.zero_tail)
 
 
 class StreamingDecodingGemm(Kernel):
@@ -135,10 +133,10 @@ class StreamingDecodingGemm(Kernel):
         assert args.tile_table is not None
         num_groups, size_out, size_in = args.shape
         row = size_in // self.values_per_byte
-        form = _Weight(self.form, num_groups, size_out, size_in, row, size_out * row, row, 1)
+        weight = _Weight(self.form, num_groups, size_out, size_in, row, size_out * row, row, 1)
         # Triton has no e8m0.
         scales = args.scales.view(torch.uint8) if args.scales.dtype == torch.float8_e8m0fnu else args.scales
-        return _launch(self, args, form, args.values, scales, args.tile_table)
+        return _launch(self, args, weight, args.values, scales, args.tile_table)
 
 
 class StreamingFp8Gemm(StreamingDecodingGemm):
@@ -168,9 +166,6 @@ def _launch(
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     rows, block_out, _ = design.tile_shape
     product = None if epilogue is None else args.preactivation
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(_descriptor_form(weight, block_out, _chunks(design, weight.form), is_gated(epilogue)))
-    descriptor.base = stored
     num_columns = weight.size_out // (1 + is_gated(epilogue))
     block = block_out // (1 + is_gated(epilogue))
     return Launch(
@@ -180,7 +175,7 @@ def _launch(
             args.A,
             args.A.stride(0),
             args.row_to_token,
-            descriptor,
+            descriptor(stored, _weight_form(weight, block_out, _chunks(design, weight.form), is_gated(epilogue))),
             scales,
             args.bias,
             0 if args.bias is None else args.bias.stride(0),
@@ -218,18 +213,16 @@ def _chunks(design: Design, form: str) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _descriptor_form(weight: _Weight, block_out: int, chunks: int, gated: bool) -> dict[str, Any]:
+def _weight_form(weight: _Weight, block_out: int, chunks: int, gated: bool) -> dict[str, Any]:
     """Return all fields of the weight's descriptor except its tensor. Two halves of a gated one never overlap."""
     columns = 64 * chunks // weight.element_bytes
-    shape, strides = [weight.size_out, weight.row], [weight.stride_out, 1]
-    block = [block_out, columns]
+    shape, strides, block = [weight.size_out, weight.row], [weight.stride_out, 1], [block_out, columns]
     if gated:
         half = weight.size_out // 2
-        shape, strides = [2, half, weight.row], [half * weight.stride_out, weight.stride_out, 1]
+        shape, strides = [2, half, weight.row], [half * weight.stride_out, *strides]
         block = [2, block_out // 2, columns]
-    layout = gl.NVMMASharedLayout(64 * chunks, 8 * weight.element_bytes, len(shape) + 1)
-    fields = {"shape": [weight.num_groups, *shape], "strides": [weight.stride_g, *strides], "block_shape": [1, *block]}
-    return {**fields, "layout": layout, "padding": "zero"}
+    bits, swizzle = 8 * weight.element_bytes, 64 * chunks
+    return form([weight.num_groups, *shape], [weight.stride_g, *strides], [1, *block], bits, swizzle)
 
 
 def _grouped(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -> StreamingGroupedGemm:
