@@ -6,7 +6,8 @@
     gemm    the four products of a layer that FP8 changes: e4m3 with block scales, bfloat16, and the dense cuBLAS
             products of the same sizes, in bfloat16 and in e4m3 with the same blocks
     layer   forward, and forward and backward, of the layer. "fp8" keeps its weights' e4m3 forms from call to call.
-            "fp8 new weights" quantises the weights in every call, as one batch per optimizer step does
+            "fp8 new weights" quantises the weights in every call, as one batch per optimizer step does. "fp8_saved"
+            also saves the pre-activations in e4m3
     pass    quantisation, and the activation with and without quantised results, in GB/s
 
 Each GEMM is held to the error budget before it is timed. The layer is held to the recipe in float32, and to the layer
@@ -146,7 +147,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def check_layer(operands: Operands) -> dict[str, float]:
+def check_layer(operands: Operands, precision: str) -> dict[str, float]:
     """Hold a layer's first experts to the recipe in float32 and to plain float32. Return the largest errors of both."""
     shape, num_experts = operands.shape, max(num_checked(operands.shape) // 4, 1)
     num_tokens = max(shape.num_tokens * num_experts // shape.num_experts, 1)
@@ -163,24 +164,26 @@ def check_layer(operands: Operands) -> dict[str, float]:
         dout = torch.randn(out.shape, device=out.device, generator=torch.Generator(out.device).manual_seed(1))
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(tokens.dtype).to(dtype))]
 
-    actual = run(partial(fused_experts, precision="fp8"), tokens.dtype)
-    errors = {}
+    actual, errors = run(partial(fused_experts, precision=precision), tokens.dtype), {}
+    recipe = partial(reference_fp8.fused_experts, saves_fp8=precision == "fp8_saved")
     for name, op, limit in (
-        ("recipe", reference_fp8.fused_experts, OF_RECIPE),
+        ("recipe", recipe, OF_RECIPE),
         ("plain", reference.fused_experts, OF_PLAIN),
     ):
         errors[name] = max(map(relative_error, actual, run(op, torch.float32)))
-        assert errors[name] <= limit, f"fp8 layer: relative error {errors[name]:.4f} against {name} exceeds {limit}"
+        assert errors[name] <= limit, (
+            f"{precision} layer: relative error {errors[name]:.4f} against {name} exceeds {limit}"
+        )
     return errors
 
 
 def bench_layer(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     operands = Operands(shape, options.device, dtype)
-    errors = check_layer(operands)
+    errors = {precision: check_layer(operands, precision) for precision in ("fp8", "fp8_saved")}
     del operands
     layer = make_layer(shape, options.device, dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
-    forms = {"bf16": None, "fp8": "fp8", "fp8 new weights": "fp8"}
+    forms = {"bf16": None, "fp8": "fp8", "fp8 new weights": "fp8", "fp8_saved": "fp8_saved"}
     runs, memory = {}, {}
     for which, run in passes(layer, tokens).items():
         for form, precision in forms.items():
@@ -199,8 +202,8 @@ def bench_layer(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -
             "over_bf16": timings[f"bf16/{which}"].ms / timings[f"{form}/{which}"].ms,
             "saved_mib": memory[form][0],
             "peak_mib": memory[form][1],
-            "error_of_recipe": errors["recipe"] if precision else None,
-            "error_of_plain": errors["plain"] if precision else None,
+            "error_of_recipe": errors[precision]["recipe"] if precision else None,
+            "error_of_plain": errors[precision]["plain"] if precision else None,
         }
         for (form, which), precision in ((key, forms[key[0]]) for key in runs)
     ]

@@ -43,6 +43,11 @@ class Settings:
     evaluate_every: int  # steps; also writes a checkpoint
     held_out_windows: int
     seed: int = 0
+    precision: str | None = None  # of experts, or "float32" for all; None: bfloat16 on a GPU, else float32
+
+    @property
+    def precision_of_experts(self) -> str | None:
+        return None if self.precision == "float32" else self.precision
 
 
 class Text(NamedTuple):
@@ -115,6 +120,7 @@ class Block(nn.Module):
             settings.num_experts,
             settings.top_k,
             balance_losses=BalanceLosses(switch=0.01, z=1e-3),
+            precision=settings.precision_of_experts,
             implementation=implementation,
         )
 
@@ -131,6 +137,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self, settings: Settings, implementation: str | None = None):
         super().__init__()
+        self.precision = settings.precision
         self.embedding = nn.Embedding(VOCABULARY, settings.width)
         self.blocks = nn.ModuleList(Block(settings, implementation) for _ in range(settings.num_layers))
         self.norm = nn.RMSNorm(settings.width, eps=EPSILON)

@@ -5,6 +5,7 @@ guessing uniformly costs ln 256 = 5.55.
 
     python examples/train_language_model.py             # about a minute on two CPU cores; a larger model with a GPU
     python examples/train_language_model.py --resume    # continues after Ctrl-C, with the losses of an unbroken run
+    python examples/train_language_model.py --precision fp8    # experts multiply e4m3 operands
 
 Letters: B windows in a batch, S bytes in a window, L layers, E experts.
 """
@@ -36,6 +37,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 PROMPT = b"def "
+PRECISIONS = ("fp8", "fp8_saved", "float32")  # of experts; of all products
 
 PRESETS = {
     "cpu": Settings(
@@ -121,8 +123,10 @@ def predict(
     model: LanguageModel,
     tokens: Tensor,  # [B, S]
 ) -> tuple[Tensor, Tensor]:  # logits [B, S, 256], tokens per expert [L, E] int32
-    """Run the model. On a GPU matrix products are bfloat16; parameters, residual stream and optimizer are float32."""
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+    """Run the model. Parameters, residual stream and optimizer are float32. On a GPU matrix products are bfloat16,
+    unless the model's precision is "float32"."""
+    has_bfloat16 = tokens.is_cuda and model.precision != "float32"
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=has_bfloat16):
         return model(tokens)
 
 
@@ -332,6 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", choices=PRESETS, default=default_preset, help="default here: %(default)s")
     parser.add_argument("--steps", type=int, help="train for this many steps instead of the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample")
+    parser.add_argument("--precision", choices=PRECISIONS, help="of products; default: bfloat16, without a GPU float32")
     parser.add_argument("--output", type=Path, default=Path("runs/language_model"), help="default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="continue the run in --output, given the same options")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="default: by device")
@@ -339,7 +344,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be positive, got {options.steps}")
     preset = PRESETS[options.preset]
-    settings = dataclasses.replace(preset, steps=options.steps or preset.steps, seed=options.seed)
+    changes = {"steps": options.steps or preset.steps, "seed": options.seed, "precision": options.precision}
+    settings = dataclasses.replace(preset, **changes)
 
     # Without these settings some GPU kernels sum in no fixed order, and resuming is no longer exact.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -8,6 +8,8 @@ from benchmarks import fp8
 
 from ..tiers import slow
 
+FORMS = ("bf16", "fp8", "fp8 new weights", "fp8_saved")
+
 
 @slow
 def test_benchmark_of_small_sizes(tmp_path, capsys):
@@ -19,7 +21,7 @@ def test_benchmark_of_small_sizes(tmp_path, capsys):
     assert all(row["ms"] > 0 for row in rows)
     layer = [row for row in rows if row["case"] == "layer"]
     assert [(row["implementation"], row["pass"]) for row in layer] == [
-        (form, which) for which in ("forward", "forward+backward") for form in ("bf16", "fp8", "fp8 new weights")
+        (form, which) for which in ("forward", "forward+backward") for form in FORMS
     ]
     assert all(0.01 < row["error_of_plain"] < 0.09 for row in layer if row["implementation"] != "bf16")
     gemms = {row["op"]: row for row in rows if row["case"] == "gemm" and row["implementation"] == "fp8"}

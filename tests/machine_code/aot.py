@@ -43,7 +43,13 @@ from moe_kernels.permutation.partial_sums import launch_sum_shares
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.kernels import launch_dequantize
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_rows
+from moe_kernels.quantization.scaling import (
+    empty_scaled_rows,
+    launch_dequantize_rows,
+    launch_pack_rows,
+    launch_quantize_rows,
+    launch_unpack_rows,
+)
 from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
@@ -323,7 +329,9 @@ def compile_activations(cc: int) -> list[dict[str, object]]:
 def run_scaled() -> None:
     """Run everything that quantises to e4m3 with scales of blocks."""
     for width in (2880, 4096):
-        launch_quantize_rows(torch.empty(512, width, dtype=torch.bfloat16))
+        rows = torch.empty(512, width, dtype=torch.bfloat16)
+        launch_dequantize_rows(launch_quantize_rows(rows), torch.bfloat16)
+        launch_unpack_rows(launch_pack_rows(rows), width)
     weight = torch.empty(2, 1536, 2048, dtype=torch.bfloat16)
     for given in (weight, weight.mT, weight.float()):
         launch_quantize_weight(given)

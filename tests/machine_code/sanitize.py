@@ -42,7 +42,9 @@ def run_layers() -> None:
     plain = {"shared_d_ff": 64}
     biased = {"bias": True, "activation": "gpt_oss", "router": RouterSpec.deepseek_v3(4, 2), "num_zero_experts": 4}
     on_input = {"bias": True, "activation": "relu_squared", "router": RouterSpec.llama4()}
-    for d_model, d_ff, options in ((136, 200, plain), (256, 512, plain), (136, 200, biased), (136, 200, on_input)):
+    fp8 = {"precision": "fp8"}
+    layers = ((136, 200, plain), (256, 512, plain), (136, 200, biased), (136, 200, on_input))
+    for d_model, d_ff, options in (*layers, (144, 208, fp8), (256, 512, fp8), (144, 208, biased | fp8)):
         torch.manual_seed(0)
         layer = moe_layer(d_model, d_ff, 12, 2, **options, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(150, d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,0 +1,201 @@
+"""Convergence of a language model whose experts multiply e4m3 operands, beside bfloat16 and float32.
+
+    python -m benchmarks.fp8_convergence --time-limit-s 460 --resume --commit COMMIT --output FILE
+    python -m benchmarks.fp8_convergence --precisions bfloat16 fp8 --seeds 0 1 2 --resume --commit COMMIT --output FILE
+    python -m benchmarks.fp8_convergence --plot benchmarks/results/fp8_convergence.json
+
+Trains the model of `examples/train_language_model.py`: 226 million parameters in experts, 2,000 steps of 32,768 bytes
+of the standard library's source. Runs with one seed start from the same weights and see the same batches. A row holds
+the losses of one part of a run. Started again with `--resume`, the command continues from the last part and the
+checkpoint in `--checkpoints`; without that checkpoint, a run starts again. Losses are in nats per byte.
+
+Without a GPU, "bfloat16" computes in float32, and the preset "cpu" is small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import sysconfig
+import time
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import results_file
+from .layer import environment
+from .results_file import Row
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by name
+example: Any = import_module("train_language_model")
+
+PRECISIONS = {
+    "bfloat16": None,
+    "fp8": "fp8",
+    "fp8_saved": "fp8_saved",
+    "float32": "float32",
+}  # as settings of the model
+NUM_PARTS, LOSSES_PER_PART = 8, 10
+
+
+class Runs:
+    """Training runs, of which one at a time is in memory."""
+
+    def __init__(self, settings: Any, device: str, checkpoints: Path):
+        self._settings, self._checkpoints = settings, checkpoints
+        self._text = example.load_text(Path(sysconfig.get_paths()["stdlib"]), device)
+        self._run: Any = None
+
+    def advance(self, shared: Row) -> list[Row]:
+        """Train the part of a run that ends at `shared["step"]`. Return its row."""
+        end = shared["step"]
+        begin = end - part_steps(self._settings)
+        run = self._advanced(shared["precision"], shared["seed"], begin)
+        started = time.monotonic()
+        self._train(run, end)
+        losses = run.history.training_loss[begin:end].tolist()  # synchronises with the GPU
+        seconds = time.monotonic() - started
+        size = max(len(losses) // LOSSES_PER_PART, 1)
+        row = {
+            "held_out_loss": example.evaluate(run),
+            "training_losses": [statistics.fmean(losses[i : i + size]) for i in range(0, len(losses), size)],
+            "seconds": seconds,
+            "bytes_per_s": len(losses) * self._settings.batch * self._settings.context / seconds,
+            "num_parameters": sum(p.numel() for p in run.model.parameters()),
+            "num_parameters_of_experts": sum(p.numel() for n, p in run.model.named_parameters() if ".experts." in n),
+        }
+        return [{**shared, **row}]
+
+    def save(self) -> None:
+        """Write the checkpoint of the run in memory, if it is not finished."""
+        if self._run is not None and self._run.step < self._settings.steps:
+            path = self._path(self._run.settings)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            example.save_checkpoint(self._run, path)
+
+    def _advanced(self, precision: str, seed: int, step: int) -> Any:
+        """Return the run at the end of this step, from memory, from its checkpoint or from the start."""
+        settings = dataclasses.replace(self._settings, precision=PRECISIONS[precision], seed=seed)
+        if self._run is None or self._run.settings != settings or self._run.step > step:
+            self._run = None  # frees the memory of the last run
+            self._run = example.start_run(settings, self._text)
+            path = self._path(settings)
+            if path.exists():
+                example.load_checkpoint(self._run, path)
+            if self._run.step > step:  # the results file lacks earlier rows
+                self._run = example.start_run(settings, self._text)
+        self._train(self._run, step)
+        return self._run
+
+    def _train(self, run: Any, step: int) -> None:
+        while run.step < step:
+            example.train_step(run)
+
+    def _path(self, settings: Any) -> Path:
+        return self._checkpoints / f"{settings.precision or 'default'}_{settings.seed}.safetensors"
+
+
+def part_steps(settings: Any) -> int:
+    return -(-settings.steps // NUM_PARTS)
+
+
+def tasks(options: argparse.Namespace, settings: Any, runs: Runs) -> list[results_file.Task]:
+    """Return the parts of all runs. Runs with one seed follow one another, so that each seed is comparable early."""
+    steps = range(part_steps(settings), settings.steps + 1, part_steps(settings))
+    rows = [
+        {"case": "convergence", "precision": precision, "seed": seed, "step": step}
+        for seed in options.seeds
+        for precision in options.precisions
+        for step in steps
+    ]
+    return [(row, partial(runs.advance, row)) for row in rows]
+
+
+def print_summary(rows: list[Row]) -> None:
+    """Print the held-out losses of finished runs, and their differences from bfloat16's with the same seed."""
+    last = max(row["step"] for row in rows)
+    finished = {key: curve[last] for key, curve in curves_of(rows).items() if last in curve}
+    for precision in dict.fromkeys(precision for precision, _ in finished):
+        losses = {seed: loss for (of, seed), loss in finished.items() if of == precision}
+        differences = [loss - finished["bfloat16", s] for s, loss in losses.items() if ("bfloat16", s) in finished]
+        line = f"{precision:10s} mean {statistics.fmean(losses.values()):.4f} ({[*losses.values()]})"
+        if precision != "bfloat16" and differences:
+            line += f", differs from bfloat16 by {statistics.fmean(differences):+.4f}"
+        print(line)
+
+
+def plot(path: Path) -> Path:
+    """Plot the losses by step, and their differences from bfloat16's with the same seed, next to the results file."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in json.loads(path.read_text()) if row["case"] == "convergence"]
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    losses, differences = axes = figure.subplots(2, 1, sharex=True)
+    curves = curves_of(rows)
+    labelled: set[str] = set()
+    for (precision, seed), curve in curves.items():
+        base = curves.get(("bfloat16", seed), {})
+        pairs = [(step, loss - base[step]) for step, loss in curve.items() if step in base]
+        style = {"color": f"C{list(PRECISIONS).index(precision)}", "linewidth": 0.9, "marker": "."}
+        losses.plot([*curve], [*curve.values()], label=None if precision in labelled else precision, **style)
+        differences.plot([step for step, _ in pairs], [difference for _, difference in pairs], **style)
+        labelled.add(precision)
+    losses.set_ylabel("held-out loss (nats per byte)")
+    differences.set_ylabel("minus that of bfloat16, same seed")
+    differences.set_xlabel("step")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    losses.legend()
+    first = rows[0]
+    figure.suptitle(f"{first['gpu']}, PyTorch {first['torch']}, Triton {first['triton']} ({path.name})", fontsize=10)
+    figure.savefig(path.with_suffix(".png"), dpi=90)
+    return path.with_suffix(".png")
+
+
+def curves_of(rows: list[Row]) -> dict[tuple[str, int], dict[int, float]]:
+    """Return the held-out losses by step of each precision and seed."""
+    curves: dict[tuple[str, int], dict[int, float]] = {}
+    for row in sorted(rows, key=lambda row: (list(PRECISIONS).index(row["precision"]), row["seed"], row["step"])):
+        curves.setdefault((row["precision"], row["seed"]), {})[row["step"]] = row["held_out_loss"]
+    return curves
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default_preset = "gpu" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--preset", choices=example.PRESETS, default=default_preset, help="default here: %(default)s")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16", "fp8", "float32"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="instead of the preset's, a multiple of 8")
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/fp8_convergence"), help="default: %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
+    results_file.add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.plot is not None:
+        print(plot(options.plot))
+        return
+    preset = example.PRESETS[options.preset]
+    settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
+    if settings.steps < 1 or settings.steps % NUM_PARTS:
+        parser.error(f"--steps must be a positive multiple of {NUM_PARTS}, got {settings.steps}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runs = Runs(settings, device, options.checkpoints)
+    file = results_file.ResultsFile.of(options, environment(device, options.commit))
+    for rows in file.measure(tasks(options, settings, runs)):
+        for row in rows:
+            print({name: row[name] for name in ("precision", "seed", "step", "held_out_loss", "seconds")}, flush=True)
+    runs.save()
+    if file.rows:
+        print_summary(file.rows)
+    if options.output is not None and file.rows:
+        print(plot(options.output))
+
+
+if __name__ == "__main__":
+    main()
