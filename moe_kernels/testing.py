@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -189,8 +190,24 @@ def check_accuracy(
         names: names of the output, then of each floating-point input's gradient.
         frozen: positions of floating-point inputs that require no gradient.
     """
-    for name, errors in measure_errors(op, reference_op, draw, names, frozen).items():
-        errors.hold(name)
+    hold_to_budget(partial(measure_errors, op, reference_op, draw, names, frozen))
+
+
+def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
+    """Check that each error is within its budget. An error within two budgets gets a second, larger sample.
+
+    Where errors are sums of a few products, the largest of one sample of 64 exceeds twice that of an equally drawn one
+    in about 1 % of cases, of a sample of 256 in 0.2 %. A real error fails again.
+
+    Args:
+        measure: `measure_errors` with all operands.
+    """
+    errors = measure()
+    for name, error in errors.items():
+        error.hold(name, budgets=2)
+    if any(error.actual > error.budget for error in errors.values()):
+        for name, error in measure(seeds=range(32, 160), num_elements=256).items():
+            error.hold(name)
 
 
 def measure_errors(

@@ -11,10 +11,9 @@ from moe_kernels import GroupedGemmListArguments
 from moe_kernels.gemm import selection
 from moe_kernels.permutation import permute
 from moe_kernels.runtime.triton import HAS_TRITON
-from moe_kernels.testing import Errors
 
 from . import __main__
-from .case import CASES, hold_to_budget, parse
+from .case import CASES, parse
 from .experts import Experts
 from .grouped import GroupedGemm, GroupedWgrad
 from .layer import Layer
@@ -65,34 +64,6 @@ def test_a_case_is_read_as_it_is_printed():
         with pytest.raises(ValueError, match="fuzz: a case must be one of"):
             parse(text)
     assert set(CASES) >= {"Experts", "GroupedGemm", "GroupedWgrad", "GemmList", "JaggedGemm", "BatchedGemm", "Layer"}
-
-
-@pytest.mark.parametrize(
-    ("first", "again", "message"),
-    [
-        (1.0, None, None),
-        (1.5, 0.9, None),  # by chance
-        (1.5, 1.1, "c: error"),
-        (2.5, 0.9, "b: error"),  # too far for chance
-        (float("nan"), 0.9, "b: error"),
-    ],
-)
-def test_an_error_beyond_its_budget_must_not_come_again(first, again, message):
-    inside = Errors(0.0, 0.5, 0.0)
-    errors = [{"a": inside, "b": Errors(first, 0.5, 0.0)}, {"a": inside, "c": Errors(again or 0.0, 0.5, 0.0)}]
-    seen = []
-
-    def measure(**options):
-        seen.append(options)
-        return errors[len(seen) - 1]
-
-    if message is None:
-        hold_to_budget(measure)
-    else:
-        with pytest.raises(AssertionError, match=message):
-            hold_to_budget(measure)
-    assert len(seen) == (2 if again is not None and first < 2 else 1)
-    assert all(not set(range(32)) & set(options["seeds"]) for options in seen[1:]), "the same inputs again"
 
 
 def plant(monkeypatch, change, *, everywhere=False):

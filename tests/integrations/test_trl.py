@@ -52,7 +52,8 @@ def test_sft_is_that_of_the_models_own_experts(tmp_path, device):
         model = build("qwen3_moe", device)
         if not own:
             assert integration.enable(model).blocks
-        states.append(train(model, tmp_path).state_dict())
+        # Adam would divide a rounding error of a small gradient by its size.
+        states.append(train(model, tmp_path, optim="sgd", max_grad_norm=0.0).state_dict())
     for name, tensor in states[1].items():
         torch.testing.assert_close(tensor, states[0][name], rtol=1e-3, atol=1e-4)
         assert not torch.equal(tensor, start[name])

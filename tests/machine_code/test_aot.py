@@ -57,7 +57,7 @@ SPILLS = {
     (3, 6): {"grouped_gemm_pointer_float32": 8},  # with every optional operand at once
     (3, 7): {"gemm_pointer_": 8},
     (3, 8): {"gemm_pointer_": 8, "weighted_activation_backward_kernel": 8, "ws": 64},
-    (3, 9): {"ws": 128},
+    (3, 9): {"weighted_activation_backward_kernel": 8, "ws": 128},
 }
 
 

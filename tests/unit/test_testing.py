@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_kernels.testing import assert_accurate, check_accuracy
+from moe_kernels.testing import Errors, assert_accurate, check_accuracy, hold_to_budget
 
 
 def draw(seed, size=100):
@@ -43,3 +43,31 @@ def test_an_error_beyond_the_budget_fails():
     check_accuracy(off_by(1.9e-3), off_by(1e-3), draw, ("out", "dx"))
     with pytest.raises(AssertionError, match=r"out: error 3\.000e-03 exceeds 2 x 1\.000e-03"):
         check_accuracy(off_by(3e-3), off_by(1e-3), draw, ("out", "dx"))
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "message"),
+    [
+        (1.0, None, None),
+        (1.5, 0.9, None),  # by chance
+        (1.5, 1.1, "c: error"),
+        (2.5, 0.9, "b: error"),  # too far for chance
+        (float("nan"), 0.9, "b: error"),
+    ],
+)
+def test_an_error_beyond_its_budget_must_not_come_again(first, again, message):
+    inside = Errors(0.0, 0.5, 0.0)
+    errors = [{"a": inside, "b": Errors(first, 0.5, 0.0)}, {"a": inside, "c": Errors(again or 0.0, 0.5, 0.0)}]
+    seen = []
+
+    def measure(**options):
+        seen.append(options)
+        return errors[len(seen) - 1]
+
+    if message is None:
+        hold_to_budget(measure)
+    else:
+        with pytest.raises(AssertionError, match=message):
+            hold_to_budget(measure)
+    assert len(seen) == (2 if again is not None and first < 2 else 1)
+    assert all(not set(range(32)) & set(options["seeds"]) for options in seen[1:]), "the same inputs again"
