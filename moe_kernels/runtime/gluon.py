@@ -41,7 +41,7 @@ if OBSTACLE is None:
 
 if OBSTACLE is None:
     # Triton 3.7 and 3.8 introduced the new names; 3.9 keeps some old names only to raise an error.
-    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore[reportAttributeAccessIssue]
     aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load

@@ -129,12 +129,12 @@ class LayerForms:
         out_d, out_f, out_2f = self._out
         gather = {"row_to_token": self.row_to_token}
 
-        def form(a: Tensor, weight: Tensor, out: Tensor, **options: Tensor) -> Arguments:
+        def form(a: Tensor, weight: Tensor, out: Tensor, row_to_token: Tensor | None = None) -> Arguments:
             values, scales = quantize_blocks(a, 1, BLOCK)
             b, scale_b = quantize_blocks(weight, BLOCK, BLOCK)  # [E, N, K]
             scales = scales.t().contiguous().t()  # as the kernels store them
-            options |= {"scale_a": scales, "scale_b": scale_b.mT}
-            return BlockScaledGemmArguments(values, b.mT, out, tile_table=self._table, zero_tail=False, **options)
+            options = {"tile_table": self._table, "row_to_token": row_to_token, "zero_tail": False}
+            return BlockScaledGemmArguments(values, b.mT, out, scale_a=scales, scale_b=scale_b.mT, **options)
 
         return {
             "up_gather": form(self.tokens, self.w_up, out_2f, **gather),
