@@ -8,6 +8,7 @@ up rows of each expert. With a plain activation it is [E, F, D], the up rows alo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
 from .fp8_weights import KeptForms
-from .lora import ExpertLoRA, active_adapters, joined
+from .lora import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
 from .lora_dropout import compute_with_dropout
 from .lora_merging import Unmerged
 from .quantized import QuantizedExperts
@@ -169,58 +170,66 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: ExpertRows) -> Tensor:  # [T, D]
         """Each token through its experts, summed with its routing weights."""
-        topk_weights = rows.topk_weights
-        if topk_weights.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"GroupedExperts: topk_weights must be float32 or float64, got {topk_weights.dtype}; if fully_shard "
-                "made them so, its MixedPrecisionPolicy needs cast_forward_inputs=False"
-            )
         adapters = active_adapters(self.lora, self.local_share)
-        drops = any(dropout for _, dropout in adapters)
-        if drops and (self.batch_invariant or rows.plan is not None):
+        self._check(rows, adapters)
+        weights = self._weights()
+        compute = partial(self._compute, rows, adapters, weights)
+        return call_with_autocast_rules(compute, rows.tokens, *weights, rows.w_router)
+
+    def _check(self, rows: ExpertRows, adapters: list[ActiveAdapter]) -> None:
+        dtype = rows.topk_weights.dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"GroupedExperts: topk_weights must be float32 or float64, got {dtype}; if fully_shard made them so, "
+                "its MixedPrecisionPolicy needs cast_forward_inputs=False"
+            )
+        if any_dropout(adapters) and (self.batch_invariant or rows.plan is not None):
             option = "batch_invariant" if self.batch_invariant else "the overlapped dispatcher"
             raise ValueError(f"GroupedExperts: {option} needs adapters without dropout in training, got dropout")
         if self.precision is not None and adapters:
             raise NotImplementedError(
                 f"GroupedExperts: precision={self.precision!r} takes no adapters; merge them, or set precision to None"
             )
-        weights = self._weights()
 
-        def experts(tokens: Tensor, *operands: Any) -> Tensor:  # the weights and w_router
-            *given, w_router = operands
-            if rows.plan is not None:
-                factors = joined([factors for factors, _ in adapters])
-                return rows.plan(tokens, topk_weights, ExpertWeights(*given), factors)
-            assert rows.permutation is not None
-            if drops:
-                return compute_with_dropout(
-                    tokens,
-                    topk_weights,
-                    rows.permutation,
-                    ExpertWeights(*given),
-                    adapters,
-                    activation=self.activation,
-                    weight_on_input=self.weight_on_input,
-                    implementation=self.implementation,
-                )
-            return compute_experts(
+    def _compute(
+        self,
+        rows: ExpertRows,
+        adapters: list[ActiveAdapter],
+        parts: ExpertWeights,
+        tokens: Tensor,  # [T, D]
+        *operands: Any,  # `parts` and w_router, as autocast changed them
+    ) -> Tensor:  # [T, D]
+        weights, w_router = ExpertWeights(*operands[:-1]), operands[-1]
+        if rows.plan is not None:
+            return rows.plan(tokens, rows.topk_weights, weights, joined([factors for factors, _ in adapters]))
+        assert rows.permutation is not None
+        if any_dropout(adapters):
+            return compute_with_dropout(
                 tokens,
-                topk_weights,
+                rows.topk_weights,
                 rows.permutation,
-                ExpertWeights(*given),
-                w_router=w_router,
-                adapters=joined([factors for factors, _ in adapters]),
+                weights,
+                adapters,
                 activation=self.activation,
                 weight_on_input=self.weight_on_input,
-                recompute=self.recompute,
-                reserved_sms=self.reserved_sms,
-                batch_invariant=self.batch_invariant,
-                precision=self.precision,
-                forms=self._forms(weights, ExpertWeights(*given)),
                 implementation=self.implementation,
             )
-
-        return call_with_autocast_rules(experts, rows.tokens, *weights, rows.w_router)
+        return compute_experts(
+            tokens,
+            rows.topk_weights,
+            rows.permutation,
+            weights,
+            w_router=w_router,
+            adapters=joined([factors for factors, _ in adapters]),
+            activation=self.activation,
+            weight_on_input=self.weight_on_input,
+            recompute=self.recompute,
+            reserved_sms=self.reserved_sms,
+            batch_invariant=self.batch_invariant,
+            precision=self.precision,
+            forms=self._forms(parts, weights),
+            implementation=self.implementation,
+        )
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
         """Return the kept e4m3 forms of the weights; None without `precision`, or where the op is to make them."""

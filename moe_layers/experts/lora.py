@@ -150,6 +150,10 @@ def factors_of(name: str, adapter: ExpertLoRA, local_share: Callable[[str, Tenso
     return ExpertAdapters(**factors, scale=adapter.settings.scale)
 
 
+def any_dropout(adapters: Sequence[ActiveAdapter]) -> bool:
+    return any(adapter.dropout for adapter in adapters)
+
+
 def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
     """One adapter that equals the sum of these: ranks one after another, each scale in its `b`."""
     if len(adapters) < 2:
@@ -171,7 +175,7 @@ def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Te
 
 
 def uses_dropout(lora: nn.ModuleDict | None) -> bool:
-    return any(adapter.dropout for adapter in active_adapters(lora, None))
+    return any_dropout(active_adapters(lora, None))
 
 
 def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.dtype | None = torch.float32) -> None:
