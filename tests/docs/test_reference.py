@@ -34,7 +34,7 @@ def test_navigation_holds_every_page():
 
 def test_layer_tables_equal_their_results_files():
     tables = re.findall(r"<!-- table: (\S+) -->\n\n((?:\|.*\n)+)", PERFORMANCE)
-    assert len(tables) == 3
+    assert len(tables) == 4
     for name, table in tables:
         assert table == markdown_table(json.loads((RESULTS / name).read_text())), name
 
@@ -67,14 +67,14 @@ def test_readmes_numbers_are_in_the_results():
     assert f"| our speedup | 1 | {min(speedups):.2f}-{max(speedups):.2f} |" in readme
     saved = [found["qwen3-30b-a3b", name]["saved_mib"] for name in ("triton", "torch_grouped_mm")]
     assert f"saves {saved[0]:.0f} MiB for backward instead of {saved[1]:.0f}." in readme
-    lora = json.loads((RESULTS / "lora_h200_ea3f83a_qwen3-30b-a3b.json").read_text())
-    wanted = {"num_tokens": 16384, "rank": 8, "form": "materialised"}
+    lora = json.loads((RESULTS / "huggingface_lora_h200_24e7441.json").read_text())
+    wanted = {"pass": "block forward+backward", "implementation": "moe_layers"}
     (row,) = (row for row in lora if wanted.items() <= row.items())
-    assert f"take {row['lora_over_form']:.2f} of the time of a materialised weight" in readme
+    assert f"with PEFT's adapters on its experts runs {row['times_as_fast']:.2f} times as fast" in readme
     sonic = json.loads((RESULTS / "h200_d0550fb_beside_sonicmoe.json").read_text())
     ratios = [mean(r["sonic"]["fwdbwd"]) / mean(r["ours"]["fwdbwd"]) for r in sonic.values() if isinstance(r, dict)]
     assert f"| {min(ratios):.2f}-{max(ratios):.2f}¹ |" in readme
-    model = json.loads((RESULTS / "huggingface_h200_54f5e3d.json").read_text())
+    model = json.loads((RESULTS / "huggingface_h200_6d70fd1.json").read_text())
     ours = {row["pass"]: row["times_as_fast"] for row in model if row["implementation"] == "moe_layers"}
     assert f"| {ours['block forward+backward']:.2f} (block) |" in readme
     assert f"Qwen3-MoE's step {ours['training step']:.2f} times as fast" in readme
@@ -90,3 +90,14 @@ def test_readmes_numbers_are_in_the_results():
     assert f"Qwen3-235B's layer on 2 GPUs runs {row['times_baseline']:.2f} times as fast" in readme
     published = ARCHITECTURES.keys() - {OWN_MODEL_TYPE}
     assert f"{len(published)} architectures load" in readme
+
+
+def test_quantised_decoding_table_equals_its_results_file():
+    rows = json.loads((RESULTS / "quantized_h200_6d70fd1.json").read_text())
+    found = {(row["shape"], row["num_tokens"], row["form"]): row for row in rows if row["case"] == "decode"}
+    assert len(found) == 24
+    for shape, num_tokens in {key[:2] for key in found}:
+        plain, fp8, mxfp4 = (found[shape, num_tokens, form] for form in ("plain", "fp8", "mxfp4"))
+        cells = [f"{shape}, {num_tokens}", f"{1e3 * plain['ms']:.0f}"]
+        cells += [f"{1e3 * row['ms']:.0f} ({row['over_plain']:.2f})" for row in (fp8, mxfp4)]
+        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE
