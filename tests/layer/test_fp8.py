@@ -16,6 +16,7 @@ from moe_layers.experts.quantization import quantize_experts_
 from ..dtypes import DTYPES
 from ..gpu import assert_never_waits, captured
 from ..layers import moe_layer
+from ..tiers import default_tier
 
 SIZES = (48, 16, 3, 2)
 
@@ -219,7 +220,9 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", default_tier(CHANGES, {sgd, load, average, raw_storage}), ids=lambda change: change.__name__
+)
 def test_forms_are_those_of_the_weights_after_every_change(change, device):
     """As in a layer that never kept any form."""
     layer, other, x = make_layer(device), make_layer(device, seed=1), make_x(device)
@@ -301,7 +304,10 @@ def test_autocast_quantises_what_it_casts(dtype, device, launches):
     torch.testing.assert_close(out, plain(x.to(dtype), **logits), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "up"}, {"batch_invariant": True}, {"bias": True}], ids=str)
+OPTIONS = [{"recompute": "up"}, {"batch_invariant": True}, {"bias": True}]
+
+
+@pytest.mark.parametrize("options", default_tier(OPTIONS, [{"bias": True}]), ids=str)
 def test_options(options, device):
     layer, x = make_layer(device, **options), make_x(device)
     kept = step(layer, x)

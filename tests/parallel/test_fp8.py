@@ -9,6 +9,7 @@ from moe_layers import ExpertParallel
 from moe_layers.parallel.collectives import Ranks
 
 from ..processes import make_test
+from ..tiers import slow
 from .expert_parallel_cases import D_MODEL, KERNELS, draw, expert_mesh, full, make_layer, shard_experts
 
 SIZES = {"d_ff": 16, "precision": "fp8"}
@@ -47,13 +48,12 @@ def compare(actual, expected, limit):
 def experts_of_several_ranks(device):
     """Forward sends what one process multiplies. The gradient of w_up reads the tokens as they were sent."""
     one = train(fp8_layer(device), device)
-    for dispatcher in ("allgather", "alltoall"):
-        for options in ({}, {"chunks": 2}):
-            many = shard_experts(fp8_layer(device), expert_mesh(device), dispatcher, **options)
-            actual = train(many, device)
-            assert_near(actual[0][0], one[0][0], 1e-5)
-            compare(actual, one, 0.1)
-            assert len(many.experts.kept_forms._kept) == 2
+    for dispatcher, options in (("allgather", {}), ("alltoall", {"chunks": 2})):
+        many = shard_experts(fp8_layer(device), expert_mesh(device), dispatcher, **options)
+        actual = train(many, device)
+        assert_near(actual[0][0], one[0][0], 1e-5)
+        compare(actual, one, 0.1)
+        assert len(many.experts.kept_forms._kept) == 2
 
 
 def tokens_are_sent_in_eight_bits(device):
@@ -111,13 +111,6 @@ def the_overlapped_dispatcher_refuses(device):
     assert ExpertParallel().dispatcher == "auto"
 
 
-test = make_test(
-    [
-        experts_of_several_ranks,
-        tokens_are_sent_in_eight_bits,
-        weights_that_fsdp_gathers,
-        experts_of_several_ranks_that_fsdp_gathers,
-        the_overlapped_dispatcher_refuses,
-    ],
-    num_processes=2,
-)
+TWO = [experts_of_several_ranks, tokens_are_sent_in_eight_bits, the_overlapped_dispatcher_refuses]
+test_two_processes = make_test(TWO, 2)
+test_two_processes_slowly = slow(make_test([weights_that_fsdp_gathers, experts_of_several_ranks_that_fsdp_gathers], 2))

@@ -37,6 +37,7 @@ VARIANTS = {
     "relu_squared": {"activation": "relu_squared"},
     "weight_on_input_bias": {"weight_on_input": True, "bias": True},
 }
+COMMON_VARIANTS = ("plain", "saved", "gpt_oss")  # of the default tier
 
 
 def draw(case, variant, dtype, device, seed=0):
@@ -64,7 +65,7 @@ def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, varia
 @pytest.mark.parametrize(
     ("variant", "case", "dtype"),
     [
-        *((variant, SIXTEENS, torch.float32) for variant in VARIANTS),
+        *default_tier(((name, SIXTEENS, torch.float32) for name in VARIANTS), lambda row: row[0] in COMMON_VARIANTS),
         ("plain", BLOCKS, torch.float32),
         ("plain", PARTIAL, torch.float32),
         ("gpt_oss", TWO_EMPTY, torch.float32),
@@ -135,7 +136,10 @@ def results(operands, variant="plain", op=None, **options):
     return out, *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "up"}, {"reserved_sms": 2}, {"batch_invariant": True}], ids=str)
+OPTIONS = [{"recompute": "up"}, {"reserved_sms": 2}, {"batch_invariant": True}]
+
+
+@pytest.mark.parametrize("options", default_tier(OPTIONS, OPTIONS[:1]), ids=str)
 def test_options_change_no_bit(options, device):
     operands = draw(PARTIAL, "plain", DTYPES[-1], device)
     expected = results(operands, batch_invariant=options.get("batch_invariant", False))
@@ -233,6 +237,7 @@ def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False,
     return *packing_of(ExpertOperands).flatten(operands), *forms, saves_fp8
 
 
+@slow
 def test_opcheck(device):
     operands = draw(Case(6, 32, 16, 3, 2), "gpt_oss", torch.float32, device)
     leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
