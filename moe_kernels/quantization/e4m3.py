@@ -33,8 +33,8 @@ def largest_size(values, AXIS: tl.constexpr):
 def encode_e4m3(values):
     """Return the bytes of the nearest e4m3 numbers. Values are within [-448, 448], or NaN."""
     if not INTERPRET:
-        # As Triton converts, but four numbers to one register: of two registers of 16 bits, ptxas 12.8 loses the first
-        # where it has more than one use.
+        # Convert as Triton does, but pack four numbers into one register. Of a 16-bit register that has more than one
+        # use, ptxas 12.8 keeps only one half.
         code: tl.constexpr = """{ .reg .b16 first, second; cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 second, $4, $3; mov.b32 $0, {first, second}; }"""
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,21 @@ _MOST_PROGRAMS = 256
 _BLOCK = 1024  # tokens times experts of a step; larger ones spill registers
 
 
+class RoutedForward(NamedTuple):
+    """What statistics read of one forward's routing."""
+
+    logits: Tensor  # [T, E]
+    keys: Tensor  # [T, E]
+    choices: Tensor  # [T, K] integers; negative for none
+    kept: Tensor | None  # [T, K] integers: `choices` within capacities; None for all
+    token_mask: Tensor | None  # [T] bool: False for padding, which counts only as such
+    aux_loss: Tensor | None  # scalar
+
+
 def add_routing_statistics(
     counts: Tensor,  # [2E + 4] int64
     sums: Tensor,  # [6] float64
-    logits: Tensor,  # [T, E]
-    keys: Tensor,  # [T, E]
-    choices: Tensor,  # [T, K] integers; negative for none
-    kept: Tensor | None,  # [T, K] integers: `choices` within capacities; None for all
-    token_mask: Tensor | None,  # [T] bool: False for padding, which counts only as such
-    aux_loss: Tensor | None,  # scalar
+    forward: RoutedForward,
     num_experts: int,
     tile_rows: int,
 ) -> None:
@@ -35,26 +43,15 @@ def add_routing_statistics(
 
     Computes in float32 and sums in float64. Deterministic. Triton only. No gradient. Operands are not checked.
     """
-    logits, keys = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (logits, keys))
-    choices, kept = choices.contiguous(), None if kept is None else kept.contiguous()
-    token_mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
-    on_device_of(
-        logits, _launch, counts, sums, logits, keys, choices, kept, token_mask, aux_loss, num_experts, tile_rows
-    )
+    logits, keys = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (forward.logits, forward.keys))
+    choices, kept = forward.choices.contiguous(), None if forward.kept is None else forward.kept.contiguous()
+    token_mask = None if forward.token_mask is None else forward.token_mask.contiguous().view(torch.uint8)
+    forward = RoutedForward(logits, keys, choices, kept, token_mask, forward.aux_loss)
+    on_device_of(logits, _launch, counts, sums, forward, num_experts, tile_rows)
 
 
-def _launch(
-    counts: Tensor,
-    sums: Tensor,
-    logits: Tensor,
-    keys: Tensor,
-    choices: Tensor,
-    kept: Tensor | None,
-    token_mask: Tensor | None,
-    aux_loss: Tensor | None,
-    num_experts: int,
-    tile_rows: int,
-) -> None:
+def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int) -> None:
+    logits, keys, choices, kept, token_mask, aux_loss = forward
     (num_tokens, num_choices), top_k = logits.shape, choices.shape[1]
     block_e = max(next_power_of_2(num_choices), 16)
     block_t = max(_BLOCK // block_e, 1)

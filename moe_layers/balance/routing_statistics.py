@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from moe_kernels.routing.routers import selection_keys
-from moe_kernels.routing.statistics import add_routing_statistics
+from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import is_in_backward
 
@@ -155,9 +155,10 @@ def add_forward(
     """Add a forward to the totals, except in a recomputation. See `add_routing_statistics`, which a GPU runs."""
     if is_in_backward():
         return
-    operands = counts, sums, logits, keys, choices, kept, token_mask, aux_loss, num_experts, TILE_ROWS
+    forward = RoutedForward(logits, keys, choices, kept, token_mask, aux_loss)
     has_kernels = runs_kernels(implementation, logits) and runs_kernels(implementation, keys)
-    (add_routing_statistics if has_kernels else _add_in_plain_pytorch)(*operands)
+    add = add_routing_statistics if has_kernels else _add_in_plain_pytorch
+    add(counts, sums, forward, num_experts, TILE_ROWS)
 
 
 @add_forward.register_fake
@@ -166,18 +167,10 @@ def _(*args):
 
 
 def _add_in_plain_pytorch(
-    counts: Tensor,
-    sums: Tensor,
-    logits: Tensor,
-    keys: Tensor,
-    choices: Tensor,
-    kept: Tensor | None,
-    token_mask: Tensor | None,
-    aux_loss: Tensor | None,
-    num_experts: int,
-    tile_rows: int,
+    counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int
 ) -> None:
     """`add_routing_statistics` in float64, on every device."""
+    logits, keys, choices, kept, token_mask, aux_loss = forward
     num_tokens, num_choices = logits.shape
     is_token = choices.new_ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
     slots, kept_slots = (

@@ -53,7 +53,7 @@ from moe_kernels.quantization.scaling import (
 from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
-from moe_kernels.routing.statistics import add_routing_statistics
+from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
 from moe_kernels.specs import ACTIVATION_KINDS, is_gated
 
@@ -251,7 +251,8 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, settings)
     totals = torch.empty(2 * num_experts + 4, dtype=torch.int64), torch.empty(6, dtype=torch.float64)
     is_token, loss = torch.empty(num_tokens, dtype=torch.bool), torch.empty(())
-    add_routing_statistics(*totals, logits, logits, routed[1], routed[1], is_token, loss, num_experts, 128)
+    forward = RoutedForward(logits, logits, routed[1], routed[1], is_token, loss)
+    add_routing_statistics(*totals, forward, num_experts, 128)
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.gemm.tile_table.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)

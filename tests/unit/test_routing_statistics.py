@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_kernels.routing import statistics
-from moe_kernels.routing.statistics import add_routing_statistics
+from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_layers.balance.routing_statistics import _add_in_plain_pytorch
 
@@ -22,7 +22,7 @@ def new_totals(num_experts, device):
 
 
 def draw(device, num_tokens, num_experts, top_k, *, dtype=torch.float32, index_dtype=torch.int64, seed=0, **others):
-    """Return logits, keys, choices, kept, token_mask and aux_loss; `others` replaces some of them."""
+    """`others` replaces some of the operands."""
     generator = torch.Generator(device).manual_seed(seed)
     logits = (2 * torch.randn(num_tokens, num_experts, device=device, generator=generator)).to(dtype)
     keys = logits.sigmoid()
@@ -35,14 +35,14 @@ def draw(device, num_tokens, num_experts, top_k, *, dtype=torch.float32, index_d
         operands["kept"] = operands["choices"].masked_fill(dropped, -1)
     if others.get("loss"):
         operands["aux_loss"] = torch.tensor(0.75, device=device)
-    return tuple(operands.values())
+    return RoutedForward(**operands)
 
 
 def assert_same(calls, num_experts, num_parameters, device):
     actual, expected = new_totals(num_experts, device), new_totals(num_experts, device)
     for operands in calls:
-        add_routing_statistics(*actual, *operands, num_parameters, 128)
-        _add_in_plain_pytorch(*expected, *operands, num_parameters, 128)
+        add_routing_statistics(*actual, operands, num_parameters, 128)
+        _add_in_plain_pytorch(*expected, operands, num_parameters, 128)
     assert torch.equal(actual[0], expected[0])
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-6, atol=1e-7)
     return actual
@@ -72,14 +72,14 @@ def test_equals_plain_pytorch(num_tokens, num_experts, top_k, case, device, monk
 def test_dtypes_and_strides(dtype, device):
     logits, keys, *others = draw(device, 40, 12, 3, dtype=dtype)
     logits = torch.stack([logits, logits], 1)[:, 0]
-    assert_same([(logits, keys.t().contiguous().t(), *others)], 12, 12, device)
+    assert_same([RoutedForward(logits, keys.t().contiguous().t(), *others)], 12, 12, device)
 
 
 def test_no_tokens_repeated_experts_and_infinite_keys(device):
     logits = torch.tensor([[3.0, 2.0, -math.inf, -2.0]], device=device)
     keys = torch.tensor([[1.0, -math.inf, -math.inf, -math.inf]], device=device)
     calls = [
-        (logits, keys, torch.tensor([choices], device=device), None, None, None)
+        RoutedForward(logits, keys, torch.tensor([choices], device=device), None, None, None)
         for choices in ([0, 0, 1], [0, -1, -1], [-1, -1, -1], [0, 1, 2])
     ]
     (counts, sums) = assert_same([*calls[:2], draw(device, 0, 4, 3)], 4, 4, device)
@@ -94,7 +94,7 @@ def test_padding_may_hold_nan(device):
     logits, keys, choices, *_ = draw(device, 9, 5, 2)
     mask = torch.arange(9, device=device) < 6
     logits[6:], keys[6:] = math.nan, math.nan
-    counts, sums = assert_same([(logits, keys, choices, None, mask, None)], 5, 5, device)
+    counts, sums = assert_same([RoutedForward(logits, keys, choices, None, mask, None)], 5, 5, device)
     assert counts[-3] == 6 and sums.isfinite().all()
 
 
@@ -104,5 +104,5 @@ def test_two_launches_add_a_forward(device, monkeypatch):
     monkeypatch.setattr(
         statistics, "launch_kernel", lambda *args, **given: launches.append(launch_kernel(*args, **given))
     )
-    add_routing_statistics(*new_totals(6, device), *draw(device, 70, 6, 2, masked=True, loss=True), 6, 128)
+    add_routing_statistics(*new_totals(6, device), draw(device, 70, 6, 2, masked=True, loss=True), 6, 128)
     assert len(launches) == 2
