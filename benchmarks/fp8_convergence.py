@@ -2,11 +2,11 @@
 
     python -m benchmarks.fp8_convergence --time-limit-s 460 --resume --commit COMMIT --output FILE
     python -m benchmarks.fp8_convergence --precisions bfloat16 fp8 --seeds 0 1 2 --resume --commit COMMIT --output FILE
-    python -m benchmarks.fp8_convergence --plot benchmarks/results/fp8_convergence.json
+    python -m benchmarks.fp8_convergence --plot FILE_OF_SEED_0 FILE_OF_SEED_1
 
-Trains the model of `examples/train_language_model.py`: 226 million parameters in experts, 2,000 steps of 32,768 bytes
-of the standard library's source. Runs with one seed start from the same weights and see the same batches. A row holds
-the losses of one part of a run. Started again with `--resume`, the command continues from the last part and the
+Trains the model of `examples/train_language_model.py` with 101 million parameters in experts for 2,000 steps of 16,384
+bytes of the standard library's source. Runs with one seed start from the same weights and see the same batches. A row
+holds the losses of one part of a run. Started again with `--resume`, the command continues from the last part and the
 checkpoint in `--checkpoints`; without that checkpoint, a run starts again. Losses are in nats per byte.
 
 On a GPU "float32" multiplies in TF32: exact float32 products take ten times as long. Without a GPU, "bfloat16" computes
@@ -42,6 +42,10 @@ PRECISIONS = {
     "fp8_saved": "fp8_saved",
     "float32": "float32",
 }  # as settings of the model
+PRESETS = {
+    "cpu": example.PRESETS["cpu"],
+    "gpu": dataclasses.replace(example.PRESETS["gpu"], width=512, num_layers=8, num_heads=8, batch=16),
+}
 NUM_PARTS, LOSSES_PER_PART = 8, 10
 
 
@@ -133,11 +137,11 @@ def print_summary(rows: list[Row]) -> None:
         print(line)
 
 
-def plot(path: Path) -> Path:
-    """Plot the losses by step, and their differences from bfloat16's with the same seed, next to the results file."""
+def plot(paths: list[Path]) -> Path:
+    """Plot the losses by step, and their differences from bfloat16's with the same seed, next to the first file."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in json.loads(path.read_text()) if row["case"] == "convergence"]
+    rows = [row for path in paths for row in json.loads(path.read_text()) if row["case"] == "convergence"]
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, differences = axes = figure.subplots(2, 1, sharex=True)
     curves = curves_of(rows)
@@ -156,9 +160,10 @@ def plot(path: Path) -> Path:
         axis.grid(alpha=0.3)
     losses.legend()
     first = rows[0]
-    figure.suptitle(f"{first['gpu']}, PyTorch {first['torch']}, Triton {first['triton']} ({path.name})", fontsize=10)
-    figure.savefig(path.with_suffix(".png"), dpi=90)
-    return path.with_suffix(".png")
+    figure.suptitle(f"{first['gpu']}, PyTorch {first['torch']}, Triton {first['triton']}", fontsize=10)
+    picture = paths[0].with_suffix(".png")
+    figure.savefig(picture, dpi=90)
+    return picture
 
 
 def curves_of(rows: list[Row]) -> dict[tuple[str, int], dict[int, float]]:
@@ -172,18 +177,18 @@ def curves_of(rows: list[Row]) -> dict[tuple[str, int], dict[int, float]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_preset = "gpu" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--preset", choices=example.PRESETS, default=default_preset, help="default here: %(default)s")
+    parser.add_argument("--preset", choices=PRESETS, default=default_preset, help="default here: %(default)s")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16", "fp8", "float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the preset's, a multiple of 8")
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/fp8_convergence"), help="default: %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
+    parser.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="draw results files together and stop")
     results_file.add_options(parser)
     options = parser.parse_args(arguments)
     if options.plot is not None:
         print(plot(options.plot))
         return
-    preset = example.PRESETS[options.preset]
+    preset = PRESETS[options.preset]
     settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
     if settings.steps < 1 or settings.steps % NUM_PARTS:
         parser.error(f"--steps must be a positive multiple of {NUM_PARTS}, got {settings.steps}")
@@ -197,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     if file.rows:
         print_summary(file.rows)
     if options.output is not None and file.rows:
-        print(plot(options.output))
+        print(plot([options.output]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ def activation_kernel(
     preactivation_strides,  # [R, 2F], or [R, F] if not GATED
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
-    out_ptr,  # [R, F] contiguous; with scales, bytes of e4m3
+    out_ptr,  # [R, F]; with scales, contiguous bytes of e4m3
+    out_stride,  # of rows
     scales_ptr,  # [cdiv(F, 128), R] contiguous, or None
     num_rows,
     F,
@@ -21,6 +22,7 @@ def activation_kernel(
     FORWARD: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # divides F and the distances of rows
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -31,7 +33,8 @@ def activation_kernel(
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     first = tl.program_id(1).to(tl.int64) * BLOCK_F
     is_row = r < num_rows
-    pointer = preactivation_ptr + r * preactivation_strides[0]
+    F = F // ALIGNED * ALIGNED
+    pointer = preactivation_ptr + r * (preactivation_strides[0] // ALIGNED * ALIGNED)
     gate, up = _load_pair(pointer, preactivation_strides[1], is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
     if bias_ptr is not None:
         expert = tl.load(row_to_expert_ptr + r, mask=is_row, other=0).to(tl.int64)  # [BLOCK_R, 1]
@@ -39,7 +42,8 @@ def activation_kernel(
     f = first + tl.arange(0, BLOCK_F)[None, :]
     value = FORWARD(gate, up, limit, alpha)
     if scales_ptr is None:
-        tl.store(out_ptr + r * F + f, value.to(out_ptr.dtype.element_ty), mask=is_row & (f < F))
+        out_ptr += r * (out_stride // ALIGNED * ALIGNED) + f
+        tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=is_row & (f < F))
     else:
         value = value.to(preactivation_ptr.dtype.element_ty)
         _store_scaled(out_ptr, scales_ptr, value, r, is_row, first, F, F, 0, num_rows, BLOCK_F)
@@ -78,15 +82,19 @@ def activation_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_items"])
 def weighted_activation_backward_kernel(
-    preactivation_ptr,  # [R, 2F], or [R, F] if not GATED; contiguous
+    preactivation_ptr,  # [R, 2F], or [R, F] if not GATED
+    preactivation_stride,  # of rows, as all strides here
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
-    dweighted_ptr,  # [R, F] contiguous
+    dweighted_ptr,  # [R, F]
+    dweighted_stride,
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R], or None to handle slots
-    dpreactivation_ptr,  # as preactivation, contiguous
-    weighted_ptr,  # [R, F] contiguous, or dweighted_ptr
+    dpreactivation_ptr,  # as preactivation
+    dpreactivation_stride,
+    weighted_ptr,  # [R, F], or dweighted_ptr
+    weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in the two results, or None if slot_to_row holds for them
     dweights_ptr,  # [T * K]; zeros if programs handle rows
     scaled_ptr,  # the dpreactivation once more, in bytes of e4m3, or None; this and the next two
@@ -100,6 +108,7 @@ def weighted_activation_backward_kernel(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOP_K: tl.constexpr,  # None if programs handle slots
+    ALIGNED: tl.constexpr,  # divides F and the strides
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -126,21 +135,24 @@ def weighted_activation_backward_kernel(
     out_row = row
     if destination_ptr is not None:
         out_row = tl.load(destination_ptr + slot, mask=is_kept, other=-1).to(tl.int64)[:, None]
+    F = F // ALIGNED * ALIGNED
     width = F * (2 if GATED else 1)
+    preactivation_ptr += row * (preactivation_stride // ALIGNED * ALIGNED)
+    dweighted_ptr += row * (dweighted_stride // ALIGNED * ALIGNED)
+    dpreactivation_ptr += out_row * (dpreactivation_stride // ALIGNED * ALIGNED)
+    weighted_ptr += out_row * (weighted_stride // ALIGNED * ALIGNED)
     for first in range(0, F, BLOCK_F):
         f = first + tl.arange(0, BLOCK_F)[None, :]
         is_row = row >= 0
-        pointer = preactivation_ptr + row * width
-        gate, up = _load_pair(pointer, 1, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+        gate, up = _load_pair(preactivation_ptr, 1, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
         if bias_ptr is not None:
             gate, up = _add_bias(gate, up, bias_ptr, expert, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
-        dweighted = tl.load(dweighted_ptr + row * F + f, mask=is_row & (f < F), other=0.0).to(tl.float32)
+        dweighted = tl.load(dweighted_ptr + f, mask=is_row & (f < F), other=0.0).to(tl.float32)
         activated, dgate, dup = BACKWARD(gate, up, weight[:, None] * dweighted, limit, alpha)
         products += dweighted * activated
         is_row = is_row & (out_row >= 0)
-        tl.store(weighted_ptr + out_row * F + f, (weight[:, None] * activated).to(dtype), mask=is_row & (f < F))
-        out = dpreactivation_ptr + out_row * width
-        _store_pair(out, dgate, dup, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
+        tl.store(weighted_ptr + f, (weight[:, None] * activated).to(dtype), mask=is_row & (f < F))
+        _store_pair(dpreactivation_ptr, dgate, dup, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
         if scaled_ptr is not None:
             dgate = dgate.to(dtype)
             _store_scaled(scaled_ptr, scales_ptr, dgate, out_row, is_row, first, F, width, 0, num_rows, BLOCK_F)

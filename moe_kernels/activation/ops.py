@@ -16,6 +16,7 @@ from ..reference_fp8 import BLOCK
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
+from ..runtime.memory import alignment, empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2
 from ..specs import Activation, as_activation
@@ -72,9 +73,12 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
     return preactivation.shape[1] // (1 + activation.gated)
 
 
-def launch_activation(preactivation: Tensor, activation: Activation, bias: RowBias | None = None) -> Tensor:
-    """Return activation(H + bias) as a new tensor. The arguments are already checked."""
-    out = preactivation.new_empty(preactivation.shape[0], _width(preactivation, activation))
+def launch_activation(
+    preactivation: Tensor, activation: Activation, bias: RowBias | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return activation(H + bias), in `out` or in a new contiguous tensor. The arguments are already checked."""
+    if out is None:
+        out = preactivation.new_empty(preactivation.shape[0], _width(preactivation, activation))
     _launch_forward(preactivation, activation, bias, out, None)
     return out
 
@@ -101,6 +105,7 @@ def _launch_forward(
             preactivation.stride(),
             *_bias_arguments(bias),
             out,
+            out.stride(0),
             scales,
             num_rows,
             d_ff,
@@ -109,6 +114,7 @@ def _launch_forward(
             FORWARD=ACTIVATIONS[activation.name].forward,
             GATED=activation.gated,
             INTERLEAVED=activation.interleaved,
+            ALIGNED=alignment(d_ff, preactivation.stride(0), out.stride(0)),
             BLOCK_R=block_r,
             BLOCK_F=block_f,
         )
@@ -182,14 +188,14 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 class Destination(NamedTuple):
     """Other tensors for the results, with their own rows for the slots."""
 
-    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous
-    weighted: Tensor  # [S, F] contiguous
+    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, as all below
+    weighted: Tensor  # [S, F]
     slot_to_row: Tensor  # [T, K] contiguous, in [0, S); -1 for a dropped slot
 
 
 def launch_weighted_activation_backward(
-    preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous
-    dweighted: Tensor,  # [R, F] contiguous: gradient of the weighted activation, weight not yet applied
+    preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous columns
+    dweighted: Tensor,  # [R, F] contiguous columns: gradient of the weighted activation, weight not yet applied
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
     activation: Activation,
@@ -217,7 +223,7 @@ def launch_weighted_activation_backward(
     else:
         row_to_token, dweights = None, torch.empty_like(topk_weights)
     if destination is None:
-        dpreactivation, weighted, slot_to_result = torch.empty_like(preactivation), dweighted, None
+        dpreactivation, weighted, slot_to_result = empty_rows(preactivation, *preactivation.shape), dweighted, None
     else:
         dpreactivation, weighted, slot_to_result = destination
     scaled_arguments: tuple[Any, ...] = (None, None, None)
@@ -229,13 +235,17 @@ def launch_weighted_activation_backward(
             weighted_activation_backward_kernel,
             (cdiv(num_items, block_s),),
             preactivation,
+            preactivation.stride(0),
             *_bias_arguments(bias),
             dweighted,
+            dweighted.stride(0),
             topk_weights,
             slot_to_row,
             row_to_token,
             dpreactivation,
+            dpreactivation.stride(0),
             weighted,
+            weighted.stride(0),
             slot_to_result,
             dweights,
             *scaled_arguments,
@@ -247,6 +257,7 @@ def launch_weighted_activation_backward(
             GATED=activation.gated,
             INTERLEAVED=activation.interleaved,
             TOP_K=None if row_to_token is None else top_k,
+            ALIGNED=alignment(d_ff, *(t.stride(0) for t in (preactivation, dweighted, dpreactivation, weighted))),
             BLOCK_S=block_s,
             BLOCK_F=block_f,
         )

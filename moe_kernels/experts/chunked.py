@@ -15,6 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..activation.ops import Destination
+from ..runtime.memory import empty_rows
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, ScaledRows
 from .rows import Rows
@@ -179,7 +180,7 @@ class BackwardInParts:
         whole = self.whole
         if self._hidden is None:
             num_rows, d_ff = len(whole.row_to_token), self.experts.weights.w_down.shape[2]
-            dpreactivation = preactivation.new_empty(num_rows, preactivation.shape[1])
-            self._hidden = Destination(dpreactivation, preactivation.new_empty(num_rows, d_ff), whole.slot_to_row)
+            dpreactivation = empty_rows(preactivation, num_rows, preactivation.shape[1])
+            self._hidden = Destination(dpreactivation, empty_rows(preactivation, num_rows, d_ff), whole.slot_to_row)
         lengths = [len(rows.slot_to_row) for rows in self.parts]
         return self._hidden._replace(slot_to_row=whole.slot_to_row.split(lengths)[part])

@@ -26,6 +26,7 @@ from ..activation.ops import can_scale_gradient
 from ..gemm.kernel import device_cc
 from ..permutation.permute import launch_slot_products
 from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
+from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
 from ..types import ScaledForms, ScaledRows
@@ -97,7 +98,7 @@ def _(operands, forms, saves_fp8):
     if saves_fp8:
         values, scales = empty_scaled_rows(tokens, *hidden_shape(operands))
         return _Outputs(out, values.view(torch.uint8), scales)
-    return _Outputs(out, tokens.new_empty(hidden_shape(operands)), scales)
+    return _Outputs(out, empty_rows(tokens, *hidden_shape(operands)), scales)
 
 
 class _Saved(NamedTuple):
@@ -191,8 +192,8 @@ def _(dout, preactivation, scales, operands, forms, needs_tokens, needs_topk_wei
     num_rows, d_up = hidden_shape(operands)
     weights = operands.topk_weights
     return _HiddenGradients(
-        dout.new_empty(num_rows, d_up),
-        dout.new_empty(num_rows, operands.experts.weights.w_down.shape[2]),
+        empty_rows(dout, num_rows, d_up),
+        empty_rows(dout, num_rows, operands.experts.weights.w_down.shape[2]),
         weights.new_empty(weights.shape),
         *(empty_scaled_rows(dout, num_rows, d_up) if needs_tokens else empty_scaled_rows(dout, 0, 0)),
     )

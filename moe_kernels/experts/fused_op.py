@@ -60,6 +60,7 @@ import torch
 from torch import Tensor
 
 from ..permutation.permute import launch_slot_products
+from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
 from .rows import Rows
@@ -114,18 +115,18 @@ def fused_experts_op(operands: ExpertOperands) -> _Outputs:
 @fused_experts_op.register_fake
 def _(operands):
     tokens = operands.tokens
-    shape = 0 if operands.recompute else hidden_shape(operands)
-    low = _low_shape(operands, operands.experts.adapters.up_b)
-    return _Outputs(tokens.new_empty(tokens.shape), tokens.new_empty(shape), tokens.new_empty(low))
+    preactivation = tokens.new_empty(0) if operands.recompute else empty_rows(tokens, *hidden_shape(operands))
+    low = _empty_low(tokens, operands, operands.experts.adapters.up_b)
+    return _Outputs(tokens.new_empty(tokens.shape), preactivation, low)
 
 
 def hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
     return operands.rows.row_to_token.shape[0], operands.experts.weights.w_up.shape[1]
 
 
-def _low_shape(operands: ExpertOperands, b: Tensor | None) -> int | tuple[int, int]:
-    """The shape of rows multiplied by one factor of an adapter whose other factor is `b`."""
-    return 0 if b is None else (operands.rows.row_to_token.shape[0], b.shape[2])
+def _empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor:
+    """Rows multiplied by one factor of an adapter whose other factor is `b`, unwritten."""
+    return like.new_empty(0) if b is None else empty_rows(like, operands.rows.row_to_token.shape[0], b.shape[2])
 
 
 class _Saved(NamedTuple):
@@ -224,19 +225,19 @@ def _hidden_gradients_op(
 
 
 def _empty_drows(dout: Tensor, rows: Rows, keep_drows: bool) -> Tensor:
-    return dout.new_empty((rows.row_to_token.shape[0], dout.shape[1]) if keep_drows else 0)
+    return empty_rows(dout, rows.row_to_token.shape[0], dout.shape[1]) if keep_drows else dout.new_empty(0)
 
 
 @_hidden_gradients_op.register_fake
 def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
     (num_rows, d_up), w_down = hidden_shape(operands), operands.experts.weights.w_down
     return HiddenGradients(
-        dout.new_empty(num_rows, d_up),
-        dout.new_empty(num_rows, w_down.shape[2]),
+        empty_rows(dout, num_rows, d_up),
+        empty_rows(dout, num_rows, w_down.shape[2]),
         operands.topk_weights.new_empty(operands.topk_weights.shape),
         _empty_drows(dout, operands.rows, keep_drows),
-        dout.new_empty(_low_shape(operands, operands.experts.adapters.down_b)),
-        dout.new_empty(_low_shape(operands, operands.experts.adapters.up_b)),
+        _empty_low(dout, operands, operands.experts.adapters.down_b),
+        _empty_low(dout, operands, operands.experts.adapters.up_b),
     )
 
 

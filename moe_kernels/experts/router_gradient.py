@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..permutation.permute import combine_block
 from ..runtime.launch import launch_kernel
+from ..runtime.memory import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 _MOST_COLUMNS = 1024  # per program: in flight are a row and the router's, each as wide
@@ -49,6 +50,7 @@ def launch_combine_with_router(
             out,
             d_model,
             TOP_K=top_k,
+            ALIGNED=alignment(d_model, rows.stride(0), w_router.stride(0)),
             BLOCK_D=block_d,
             num_warps=max(1, block_d // 256),
         )
@@ -128,11 +130,14 @@ def _combine_with_router_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
+    ALIGNED: tl.constexpr,  # divides D and the distances of rows
     BLOCK_D: tl.constexpr,
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    D = D // ALIGNED * ALIGNED
+    rows_stride, w_router_stride = rows_strides[0] // ALIGNED * ALIGNED, w_router_strides[0] // ALIGNED * ALIGNED
     total = tl.zeros((BLOCK_D,), tl.float32)  # [BLOCK_D]
     for k in range(TOP_K):
         row = tl.load(slot_to_row_ptr + t * TOP_K + k).to(tl.int64)
@@ -140,9 +145,9 @@ def _combine_with_router_kernel(
         dlogit = tl.load(dlogits_ptr + t * TOP_K + k)
         mask = d < tl.where(row >= 0, D, 0)
         # Rows are read once: they are to leave the cache of the SM to the router.
-        row_ptrs = rows_ptr + row * rows_strides[0] + d * rows_strides[1]
+        row_ptrs = rows_ptr + row * rows_stride + d * rows_strides[1]
         value = tl.load(row_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-        router_ptrs = w_router_ptr + expert * w_router_strides[0] + d * w_router_strides[1]
+        router_ptrs = w_router_ptr + expert * w_router_stride + d * w_router_strides[1]
         router = tl.load(router_ptrs, mask=mask, other=0.0).to(tl.float32)
         total += tl.where(mask, value + dlogit * router, 0.0)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)

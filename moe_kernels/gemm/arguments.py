@@ -20,6 +20,8 @@ from ..runtime.pytorch import fp32_precision
 from ..specs import is_gated
 from ..types import TileTable
 
+CACHE_LINE = 128  # bytes
+
 
 def rows_bucket(num_rows: int, num_groups: int) -> int:
     """Return the rows per group, rounded up to a power of two."""
@@ -28,14 +30,17 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the dtype, which axes are contiguous, and whether the copy engine's 16-byte alignment holds."""
+    """Return the dtype, which axes are contiguous, whether the copy engine's 16-byte alignment holds, and whether all
+    rows longer than a cache line start at one."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
 @functools.lru_cache(maxsize=4096)
 def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tuple[Any, ...]:
     contiguous = tuple(stride == 1 for stride in strides)
-    return dtype, contiguous, aligned and all(s == 1 or s * dtype.itemsize % 16 == 0 for s in strides)
+    pitches = [stride * dtype.itemsize for stride in strides if stride != 1]
+    has_lines = all(pitch <= CACHE_LINE or pitch % CACHE_LINE == 0 for pitch in pitches)
+    return dtype, contiguous, aligned and all(pitch % 16 == 0 for pitch in pitches), has_lines
 
 
 def is_one_behind_another(matrices: Tensor) -> bool:

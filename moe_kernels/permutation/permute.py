@@ -11,6 +11,7 @@ from .. import reference
 from ..runtime.checks import check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
+from ..runtime.memory import alignment
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import Permutation
@@ -139,9 +140,11 @@ def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Ten
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
             rows,
+            rows.stride(),
             num_tokens,
             d_model,
             TOP_K=top_k,
+            ALIGNED=alignment(d_model, tokens.stride(0), rows.stride(0)),
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             num_warps=num_warps,
@@ -154,17 +157,21 @@ def _permute_kernel(
     tokens_strides,  # [T, D]
     weights_ptr,  # [T, K] contiguous, or None
     slot_to_row_ptr,  # [T, K] contiguous
-    rows_ptr,  # [R, D] contiguous
+    rows_ptr,
+    rows_strides,  # [R, D]
     num_tokens,
     D,
     TOP_K: tl.constexpr,
+    ALIGNED: tl.constexpr,  # divides D and the distances of rows
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One program writes rows[rows of BLOCK_T tokens, d:d + BLOCK_D]. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-    pointer = tokens_ptr + t[:, None] * tokens_strides[0] + d[None, :] * tokens_strides[1]
+    D = D // ALIGNED * ALIGNED
+    rows_stride = rows_strides[0] // ALIGNED * ALIGNED
+    pointer = tokens_ptr + t[:, None] * (tokens_strides[0] // ALIGNED * ALIGNED) + d[None, :] * tokens_strides[1]
     token = tl.load(pointer, mask=(t < num_tokens)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_T, BLOCK_D]
     for k in range(TOP_K):
         slot = t * TOP_K + k
@@ -173,7 +180,8 @@ def _permute_kernel(
         if weights_ptr is not None:
             weight = tl.load(weights_ptr + slot, mask=t < num_tokens, other=0.0)
             value = (token.to(tl.float32) * weight[:, None]).to(token.dtype)
-        tl.store(rows_ptr + row[:, None] * D + d[None, :], value, mask=(row >= 0)[:, None] & (d < D)[None, :])
+        out = rows_ptr + row[:, None] * rows_stride + d[None, :] * rows_strides[1]
+        tl.store(out, value, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
 _PADDING_ROWS = 16  # rows that one program checks
@@ -229,6 +237,7 @@ def launch_combine(
             out,
             d_model,
             TOP_K=top_k,
+            ALIGNED=alignment(d_model, rows.stride(0)),
             BLOCK_D=block_d,
             SKIP=rows.shape[0] < slot_to_row.numel(),
             num_warps=max(1, block_d // 256),  # 8 columns per thread, 16 bytes of a 16-bit dtype
@@ -282,20 +291,23 @@ def _combine_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
+    ALIGNED: tl.constexpr,  # divides D and the distance of rows
     BLOCK_D: tl.constexpr,
     SKIP: tl.constexpr,  # most slots may be dropped
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    D = D // ALIGNED * ALIGNED
+    strides = (rows_strides[0] // ALIGNED * ALIGNED, rows_strides[1])
     total = tl.zeros((BLOCK_D,), tl.float32)
     for k in range(TOP_K):
         row = tl.load(slot_to_row_ptr + t * TOP_K + k).to(tl.int64)
         if SKIP:
             if row >= 0:
-                total += _weighted_row(rows_ptr, rows_strides, weights_ptr, row, t * TOP_K + k, d, D)
+                total += _weighted_row(rows_ptr, strides, weights_ptr, row, t * TOP_K + k, d, D)
         else:
-            total += _weighted_row(rows_ptr, rows_strides, weights_ptr, row, t * TOP_K + k, d, D)
+            total += _weighted_row(rows_ptr, strides, weights_ptr, row, t * TOP_K + k, d, D)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 

@@ -17,7 +17,7 @@ def call_main(monkeypatch, tmp_path, device):
     """Call main on the tiny model, with its files in tmp_path."""
     start = partial(fp8_convergence.example.start_run, implementation=examples.implementation_of(device))
     monkeypatch.setattr(fp8_convergence.example, "start_run", start)
-    monkeypatch.setitem(fp8_convergence.example.PRESETS, "gpu" if device == "cuda" else "cpu", TINY)
+    monkeypatch.setitem(fp8_convergence.PRESETS, "gpu" if device == "cuda" else "cpu", TINY)
     monkeypatch.setattr(fp8_convergence.example, "load_text", lambda root, device: examples.small_text(device))
     files = ["--output", str(tmp_path / "losses.json"), "--checkpoints", str(tmp_path / "checkpoints")]
     return lambda *options: fp8_convergence.main([*files, *options])

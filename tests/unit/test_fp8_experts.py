@@ -146,6 +146,13 @@ def test_options_change_no_bit(options, device):
     assert all(map(torch.equal, results(operands, **options), expected))
 
 
+def test_copied_rows_give_the_same_bits(device, monkeypatch):
+    operands = draw(PARTIAL, "plain", DTYPES[-1], device)
+    expected = results(operands)
+    monkeypatch.setattr("moe_kernels.experts.rows._COLUMNS_WORTH_A_COPY", 0)
+    assert all(map(torch.equal, results(operands), expected))
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("recompute", [None, "up"])
 def test_given_forms_of_the_weights_give_the_same_bits(turned, recompute, device):

@@ -22,8 +22,8 @@ if HAS_TRITON:
 
 
 def spread_launch(tokens, weights, index, rows, d_model=32, top_k=2):
-    options = {"TOP_K": top_k, "BLOCK_T": 1, "BLOCK_D": 32}
-    arguments = tokens, tokens.stride(), weights, index, rows, len(tokens), d_model
+    options = {"TOP_K": top_k, "ALIGNED": 1, "BLOCK_T": 1, "BLOCK_D": 32}
+    arguments = tokens, tokens.stride(), weights, index, rows, rows.stride(), len(tokens), d_model
     return Launch(_permute_kernel, (4, 1), arguments, options)
 
 
@@ -55,8 +55,10 @@ def test_static_properties_tell_apart_what_triton_compiles_for(facts):
 
 
 def activation_launch(preactivation, num_rows, limit):
-    arguments = (preactivation, preactivation.stride(), None, None, preactivation, None, num_rows, 16, limit, None)
-    return Launch(activation_kernel, (1,), arguments, {"FORWARD": None, "GATED": True, "BLOCK_R": 1, "BLOCK_F": 16})
+    out = preactivation, preactivation.stride(0)
+    arguments = preactivation, preactivation.stride(), None, None, *out, None, num_rows, 16, limit, None
+    options = {"FORWARD": None, "GATED": True, "ALIGNED": 1, "BLOCK_R": 1, "BLOCK_F": 16}
+    return Launch(activation_kernel, (1,), arguments, options)
 
 
 def test_signatures_of_numbers():

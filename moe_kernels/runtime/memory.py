@@ -1,0 +1,33 @@
+"""The memory layout of rows, and what kernels know about it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LINE_BYTES = 128  # of a cache line, and of what the copy engine reads of a row at once
+_LEAST_BYTES = 1024  # shorter rows are not padded: that would take more than an eighth of their memory
+_MOST_ALIGNED = 16  # elements; Triton looks for no more
+
+
+def empty_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return unwritten rows on the device of `like`, each of which starts at a multiple of 128 bytes if it is long.
+
+    A GEMM reads pieces of 128 bytes of each row. If rows start elsewhere, each piece lies in two cache lines, and the
+    GEMM takes up to 1.3 times as long.
+    """
+    unit = _LINE_BYTES // (dtype or like.dtype).itemsize
+    if num_columns % unit == 0 or num_columns * _LINE_BYTES < _LEAST_BYTES * unit:
+        return like.new_empty(num_rows, num_columns, dtype=dtype)
+    return like.new_empty(num_rows, -(-num_columns // unit) * unit, dtype=dtype)[:, :num_columns]
+
+
+def alignment(*sizes: int) -> int:
+    """Return the largest power of two up to 16 that divides all sizes and strides.
+
+    Triton itself only sees whether 16 divides a number. A kernel that rounds its sizes to this divisor loads and stores
+    several elements at once.
+    """
+    return math.gcd(_MOST_ALIGNED, *sizes)
