@@ -214,7 +214,7 @@ def choose_copies(
     Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
-        w_up: a shape stands for a contiguous weight in the dtype of the tokens.
+        w_up: a shape stands for a contiguous weight in the dtype of the tokens, a meta tensor for one of its strides.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     if not isinstance(w_up, Tensor):
@@ -236,7 +236,9 @@ def copies_for(
     # Expanded tensors have the shape of the rows without their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
     offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
-    b = (torch.empty_like(w_up, device=tokens.device) if w_up.is_meta else w_up).transpose(1, 2)
+    if w_up.is_meta:
+        w_up = torch.empty_strided(w_up.shape, w_up.stride(), dtype=w_up.dtype, device=tokens.device)
+    b = w_up.transpose(1, 2)
     kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
     return decide_copies(kernel, d_ff, num_columns, entry)
 

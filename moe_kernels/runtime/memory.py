@@ -9,6 +9,7 @@ from torch import Tensor
 
 _LINE_BYTES = 128  # of a cache line, and of what the copy engine reads of a row at once
 _LEAST_BYTES = 1024  # shorter rows are not padded: that would take more than an eighth of their memory
+_COPIED_BYTES = 16  # the copy engine reads rows that start at multiples of these
 _MOST_ALIGNED = 16  # elements; Triton looks for no more
 
 
@@ -22,6 +23,23 @@ def empty_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype
     if num_columns % unit == 0 or num_columns * _LINE_BYTES < _LEAST_BYTES * unit:
         return like.new_empty(num_rows, num_columns, dtype=dtype)
     return like.new_empty(num_rows, -(-num_columns // unit) * unit, dtype=dtype)[:, :num_columns]
+
+
+def has_aligned_rows(matrices: Tensor) -> bool:  # [E, M, N]
+    """Return whether all rows, or all columns if those are contiguous, start at multiples of 16 bytes."""
+    strides = [stride for stride in matrices.stride() if stride != 1]
+    distances = [matrices.data_ptr(), *(stride * matrices.element_size() for stride in strides)]
+    return not any(distance % _COPIED_BYTES for distance in distances)
+
+
+def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N]
+    """Return unwritten matrices of the same shape and the same contiguous axis, with rows like `empty_rows`."""
+    if matrices.stride(2) != 1 and matrices.stride(1) == 1:
+        return empty_aligned(matrices.transpose(1, 2), device).transpose(1, 2)
+    num_matrices, num_rows, num_columns = matrices.shape
+    unit = _LINE_BYTES // matrices.element_size()
+    pitch = -(-num_columns // unit) * unit
+    return torch.empty(num_matrices, num_rows, pitch, dtype=matrices.dtype, device=device)[..., :num_columns]
 
 
 def alignment(*sizes: int) -> int:

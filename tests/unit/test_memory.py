@@ -7,10 +7,11 @@ import torch
 
 from moe_kernels import reference
 from moe_kernels.experts.fused_op import fused_experts_op
-from moe_kernels.runtime.memory import alignment, empty_rows
+from moe_kernels.gemm.epilogue import launch_product
+from moe_kernels.runtime.memory import alignment, empty_aligned, empty_rows, has_aligned_rows
 from moe_kernels.testing import Case, check_accuracy
 
-from .test_experts import VARIANTS, draw_variant, flat_operands, run_variant
+from .test_experts import VARIANTS, draw_variant, flat_operands, run_variant, triton_experts
 
 ODD = Case(33, 21, 13, 4, 2)
 
@@ -58,3 +59,41 @@ def test_opcheck_of_padded_rows(recompute, device, monkeypatch):
     torch.library.opcheck(
         fused_experts_op.overload, flat_operands(*leaves, None, None, permutation, recompute=recompute)
     )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_that_the_copy_engine_does_not_take(transposed, device, monkeypatch):
+    """Many rows per expert read an aligned copy, and gradients lie as without."""
+    monkeypatch.setattr("moe_kernels.experts.rows._has_copy_engine", lambda device: True)
+    monkeypatch.setattr("moe_kernels.experts.rows._ROWS_WORTH_AN_ALIGNED_WEIGHT", 8)
+    multiplied = []
+    monkeypatch.setattr(
+        "moe_kernels.experts.rows.launch_product",
+        lambda args, launch=launch_product: (multiplied.append(args.B), launch(args)),
+    )
+
+    def stored(weight):
+        return weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+
+    def run(tokens, weights, experts, w_up, w_down, op=triton_experts):
+        return run_variant(tokens, weights, experts, stored(w_up), stored(w_down), variant="relu_squared", op=op)
+
+    draw = partial(draw_variant, ODD, "relu_squared", torch.float16, device)
+    check_accuracy(
+        run, partial(run, op=reference.fused_experts), draw, ("out", "dtokens", "dweights", "dw_up", "dw_down")
+    )
+    assert multiplied and all(has_aligned_rows(b) for b in multiplied)
+    tokens, weights, experts, w_up, w_down = draw(0)
+    w_up, w_down = stored(w_up).requires_grad_(), stored(w_down).requires_grad_()
+    out = run_variant(tokens, weights, experts, w_up, w_down, variant="relu_squared")
+    gradients = torch.autograd.grad(out.sum(), (w_up, w_down))
+    assert [g.stride() for g in gradients] == [w_up.stride(), w_down.stride()]
+
+
+def test_aligned_copies_keep_the_contiguous_axis():
+    matrices = torch.randn(2, 5, 70)[..., :69].half()
+    assert not has_aligned_rows(matrices)
+    for given in (matrices, matrices.transpose(1, 2)):
+        copy = empty_aligned(given, given.device)
+        assert has_aligned_rows(copy) and copy.shape == given.shape
+        assert [stride == 1 for stride in copy.stride()] == [stride == 1 for stride in given.stride()]
