@@ -12,7 +12,7 @@ from ..activation.ops import RowBias, launch_activation, launch_scaled_activatio
 from ..gemm import selection
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
-from ..gemm.block_scaled import BlockScaledGemmArguments
+from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
 from ..gemm.epilogue import launch_bias_and_scale, launch_product
 from ..gemm.kernel import device_cc
 from ..gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments, QuantizedMatrices
@@ -20,18 +20,10 @@ from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.kernels import launch_dequantize
 from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
 from ..quantization.weight_scaling import launch_quantize_weight
-from ..runtime.memory import empty_aligned, empty_rows, has_aligned_rows
+from ..runtime.memory import empty_aligned, empty_rows
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
-
-# Of a product in e4m3. The GEMM saves about a tenth of its time if its rows are copied first. A copy takes as long
-# whatever the number of columns: on an H200 it took as much as it saved with 2048.
-_COLUMNS_WORTH_A_COPY = 4096
-
-# Rows per expert from which a copy of a weight costs less than GEMMs gain by the copy engine, which does not take rows
-# of the weight's own length.
-_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512
 
 
 class ScaledMatrices(NamedTuple):
@@ -74,7 +66,7 @@ class Rows(NamedTuple):
         if isinstance(weight, ScaledWeight):
             return _scaled_matrices(weight, transposed)
         dense = self.dense(weight, dtype)
-        if self._is_copied(dense):
+        if self._is_aligned_by_copy(dense):
             dense = empty_aligned(dense, dense.device).copy_(dense)
         return dense.transpose(1, 2) if transposed else dense
 
@@ -82,16 +74,11 @@ class Rows(NamedTuple):
         """The weight, or a dequantised copy."""
         return weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
 
-    def _is_copied(self, weight: Tensor) -> bool:
-        """Whether GEMMs read a copy of the weight with rows that the copy engine takes."""
-        return not has_aligned_rows(weight) and self._needs_alignment(weight)
-
-    def _needs_alignment(self, matrices: Tensor) -> bool:
-        """Whether a GEMM by these matrices, or with this result, gains more by the copy engine than a copy costs."""
-        if matrices.element_size() != 2 or not _has_copy_engine(matrices.device):
-            return False
-        num_rows = self.row_to_token.shape[0] // matrices.shape[0] if self.assumed_rows is None else self.assumed_rows
-        return num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT
+    def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
+        """Whether GEMMs read a copy of this weight, or write their result into one, with rows that start elsewhere."""
+        num_experts, cc = matrices.shape[0], device_cc(matrices.device) if matrices.is_cuda else 0
+        num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * num_experts
+        return selection.is_worth_aligning(matrices, num_rows, cc)
 
     def decodes(self, weight: QuantizedWeight) -> bool:
         """Whether GEMMs decode the weight while they load it, by the average number of rows. Dequantised weights have
@@ -141,7 +128,7 @@ class Rows(NamedTuple):
         self, a: Tensor | ScaledRows, b: ScaledMatrices, bias: Tensor | None, gather: bool
     ) -> Tensor:  # [R, N]
         scaled = launch_quantize_rows(a) if isinstance(a, Tensor) else a
-        if gather and b.shape[2] >= _COLUMNS_WORTH_A_COPY:
+        if gather and b.shape[2] >= COLUMNS_WORTH_A_COPY:
             scaled, gather = self._permute_scaled(scaled), False
         out = empty_rows(b.values, self.row_to_token.shape[0], b.shape[2], b.dtype)
         args = BlockScaledGemmArguments(
@@ -216,7 +203,7 @@ class Rows(NamedTuple):
     def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]."""
         out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
-        if not has_aligned_rows(out) and self._needs_alignment(out):
+        if self._is_aligned_by_copy(out):
             out = empty_aligned(out, out.device)
         args = WgradArguments(
             a,
@@ -239,7 +226,7 @@ class Rows(NamedTuple):
             if self.decodes(w_up):
                 return selection.Copies(False, False, False)
             w_up = w_up.shape
-        elif self._is_copied(w_up):
+        elif self._is_aligned_by_copy(w_up):
             w_up = empty_aligned(w_up, torch.device("meta"))
         return selection.choose_copies(tokens, w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
 
@@ -274,10 +261,6 @@ class Rows(NamedTuple):
         ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
         row_weights = None if ones is None else self.permute(ones, topk_weights)
         return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
-
-
-def _has_copy_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and device_cc(device) >= 90
 
 
 def _scaled_matrices(weight: ScaledWeight, transposed: bool) -> ScaledMatrices:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
 from ..runtime.launch import Ready, run_launch
+from ..runtime.memory import has_aligned_rows
 from ..runtime.triton import HAS_TRITON, INTERPRET
 from .arguments import Arguments, GroupedGemmArguments, WgradArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
@@ -257,6 +258,13 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
     return Copies(is_large, is_large, is_large and num_columns >= 1024)
 
 
+def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
+    """Return whether a GEMM by these matrices, or with this result, gains more by the copy engine of a GPU of compute
+    capability `cc` than a copy with aligned rows costs. The copy engine takes rows of whole 16 bytes."""
+    many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
+    return many and cc >= 90 and matrices.element_size() == 2 and not has_aligned_rows(matrices)
+
+
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
     """Make `choose_copies` return these for arguments like these, in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
@@ -287,6 +295,8 @@ def copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> str:
 def _key(args: Arguments) -> tuple[Any, ...]:
     return type(args), args.accumulator_type, args.selection_key()
 
+
+_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
 
 # Multiplications per element read at which a kernel has half its full speed.
 _HALF_SPEED = 20

@@ -28,6 +28,7 @@ from ..activation.functions import EPILOGUES, listed_epilogue
 from ..experts.fused import fused_experts
 from ..gemm import selection, tables
 from ..gemm.arguments import Arguments
+from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY
 from ..gemm.kernel import Kernel, WarpSpecializedDesign, device_cc
 from ..gemm.kernels.decoding import MAX_ROWS
 from ..gemm.selection import Copies, get_kernels
@@ -174,7 +175,8 @@ def block_scaled_choices(layer: LayerForms, target: Target) -> tuple[Copies, lis
     """Return the copies and kernels of `precision="fp8"`. The gradients of weights are as without it."""
     copies, choices = choices_of(layer, target)
     of_weights = [choice for choice in choices if choice.op.endswith("gradient of its weight")]
-    return copies._replace(tokens_forward=False), [*_choices_of_products(layer.block_scaled(), target), *of_weights]
+    copies = copies._replace(tokens_forward=layer.w_up.shape[1] >= COLUMNS_WORTH_A_COPY)
+    return copies, [*_choices_of_products(layer.block_scaled(), target), *of_weights]
 
 
 def _choices_of_products(forms: dict[str, Arguments], target: Target) -> list[Choice]:
@@ -225,6 +227,9 @@ def print_choices(layer: LayerForms, target: Target, format: str | None, precisi
         copies, choices = choices_of(layer, target)
         if format is not None:
             print(f"Weights: {format}, dequantised before each GEMM")
+    aligned = [name for name in ("w_up", "w_down") if not getattr(layer, name).is_contiguous()]
+    if aligned:
+        print(f"Weights: GEMMs read aligned copies of {' and '.join(aligned)}")
     for op, args, kernel in choices:
         by = "table" if _is_in_table(args, kernel, target) else "rule"
         print(f"{op}: {f'{kernel.metadata.kernel_name} (by {by})' if kernel else 'no kernel'}")
@@ -338,7 +343,7 @@ def explain_command(options: argparse.Namespace) -> int:
         layer = LayerForms.drawn(case, dtype, "cuda", options.activation)
     else:
         layer = LayerForms.without_memory(case, dtype, options.activation)
-    choices = print_choices(layer, target, options.quantized, options.precision)
+    choices = print_choices(layer.as_read(target.cc), target, options.quantized, options.precision)
     runnable = choices if target.is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passed = check_numbers(runnable, dtype, device, options.activation, options.precision)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
-from ..gemm.block_scaled import BlockScaledGemmArguments
+from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
+from ..gemm.kernel import device_cc
 from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
+from ..gemm.selection import is_worth_aligning
 from ..quantization.quantize import quantize
 from ..reference_fp8 import BLOCK, quantize_blocks
+from ..runtime.memory import empty_aligned, empty_rows
 from ..specs import is_gated
 from ..testing import Case, make_inputs, make_permutation
 from ..types import QuantizedWeight, TileTable, WeightFormat
@@ -52,8 +55,8 @@ class LayerForms:
         self.row_to_token, self._table = row_to_token, tile_table
         num_rows, d_model, d_ff = len(row_to_token), tokens.shape[1], w_down.shape[2]
         columns = (d_model, d_ff, w_up.shape[1])
-        self._rows = [torch.randn(num_rows, n, device=tokens.device, dtype=tokens.dtype) for n in columns]
-        self._out = [torch.empty_like(rows) for rows in self._rows]
+        self._rows = [empty_rows(tokens, num_rows, n).normal_() for n in columns]
+        self._out = [empty_rows(tokens, num_rows, n) for n in columns]
 
     @classmethod
     def drawn(cls, case: Case, dtype: torch.dtype, device: torch.device | str, activation: str) -> LayerForms:
@@ -82,6 +85,22 @@ class LayerForms:
             table,
             activation,
         )
+
+    def as_read(self, cc: int | None = None) -> LayerForms:
+        """Return the forms with the weights that GEMMs read: these, or aligned copies.
+
+        Args:
+            cc: compute capability; None for that of the tensors' device.
+        """
+        if cc is None:
+            cc = device_cc(self.tokens.device) if self.tokens.is_cuda else 0
+        w_up, w_down = (
+            empty_aligned(weight, weight.device).copy_(weight)
+            if is_worth_aligning(weight, len(self.row_to_token), cc)
+            else weight
+            for weight in (self.w_up, self.w_down)
+        )
+        return LayerForms(self.tokens, w_up, w_down, self.row_to_token, self._table, self.activation)
 
     def all(self) -> dict[str, Arguments]:
         """Return every form: "_gather" reads the tokens' rows through an index, "up_plain" omits the activation."""
@@ -124,10 +143,9 @@ class LayerForms:
         }
 
     def block_scaled(self) -> dict[str, Arguments]:
-        """Return the forms of `precision="fp8"`: rows and weights in e4m3."""
-        _, rows_f, rows_2f = self._rows
+        """Return the products of `precision="fp8"`: rows and weights in e4m3. Wide ones read copied rows."""
+        rows_d, rows_f, rows_2f = self._rows
         out_d, out_f, out_2f = self._out
-        gather = {"row_to_token": self.row_to_token}
 
         def form(a: Tensor, weight: Tensor, out: Tensor, row_to_token: Tensor | None = None) -> Arguments:
             values, scales = quantize_blocks(a, 1, BLOCK)
@@ -136,10 +154,15 @@ class LayerForms:
             options = {"tile_table": self._table, "row_to_token": row_to_token, "zero_tail": False}
             return BlockScaledGemmArguments(values, b.mT, out, scale_a=scales, scale_b=scale_b.mT, **options)
 
+        def of_tokens(weight: Tensor, out: Tensor) -> Arguments:
+            if out.shape[1] >= COLUMNS_WORTH_A_COPY:
+                return form(rows_d, weight, out)
+            return form(self.tokens, weight, out, self.row_to_token)
+
         return {
-            "up_gather": form(self.tokens, self.w_up, out_2f, **gather),
+            "up": of_tokens(self.w_up, out_2f),
             "down": form(rows_f, self.w_down, out_d),
-            "down_dgrad_gather": form(self.tokens, self.w_down.mT.contiguous(), out_f, **gather),
+            "down_dgrad": of_tokens(self.w_down.mT.contiguous(), out_f),
             "up_dgrad": form(rows_2f, self.w_up.mT.contiguous(), out_d),
         }
 
@@ -147,4 +170,5 @@ class LayerForms:
         return GroupedGemmArguments(a, b, out, tile_table=self._table, zero_tail=False, **options)
 
     def _wgrad(self, a: Tensor, dout: Tensor, weight: Tensor, **options) -> WgradArguments:
-        return WgradArguments(a, dout, torch.empty_like(weight), tile_table=self._table, **options)
+        out = torch.empty_like(weight) if weight.is_contiguous() else empty_aligned(weight, weight.device)
+        return WgradArguments(a, dout, out, tile_table=self._table, **options)

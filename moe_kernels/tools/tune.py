@@ -172,7 +172,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
     """Return the job of one layer: its GEMMs in every form, then its choice of copies."""
 
     def entries() -> Iterator[Entry]:
-        layer = LayerForms.drawn(case, dtype, device, activation)
+        layer = LayerForms.drawn(case, dtype, device, activation).as_read()
         for args in layer.all().values():
             yield kernel_entry(args, fastest)
         del layer, args

@@ -7,6 +7,7 @@ import torch
 
 from moe_kernels import reference
 from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.gemm import selection
 from moe_kernels.gemm.epilogue import launch_product
 from moe_kernels.runtime.memory import alignment, empty_aligned, empty_rows, has_aligned_rows
 from moe_kernels.testing import Case, check_accuracy
@@ -64,8 +65,7 @@ def test_opcheck_of_padded_rows(recompute, device, monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_that_the_copy_engine_does_not_take(transposed, device, monkeypatch):
     """Many rows per expert read an aligned copy, and gradients lie as without."""
-    monkeypatch.setattr("moe_kernels.experts.rows._has_copy_engine", lambda device: True)
-    monkeypatch.setattr("moe_kernels.experts.rows._ROWS_WORTH_AN_ALIGNED_WEIGHT", 8)
+    monkeypatch.setattr(selection, "is_worth_aligning", lambda matrices, *_: not has_aligned_rows(matrices))
     multiplied = []
     monkeypatch.setattr(
         "moe_kernels.experts.rows.launch_product",

@@ -30,6 +30,7 @@ if OBSTACLE is None:
     from .hopper.streaming import streaming_kernel, values_per_64_bytes
 
 _TABLE_ROWS = 128  # of a table that the kernel makes itself; it reads tables of any height
+_MOST_ROWS = 16  # per group; each 8 rows read the weight once more
 _REGISTERS = 128  # per thread, so that an SM runs 16 warps; without spills for 8 rows
 _READING = 100  # multiplications of a row that take as long as reading and decoding one value of a weight
 
@@ -76,6 +77,8 @@ class StreamingGroupedGemm(GroupedGemmKernel):
             return status
         if args.bias is not None and args.bias.stride(-1) != 1:
             return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {args.bias.stride()}")
+        if (rows := cdiv(args.num_rows, args.B.shape[0])) > _MOST_ROWS:
+            return Status(f"expected at most {_MOST_ROWS} rows per group on average, got {rows}")
         return SUPPORTED
 
     def estimate(self, args: GroupedGemmArguments) -> float:
