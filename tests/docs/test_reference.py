@@ -6,6 +6,7 @@ from pathlib import Path
 
 import moe_kernels
 import moe_layers
+from benchmarks import fp8_convergence
 from benchmarks.layer import markdown_table
 from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE
 
@@ -34,7 +35,7 @@ def test_navigation_holds_every_page():
 
 def test_layer_tables_equal_their_results_files():
     tables = re.findall(r"<!-- table: (\S+) -->\n\n((?:\|.*\n)+)", PERFORMANCE)
-    assert len(tables) == 4
+    assert len(tables) == 5
     for name, table in tables:
         assert table == markdown_table(json.loads((RESULTS / name).read_text())), name
 
@@ -101,3 +102,21 @@ def test_quantised_decoding_table_equals_its_results_file():
         cells = [f"{shape}, {num_tokens}", f"{1e3 * plain['ms']:.0f}"]
         cells += [f"{1e3 * row['ms']:.0f} ({row['over_plain']:.2f})" for row in (fp8, mxfp4)]
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE
+
+
+def test_fp8_tables_equal_their_results_files():
+    rows = json.loads((RESULTS / "fp8_h100_cef1e8c.json").read_text())
+    found = {(row["shape"], row["implementation"], row["pass"]): row for row in rows if row["case"] == "layer"}
+    passes = ("forward", "forward+backward")
+    for shape in {key[0] for key in found}:
+        cells = [shape, " / ".join(f"{found[shape, 'bf16', which]['ms']:.2f}" for which in passes)]
+        for form in ("fp8", "fp8 new weights", "fp8_saved"):
+            cells.append(" / ".join(f"{found[shape, form, which]['over_bf16']:.2f}" for which in passes))
+        cells.append(" / ".join(f"{found[shape, form, 'forward']['saved_mib']:.0f}" for form in ("bf16", "fp8_saved")))
+        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE
+    curves = fp8_convergence.curves_of(json.loads((RESULTS / "fp8_convergence_h100.json").read_text()))
+    guide = (ROOT / "docs" / "guides" / "fp8.md").read_text()
+    for precision in ("bfloat16", "fp8", "float32"):
+        losses = [curves[precision, seed][2000] for seed in range(3)]
+        assert ", ".join(f"{loss:.4f}" for loss in losses) in PERFORMANCE.replace("\n", " ")
+        assert f"{mean(losses):.4f}" in guide
