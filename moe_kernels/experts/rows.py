@@ -18,7 +18,7 @@ from ..gemm.kernel import device_cc
 from ..gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments, QuantizedMatrices
 from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.kernels import launch_dequantize
-from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
+from ..quantization.scaling import launch_quantize_rows
 from ..quantization.weight_scaling import launch_quantize_weight
 from ..runtime.memory import empty_aligned, empty_rows
 from ..specs import Activation
@@ -130,7 +130,7 @@ class Rows(NamedTuple):
         scaled = launch_quantize_rows(a) if isinstance(a, Tensor) else a
         if gather and b.shape[2] >= COLUMNS_WORTH_A_COPY:
             scaled, gather = self._permute_scaled(scaled), False
-        out = empty_rows(b.values, self.row_to_token.shape[0], b.shape[2], b.dtype)
+        out = empty_rows(b.values, self.row_to_token.shape[0], b.shape[2], dtype=b.dtype)
         args = BlockScaledGemmArguments(
             scaled.values,
             b.values,
@@ -237,11 +237,10 @@ class Rows(NamedTuple):
         return rows
 
     def _permute_scaled(self, tokens: ScaledRows) -> ScaledRows:  # [T, K] -> [R, K]
-        rows = empty_scaled_rows(tokens.scales, self.row_to_token.shape[0], tokens.values.shape[1])
+        values = tokens.values.new_empty(self.row_to_token.shape[0], tokens.values.shape[1])
         whole = torch.int64  # 8 numbers at once
-        launch_permute(tokens.values.view(whole), None, self.slot_to_row, rows.values.view(whole))
-        launch_permute(tokens.scales, None, self.slot_to_row, rows.scales)
-        return rows
+        launch_permute(tokens.values.view(whole), None, self.slot_to_row, values.view(whole))
+        return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
 
     def combine(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
         """Each token's rows, weighted and summed."""

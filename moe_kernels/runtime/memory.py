@@ -13,7 +13,7 @@ _COPIED_BYTES = 16  # the copy engine reads rows that start at multiples of thes
 _MOST_ALIGNED = 16  # elements; Triton looks for no more
 
 
-def empty_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype | None = None) -> Tensor:
+def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return unwritten rows on the device of `like`, each of which starts at a multiple of 128 bytes if it is long.
 
     A GEMM reads pieces of 128 bytes of each row. If rows start elsewhere, each piece lies in two cache lines, and the

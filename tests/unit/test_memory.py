@@ -29,7 +29,7 @@ ODD = Case(33, 21, 13, 4, 2)
     ],
 )
 def test_rows_start_at_multiples_of_128_bytes(num_columns, dtype, pitch):
-    rows = empty_rows(torch.empty(0, dtype=torch.float16), 3, num_columns, dtype)
+    rows = empty_rows(torch.empty(0, dtype=torch.float16), 3, num_columns, dtype=dtype)
     assert rows.shape == (3, num_columns) and rows.stride() == (pitch, 1)
     assert rows.dtype == (dtype or torch.float16)
 
