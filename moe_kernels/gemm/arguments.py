@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..runtime.memory import LINE_BYTES
 from ..runtime.pytorch import fp32_precision
 from ..specs import is_gated
 from ..types import TileTable
-
-CACHE_LINE = 128  # bytes
 
 
 def rows_bucket(num_rows: int, num_groups: int) -> int:
@@ -39,7 +38,7 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tuple[Any, ...]:
     contiguous = tuple(stride == 1 for stride in strides)
     pitches = [stride * dtype.itemsize for stride in strides if stride != 1]
-    has_lines = all(pitch <= CACHE_LINE or pitch % CACHE_LINE == 0 for pitch in pitches)
+    has_lines = all(pitch <= LINE_BYTES or pitch % LINE_BYTES == 0 for pitch in pitches)
     return dtype, contiguous, aligned and all(pitch % 16 == 0 for pitch in pitches), has_lines
 
 

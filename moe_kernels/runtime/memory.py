@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-_LINE_BYTES = 128  # of a cache line, and of what the copy engine reads of a row at once
+LINE_BYTES = 128  # of a cache line, and of what the copy engine reads of a row at once
 _LEAST_BYTES = 1024  # shorter rows are not padded: that would take more than an eighth of their memory
 _COPIED_BYTES = 16  # the copy engine reads rows that start at multiples of these
 _MOST_ALIGNED = 16  # elements; Triton looks for no more
@@ -19,8 +19,8 @@ def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dt
     A GEMM reads pieces of 128 bytes of each row. If rows start elsewhere, each piece lies in two cache lines, and the
     GEMM takes up to 1.3 times as long.
     """
-    unit = _LINE_BYTES // (dtype or like.dtype).itemsize
-    if num_columns % unit == 0 or num_columns * _LINE_BYTES < _LEAST_BYTES * unit:
+    unit = LINE_BYTES // (dtype or like.dtype).itemsize
+    if num_columns % unit == 0 or num_columns * LINE_BYTES < _LEAST_BYTES * unit:
         return like.new_empty(num_rows, num_columns, dtype=dtype)
     return like.new_empty(num_rows, -(-num_columns // unit) * unit, dtype=dtype)[:, :num_columns]
 
@@ -37,7 +37,7 @@ def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N
     if matrices.stride(2) != 1 and matrices.stride(1) == 1:
         return empty_aligned(matrices.transpose(1, 2), device).transpose(1, 2)
     num_matrices, num_rows, num_columns = matrices.shape
-    unit = _LINE_BYTES // matrices.element_size()
+    unit = LINE_BYTES // matrices.element_size()
     pitch = -(-num_columns // unit) * unit
     return torch.empty(num_matrices, num_rows, pitch, dtype=matrices.dtype, device=device)[..., :num_columns]
 
