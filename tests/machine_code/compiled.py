@@ -30,7 +30,7 @@ MISCOMPILED = {
 
 
 def inspect(compiled) -> dict[str, object]:
-    """Return registers, spills, shared and scratch memory, instructions and known hazards of a compiled kernel."""
+    """Return registers, spills, shared and scratch memory, instructions, hazards, and accesses of single elements."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [BIN / "cuobjdump", "-res-usage", file.name]
@@ -45,6 +45,7 @@ def inspect(compiled) -> dict[str, object]:
         "scratch_bytes": compiled.metadata.global_scratch_size,
         "num_warps": compiled.metadata.num_warps,
         "tensor_core": tensor_core[0] if tensor_core else None,
+        "narrow_accesses": len(re.findall(r"\b(?:ld|st)\.global(?:\.(?!v\d)[\w:]+)*\.[bsu]16\b", compiled.asm["ptx"])),
         "hazards": [name for name, pattern in MISCOMPILED.items() if pattern.search(compiled.asm["ptx"])],
         "moved": moved_integers(compiled.asm["ttgir"]) if "ttgir" in compiled.asm else [],
     }

@@ -34,6 +34,7 @@ from moe_kernels.quantization.weight_scaling import launch_quantize_weight, laun
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
+from moe_kernels.runtime.memory import empty_rows
 from moe_kernels.specs import ACTIVATION_KINDS
 
 
@@ -103,6 +104,22 @@ def run_activations() -> None:
     run_activation(interleaved, bias, 512, 2880, weights, slot_to_row, torch.bfloat16)
 
 
+def run_between_tiles() -> None:
+    """Run what reads or writes rows of 16-bit numbers whose widths are multiples of 8 but not of 16."""
+    num_tokens, d_model, d_ff, top_k = 32768, 1544, 520, 8
+    tokens, weights = torch.empty(num_tokens, d_model, dtype=torch.bfloat16), torch.empty(num_tokens, top_k)
+    slot_to_row = torch.zeros(num_tokens, top_k, dtype=torch.int32)
+    rows = empty_rows(tokens, slot_to_row.numel(), d_model)
+    mk.permutation.permute.launch_permute(tokens, None, slot_to_row, rows)
+    mk.permutation.permute.launch_combine(rows, weights, slot_to_row)
+    bounds, w_router = torch.zeros(42, dtype=torch.int32), tokens[:40]
+    launch_combine_with_router(rows, weights, weights, slot_to_row, bounds, w_router)
+    hidden, activated = empty_rows(tokens, len(rows), 2 * d_ff), empty_rows(tokens, len(rows), d_ff)
+    activation = mk.Activation("swiglu")
+    launch_activation(hidden, activation, None, activated)
+    launch_weighted_activation_backward(hidden, activated, weights, slot_to_row, activation)
+
+
 def run_jagged_tables() -> None:
     """Write the table that lets a grouped GEMM kernel compute packed rows with a shared matrix."""
     out = torch.empty(256, 512, dtype=torch.bfloat16)
@@ -138,6 +155,7 @@ _SIZES = {
     "odd": {"num_tokens": 64, "d_model": 97, "d_ff": 47, "num_experts": 1000, "top_k": 10, "dtype": torch.float32},
 }
 SMALL_LAUNCHES: dict[str, Callable[[], object]] = {
+    "between tiles": run_between_tiles,
     **{case: partial(run_small_ops, **sizes) for case, sizes in _SIZES.items()},
     "jagged": run_jagged_tables,
     "activations": run_activations,

@@ -86,6 +86,12 @@ def test_loop_bounds_of_weight_gradients_follow_the_tile(records):
     assert not [(where(r), r["moved"]) for r in specialized if len(r["moved"]) < 3 or not all(r["moved"])]
 
 
+def test_rows_between_tiles_move_several_elements_at_once(records):
+    found = [record for record in records if record["case"] == "between tiles"]
+    assert {"_permute_kernel", "_combine_kernel", "activation_kernel"} < {record["kernel"] for record in found}
+    assert not [where(record) for record in found if record["narrow_accesses"]]
+
+
 def test_shared_memory_fits(records):
     too_much = [where(record) for record in records if record["shared_bytes"] > SHARED_BYTES[record["cc"]]]
     assert not too_much
