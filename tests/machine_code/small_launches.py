@@ -112,8 +112,6 @@ def run_between_tiles() -> None:
     rows = empty_rows(tokens, slot_to_row.numel(), d_model)
     mk.permutation.permute.launch_permute(tokens, None, slot_to_row, rows)
     mk.permutation.permute.launch_combine(rows, weights, slot_to_row)
-    bounds, w_router = torch.zeros(42, dtype=torch.int32), tokens[:40]
-    launch_combine_with_router(rows, weights, weights, slot_to_row, bounds, w_router)
     hidden, activated = empty_rows(tokens, len(rows), 2 * d_ff), empty_rows(tokens, len(rows), d_ff)
     activation = mk.Activation("swiglu")
     launch_activation(hidden, activation, None, activated)
