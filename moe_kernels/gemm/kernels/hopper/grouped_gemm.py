@@ -20,7 +20,7 @@ from .ring import (
     release_previous,
     wait_step,
 )
-from .tiles import Tiles, row_tile_at, tile_at, tile_of, turns, walk, with_walk
+from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
 
 LONG_REDUCTION = gl.constexpr(16)  # steps
 
@@ -53,9 +53,9 @@ def _produce_contiguous(
     tiles = with_walk(tiles)
     step = 0
     # A tile's position is loaded one tile ahead, so that no copy waits for that load.
-    group, row, _, column = tile_at(tiles, tile_of(0))
-    for turn in range(turns(tiles.num_row_tiles * tiles.num_column_tiles)):
-        next_group, next_row, _, next_column = tile_at(tiles, tile_of(turn + 1))
+    group, row, _, column = tile_at(tiles, gl.program_id(0))
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
             load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
             step += 1
@@ -94,11 +94,11 @@ def _produce_gathered(
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
-    group, row, end, column = tile_at(tiles, tile_of(0))
+    group, row, end, column = tile_at(tiles, gl.program_id(0))
     # Rows past the group repeat its last row; their results are not written.
     token = gl.load(row_to_token_ptr + gl.minimum(row + r, max(end - 1, 0)))
-    for turn in range(turns(tiles.num_row_tiles * tiles.num_column_tiles)):
-        next_group, next_row, next_end, next_column = tile_at(tiles, tile_of(turn + 1))
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
         next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
         pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
@@ -268,8 +268,8 @@ def _consume(
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
-    for turn in range(turns(num_tiles)):
-        group, tile_row, tile_end, tile_column = tile_at(tiles, tile_of(turn))
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
             # A last column tile that is at most half full needs only half the multiplications.
             if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
@@ -350,7 +350,7 @@ def grouped_gemm_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Each program writes one tile of out in each turn. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
     if NUM_GROUPS is None:
         entries = tiles_ptr
         num_row_tiles = gl.load(num_tiles_ptr)

@@ -8,26 +8,6 @@ from triton.experimental.gluon import language as gl
 from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
-_SHIFT = gl.constexpr(80)  # programs from one turn to the next: 0.6 of an H100's or H200's SMs
-
-
-@gluon.jit
-def tile_of(turn):
-    """Return the tile that this program computes in a turn; in its last turn, this may be past the last tile.
-
-    In each turn the programs compute neighbouring tiles, which share data in the L2 cache. Some tiles take less time.
-    They recur in the order of tiles, so a program that always had the same place in a turn would get more of them than
-    others. It would then run ever further ahead of the programs that share its data.
-    """
-    place = (gl.program_id(0) + turn * _SHIFT) % gl.num_programs(0)
-    return turn * gl.num_programs(0) + place
-
-
-@gluon.jit
-def turns(num_tiles):
-    """Return the number of tiles that this program computes."""
-    whole = num_tiles // gl.num_programs(0)
-    return whole + (tile_of(whole) < num_tiles).to(gl.int32)
 
 
 @aggregate

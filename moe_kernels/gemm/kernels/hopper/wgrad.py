@@ -21,7 +21,6 @@ from .ring import (
     wait_step,
     write,
 )
-from .tiles import tile_of, turns
 
 
 @aggregate
@@ -48,9 +47,19 @@ class Tiles:
 
 
 @gluon.jit
+def turns(tiles):
+    """Return the number of tiles that this program computes."""
+    whole = tiles.num_tiles // gl.num_programs(0)
+    place = gl.program_id(0) if whole % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
+    return whole + (place < tiles.num_tiles % gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
 def tile_at(tiles, turn):
     """Return (group, tile along K, tile along N, rows in the group, end row) of a turn, clamped to the last tile."""
-    tile = min(tile_of(turn), tiles.num_tiles - 1)
+    # Every other round runs backwards, so that no program gets the longer tile of every round.
+    place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
+    tile = min(turn * gl.num_programs(0) + place, tiles.num_tiles - 1)
     group = gl.load(tiles.order_ptr + tile // (tiles.num_k_tiles * tiles.num_n_tiles))
     local = tile % (tiles.num_k_tiles * tiles.num_n_tiles)
     band = tiles.group_tiles * tiles.num_n_tiles
@@ -75,7 +84,7 @@ def steps_for(tiles, num_rows):
 def _produce_contiguous(tiles, ring, a_desc, dout_desc, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr):
     step = 0
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
-    for turn in range(turns(tiles.num_tiles)):
+    for turn in range(turns(tiles)):
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
         for i in range(steps_for(tiles, num_rows)):
             row = min(0x40000000 - num_rows + i * tiles.block_r, 0x40000000)
@@ -111,7 +120,7 @@ def _produce_gathered(
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
-    for turn in range(turns(tiles.num_tiles)):
+    for turn in range(turns(tiles)):
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
         column = (k_tile if GATHER_A else n_tile) * COLUMNS + c
         other_column = (n_tile if GATHER_A else k_tile) * OTHER_COLUMNS
@@ -251,7 +260,7 @@ def _consume(
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
     step = 0
     next_group, next_k, next_n, next_rows, _ = tile_at(tiles, 0)
-    for turn in range(turns(tiles.num_tiles)):
+    for turn in range(turns(tiles)):
         next_at = Finished(next_group, next_k * BLOCK_K + WARPGROUP * HALF_K, next_n * BLOCK_N)
         num_steps = steps_for(tiles, next_rows)
         next_group, next_k, next_n, next_rows, _ = tile_at(tiles, turn + 1)
@@ -296,7 +305,7 @@ def wgrad_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Each program writes one tile of out in each turn. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
     num_tiles = num_groups * num_k_tiles * num_n_tiles
     tiles = Tiles(bounds_ptr, order_ptr, num_tiles, num_k_tiles, num_n_tiles, BLOCK_R, GROUP_TILES)
     GATHER: gl.constexpr = gathered_ptr is not None
