@@ -17,8 +17,8 @@ from moe_kernels.types import QuantizedWeight
 KERNELS = get_kernels(metadata_filter=lambda metadata: isinstance(metadata.design, StreamingDesign))
 PLAIN = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
 DECODING = {form: [kernel for kernel in KERNELS if getattr(kernel, "form", None) == form] for form in ("fp8", "mxfp4")}
-# Groups that need several passes or none, several tiles of a table, and rows without a group.
-SIZES, TAIL = [3, 0, 8, 9, 33, 1, 140], 5
+# Groups that need several passes or none, several tiles of a table, and rows without a group; 16 rows on average.
+SIZES, TAIL = [3, 0, 8, 9, 33, 1, 140, 0, 2, 1, 0, 5, 1], 5
 SIZE_K, SIZE_N = 416, 200  # not whole steps, not whole blocks
 
 
