@@ -94,6 +94,27 @@ def test_reserved_sms_are_left_alone(form, device):
             assert torch.equal(fewer.out, expected)
 
 
+@pytest.mark.parametrize("form", ["grouped", "wgrad"])
+def test_long_work_computes_the_same_bits(form, device):
+    """A program of many steps computes half-width tiles as whole ones. Here the only program is one of many steps."""
+    num_rows, size_k = (2600, 6400) if form == "grouped" else (18432, 1024)
+    rows = torch.randn(num_rows, size_k, device=device, generator=torch.Generator(device).manual_seed(0)).to(FLOAT16)
+    offsets = torch.tensor([num_rows // 4, num_rows // 2, num_rows], dtype=torch.int32, device=device)
+    if form == "grouped":
+        weights, out = rows[:960].view(3, 320, size_k).mT, rows.new_empty(num_rows, 320)
+        args = GroupedGemmArguments(rows, weights, out, offsets=offsets)
+    else:
+        args = WgradArguments(rows, rows[:, :320].contiguous(), rows.new_empty(3, size_k, 320), offsets=offsets)
+    kernels = [kernel for kernel in get_kernels(args) if isinstance(kernel.metadata.design, WarpSpecializedDesign)]
+    if not kernels:
+        pytest.skip("no warp-specialised kernel runs here")
+    for kernel in kernels:
+        alone = dataclasses.replace(args, out=torch.full_like(args.out, torch.nan), reserved_sms=10_000)
+        kernel.run(args)
+        kernel.run(alone)
+        assert torch.equal(args.out, alone.out)
+
+
 def test_a_small_product_makes_no_table(device):
     """The two launches of a table pay only for large products."""
     small = gemm_arguments(device)

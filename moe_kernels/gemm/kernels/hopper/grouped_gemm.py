@@ -20,7 +20,7 @@ from .ring import (
     release_previous,
     wait_step,
 )
-from .tiles import Tiles, row_tile_at, tile_at, walk, with_walk
+from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
 LONG_REDUCTION = gl.constexpr(16)  # steps
 
@@ -268,11 +268,12 @@ def _consume(
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
+    halves_tiles = num_tiles // gl.num_programs(0) * tiles.num_steps < LONG_WORK
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
             # A last column tile that is at most half full needs only half the multiplications.
-            if not GATED and BLOCK_N == 256 and num_columns - tile_column * BLOCK_N <= HALF_N:
+            if not GATED and BLOCK_N == 256 and halves_tiles and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_M, HALF_N]
                 narrow, step = _reduce_tile(
                     narrow, ring, step, tiles.num_steps, group, tile_column, bias,

@@ -9,6 +9,11 @@ from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
 
+# Steps of a program, over all of its tiles, from which half-width tiles take as long as whole ones. They recur in the
+# order of tiles, so some programs get more of them than others and run ever further ahead of those that share their
+# data. If the L2 cache does not hold the data until then, that costs more than the multiplications saved.
+LONG_WORK = gl.constexpr(4400)
+
 
 @aggregate
 class Tiles:

@@ -21,6 +21,7 @@ from .ring import (
     wait_step,
     write,
 )
+from .tiles import LONG_WORK
 
 
 @aggregate
@@ -258,6 +259,9 @@ def _consume(
     left, right = halves(total.to(out_desc.dtype))
     # No tile is finished yet. Past the last group the hardware clips everything.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
+    num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
+    steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # on average
+    halves_tiles = tiles.num_tiles // gl.num_programs(0) * steps_of_tile < LONG_WORK
     step = 0
     next_group, next_k, next_n, next_rows, _ = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
@@ -265,7 +269,7 @@ def _consume(
         num_steps = steps_for(tiles, next_rows)
         next_group, next_k, next_n, next_rows, _ = tile_at(tiles, turn + 1)
         # A last column tile that is at most half full needs only half the multiplications.
-        if BLOCK_N == 256 and num_columns - next_at.column <= HALF_N:
+        if BLOCK_N == 256 and halves_tiles and num_columns - next_at.column <= HALF_N:
             narrow = gl.zeros((HALF_K, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_K, HALF_N]
             narrow, step = _reduce_tile(
                 narrow, ring, step, num_steps, left, right, at, out_desc, buffer, WARPGROUP, tiles.block_r, BLOCK_N
