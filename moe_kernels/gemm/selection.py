@@ -212,7 +212,8 @@ def choose_copies(
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
     by gathering. For tokens in backward the columns of w_up decide, which are half as many for a plain activation.
-    Forward fuses a plain activation only into a GEMM of copied rows.
+    They need more columns, because that copy exists next to the largest gradient and raises the peak of memory. Forward
+    fuses a plain activation only into a GEMM of copied rows.
 
     Args:
         w_up: a shape stands for a contiguous weight in the dtype of the tokens, a meta tensor for one of its strides.
@@ -254,8 +255,8 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
     if entry and fast:
         return Copies(*entry)
-    is_large = fast and d_ff >= 512
-    return Copies(is_large, is_large, is_large and num_columns >= 1024)
+    is_large = fast and d_ff >= 768
+    return Copies(is_large, is_large, is_large and num_columns >= 2560)
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
@@ -300,16 +301,23 @@ _ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
 
 # Multiplications per element read at which a kernel has half its full speed.
 _HALF_SPEED = 20
+_HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
+_MANY_ROWS = 2048  # per group; a bound of `rows_bucket`
 
 
 def _half_speed(args: Arguments) -> int:
-    """Return how much reading costs. A piece of a row that starts between cache lines is read as two of them, and then
-    reading bounds the GEMM: measured on an H100, tiles of 128x256 are 1.19 to 1.35 times as fast as 128x128."""
+    """Return how much reading costs, from measurements on an H100.
+
+    A piece of a row that starts between cache lines is read as two of them, and then reading bounds the GEMM: tiles of
+    128x256 are 1.19 to 1.35 times as fast as 128x128. With many rows they are 1.1 to 1.35 times as fast.
+    """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED
-    has_lines = all(layout_of(operand)[-1] for name, operand in args.operands.items() if name != "out")
-    return _HALF_SPEED if has_lines else _HALF_SPEED_BETWEEN_LINES
+    if not all(layout_of(operand)[-1] for name, operand in args.operands.items() if name != "out"):
+        return _HALF_SPEED_BETWEEN_LINES
+    groups = (args.B if isinstance(args, GroupedGemmArguments) else args.out).shape[0]
+    return _HALF_SPEED_OF_MANY_ROWS if rows_bucket(args.num_rows, groups) > _MANY_ROWS else _HALF_SPEED
 
 
 def _speed(design: Design, half_speed: int) -> float:

@@ -101,9 +101,9 @@ def test_copies_by_width():
         metadata = next(k.metadata for k in get_kernels() if isinstance(k.metadata.design, WarpSpecializedDesign))
 
     decide = selection.decide_copies
-    assert decide(Specialized, 768, 1536, None) == (True, True, True)
-    assert decide(Specialized, 768, 768, None) == (True, True, False)
-    assert decide(Specialized, 256, 512, None) == (False, False, False)
+    assert decide(Specialized, 1408, 2816, None) == (True, True, True)
+    assert decide(Specialized, 768, 1536, None) == decide(Specialized, 1408, 1408, None) == (True, True, False)
+    assert decide(Specialized, 512, 1024, None) == (False, False, False)
     assert decide(Specialized, 768, 768, [False, True, True]) == (False, True, True)
     assert decide(None, 768, 1536, [True, True, True]) == (False, False, False)
 
