@@ -109,6 +109,7 @@ class LayerForms:
         out_d, out_f, out_2f = self._out
         up = {"epilogue": self.activation, "preactivation": out_2f}
         up_b = w_up.transpose(1, 2)
+        dw_up, dw_down = _gradient_of(w_up), _gradient_of(w_down)
         return {
             "up": self._gemm(rows_d, up_b, out_f, **up),
             "up_gather": self._gemm(tokens, up_b, out_f, row_to_token=index, **up),
@@ -118,10 +119,10 @@ class LayerForms:
             "down_dgrad": self._gemm(rows_d, w_down, out_f),
             "down_dgrad_gather": self._gemm(tokens, w_down, out_f, row_to_token=index),
             "up_dgrad": self._gemm(rows_2f, w_up, out_d),
-            "up_wgrad": self._wgrad(rows_2f, rows_d, w_up),
-            "up_wgrad_gather": self._wgrad(rows_2f, tokens, w_up, dout_row_to_token=index),
-            "down_wgrad": self._wgrad(rows_d, rows_f, w_down),
-            "down_wgrad_gather": self._wgrad(tokens, rows_f, w_down, a_row_to_token=index),
+            "up_wgrad": self._wgrad(rows_2f, rows_d, dw_up),
+            "up_wgrad_gather": self._wgrad(rows_2f, tokens, dw_up, dout_row_to_token=index),
+            "down_wgrad": self._wgrad(rows_d, rows_f, dw_down),
+            "down_wgrad_gather": self._wgrad(tokens, rows_f, dw_down, a_row_to_token=index),
         }
 
     def decoding(self, format: str | WeightFormat) -> dict[str, Arguments]:
@@ -169,6 +170,10 @@ class LayerForms:
     def _gemm(self, a: Tensor, b: Tensor, out: Tensor, **options) -> GroupedGemmArguments:
         return GroupedGemmArguments(a, b, out, tile_table=self._table, zero_tail=False, **options)
 
-    def _wgrad(self, a: Tensor, dout: Tensor, weight: Tensor, **options) -> WgradArguments:
-        out = torch.empty_like(weight) if weight.is_contiguous() else empty_aligned(weight, weight.device)
+    def _wgrad(self, a: Tensor, dout: Tensor, out: Tensor, **options) -> WgradArguments:
         return WgradArguments(a, dout, out, tile_table=self._table, **options)
+
+
+def _gradient_of(weight: Tensor) -> Tensor:
+    """Return memory for the gradient, with rows as the weight's."""
+    return torch.empty_like(weight) if weight.is_contiguous() else empty_aligned(weight, weight.device)

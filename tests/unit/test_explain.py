@@ -66,7 +66,7 @@ def test_names_a_kernel_for_every_op(capsys):
 def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
     layer = LayerForms.without_memory(LAYER, torch.bfloat16, "swiglu")
     copies, choices = choices_of(layer, HOPPER)
-    assert copies == (True, True, True)
+    assert copies == (True, True, False)
     for _, args, kernel in choices:
         assert isinstance(kernel.metadata.design, WarpSpecializedDesign)
         assert why_not_faster(args, kernel, HOPPER) is None
