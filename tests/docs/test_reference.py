@@ -8,6 +8,7 @@ import moe_kernels
 import moe_layers
 from benchmarks import fp8_convergence
 from benchmarks.layer import markdown_table
+from benchmarks.profile_step import explain
 from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def test_navigation_holds_every_page():
 
 def test_layer_tables_equal_their_results_files():
     tables = re.findall(r"<!-- table: (\S+) -->\n\n((?:\|.*\n)+)", PERFORMANCE)
-    assert len(tables) == 5
+    assert len(tables) == 6
     for name, table in tables:
         assert table == markdown_table(json.loads((RESULTS / name).read_text())), name
 
@@ -91,6 +92,31 @@ def test_readmes_numbers_are_in_the_results():
     assert f"Qwen3-235B's layer on 2 GPUs runs {row['times_baseline']:.2f} times as fast" in readme
     published = ARCHITECTURES.keys() - {OWN_MODEL_TYPE}
     assert f"{len(published)} architectures load" in readme
+
+
+def test_account_table_equals_its_results_file():
+    for step in explain(json.loads((RESULTS / "account_h100_f13c729.json").read_text())):
+        points = {line["stage"]: line["points"] for line in step["stages"]}
+        gemms = sum(line["points"] for line in step["stages"] if line["dense_ms"] is not None)
+        moved = [points.get(name, 0.0) for name in ("tokens to rows", "rows to tokens", "activation gradient")]
+        share = step["share_of_dense_bound"]
+        cells = [step["shape"], f"{step['step_ms']:.2f}", f"{share:.2f}"]
+        cells += [f"{value:.1f}" for value in (gemms, *moved, 100 - 100 * share - gemms - sum(moved))]
+        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE
+
+
+def test_rule_of_thumb_table_equals_its_results_files():
+    rows = re.findall(r"^\| (\d+) \| H\d00 \| (\d+) \| (\S+) to (\S+) \| `(rule\S+)` \|$", PERFORMANCE, re.MULTILINE)
+    assert len(rows) == 3
+    for tokens, layers, *bounds, name in rows:
+        sums = {}
+        for row in json.loads((RESULTS / name).read_text()):
+            assert row["T"] in (int(tokens), int(tokens) * 8)  # an expert-parallel share has eight times the tokens
+            if row["form"] != "copies" and row["times_ms"]:
+                rule, best = sums.get(row["shape"], (0.0, 0.0))
+                sums[row["shape"]] = rule + row["rule_ms"], best + row["table_ms"]
+        ratios = [rule / best for rule, best in sums.values()]
+        assert len(ratios) == int(layers) and bounds == [f"{min(ratios):.3f}", f"{max(ratios):.3f}"]
 
 
 def test_quantised_decoding_table_equals_its_results_file():
