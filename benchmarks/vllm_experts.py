@@ -1,0 +1,254 @@
+"""The experts' forward next to vLLM's Triton kernel, which is loaded from vLLM's sources at run time.
+
+    python -m benchmarks.vllm_experts --source FILE --commit $(git rev-parse --short HEAD) --output FILE
+
+`--source` is `vllm/model_executor/layers/fused_moe/fused_moe.py`. vLLM need not be installed: only the Triton functions
+of that file are loaded.
+
+Both sides start with sorted choices of experts, end with one row per token, and replay a CUDA graph. vLLM's side is its
+kernel for both GEMMs, this package's activation between them, and `torch.sum` over a token's outputs. Its tiles are the
+fastest of `TILES` for each number of tokens. Both results are checked before they are timed. The bound is the time to
+read the weights of every chosen expert once at the speed of a large copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels import Permutation, apply_activation, fused_experts, reference, sort_by_expert
+from moe_layers import MoEFeedForward
+
+from . import results_file
+from .layer import environment, make_layer, make_tokens, print_rows
+from .results_file import Row
+from .shapes import SHAPES, TINY, Shape
+from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
+
+NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)
+LARGEST_ERROR = 0.02  # root mean square, relative to float32
+
+
+class Tiles(NamedTuple):
+    """Block sizes and compiler options of vLLM's kernel."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+TILES = (
+    Tiles(16, 64, 128, 1, 4, 4),  # up to the sixth: vLLM's defaults, from 1 to many tokens
+    Tiles(32, 64, 128, 1, 4, 3),
+    Tiles(64, 128, 64, 1, 4, 3),
+    Tiles(64, 128, 64, 1, 8, 3),
+    Tiles(128, 128, 64, 1, 8, 3),
+    Tiles(128, 128, 64, 16, 8, 3),
+    Tiles(16, 32, 128, 1, 4, 4),
+    Tiles(16, 32, 256, 1, 4, 3),
+    Tiles(16, 64, 64, 1, 4, 5),
+    Tiles(16, 64, 256, 1, 4, 3),
+    Tiles(16, 128, 64, 1, 4, 4),
+    Tiles(16, 128, 128, 1, 4, 3),
+    Tiles(16, 128, 128, 1, 8, 4),
+    Tiles(32, 128, 64, 1, 4, 4),
+    Tiles(64, 64, 128, 1, 4, 3),
+    Tiles(128, 256, 64, 16, 8, 3),
+)
+
+
+def load_kernel(source: Path, directory: Path) -> Any:
+    """Return `fused_moe_kernel` of the file, in a module that holds only the file's Triton functions.
+
+    Args:
+        directory: of the module. Triton reads a kernel's source from its file.
+
+    Raises:
+        SystemExit: the file has no such kernel.
+    """
+    text = source.read_text()
+    lines, parts = text.splitlines(), ["import triton", "import triton.language as tl"]
+    for node in ast.parse(text).body:
+        decorators = getattr(node, "decorator_list", [])
+        if any(ast.unparse(decorator).startswith("triton.jit") for decorator in decorators):
+            parts += lines[decorators[0].lineno - 1 : node.end_lineno]
+    path = directory / "vllm_kernels.py"
+    path.write_text("\n".join(parts) + "\n")
+    spec = importlib.util.spec_from_file_location("vllm_kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "fused_moe_kernel"):
+        raise SystemExit(f"vllm_experts: {source} must define the Triton function fused_moe_kernel, got none")
+    return module.fused_moe_kernel
+
+
+class Blocks(NamedTuple):
+    """vLLM's assignment of slots to blocks of rows, each of one expert."""
+
+    slots: Tensor  # [capacity] int32; T * K for padding
+    experts: Tensor  # [capacity / block_m] int32
+    num_padded: Tensor  # [1] int32: the slots of all blocks, with padding
+
+
+def assign_blocks(permutation: Permutation, topk_experts: Tensor, num_experts: int, block_m: int) -> Blocks:
+    """Pad each expert's slots to whole blocks."""
+    num_slots, device = topk_experts.numel(), topk_experts.device
+    counts = permutation.offsets.diff(prepend=permutation.offsets.new_zeros(1))
+    padded = (counts + block_m - 1) // block_m * block_m  # [E]
+    shift = (padded - counts).cumsum(0) - (padded - counts)  # padding in front of each expert
+    capacity = min(num_slots + num_experts * (block_m - 1), num_slots * block_m) // block_m * block_m
+    slots = torch.full((capacity,), num_slots, dtype=torch.int32, device=device)
+    experts = topk_experts.flatten().long()
+    place = permutation.slot_to_row.flatten() + shift[experts]
+    slots[place.long()] = torch.arange(num_slots, dtype=torch.int32, device=device)
+    starts = torch.arange(0, capacity, block_m, device=device)
+    owners = torch.searchsorted(padded.cumsum(0), starts, right=True).clamp(max=num_experts - 1)
+    return Blocks(slots, owners.int(), padded.sum(dtype=torch.int32)[None])
+
+
+def launch(
+    kernel: Any,
+    a: Tensor,  # [T, K], or [T * top_k, K] with top_k 1
+    b: Tensor,  # [E, N, K]
+    c: Tensor,  # [T * top_k, N]
+    blocks: Blocks,
+    weights: Tensor | None,  # [T, top_k], multiplied if given
+    top_k: int,
+    tiles: Tiles,
+) -> None:
+    """Launch vLLM's kernel with arguments by name, because they differ between versions.
+
+    Raises:
+        SystemExit: the kernel has a parameter that is not known here.
+    """
+    capacity = len(blocks.slots)
+    values = {
+        **{"a_ptr": a, "b_ptr": b, "c_ptr": c, "topk_weights_ptr": weights},
+        **dict.fromkeys(("b_bias_ptr", "a_scale_ptr", "b_scale_ptr")),
+        "sorted_token_ids_ptr": blocks.slots,
+        "expert_ids_ptr": blocks.experts,
+        "num_tokens_post_padded_ptr": blocks.num_padded,
+        **{"N": b.shape[1], "K": b.shape[2], "EM": capacity, "num_valid_tokens": len(c)},
+        **{"stride_am": a.stride(0), "stride_ak": a.stride(1), "stride_be": b.stride(0), "stride_bk": b.stride(2)},
+        **{"stride_bn": b.stride(1), "stride_cm": c.stride(0), "stride_cn": c.stride(1)},
+        **dict.fromkeys(("stride_asm", "stride_ask", "stride_bse", "stride_bsk", "stride_bsn"), 0),
+        **dict.fromkeys(("stride_bbe", "stride_bbn", "group_n", "group_k"), 0),
+        **{"BLOCK_SIZE_M": tiles.block_m, "BLOCK_SIZE_N": tiles.block_n, "BLOCK_SIZE_K": tiles.block_k},
+        **{"GROUP_SIZE_M": tiles.group_m, "SPLIT_K": 1, "MUL_ROUTED_WEIGHT": weights is not None, "top_k": top_k},
+        "compute_type": {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[c.dtype],
+        **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant"), False),
+        **dict.fromkeys(("naive_block_assignment", "HAS_BIAS", "SWAP_AB", "USE_TD"), False),
+    }
+    if unknown := [name for name in kernel.arg_names if name not in values]:
+        raise SystemExit(f"vllm_experts: fused_moe_kernel has parameters that are not known here: {', '.join(unknown)}")
+    grid = (capacity // tiles.block_m * triton.cdiv(b.shape[1], tiles.block_n),)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    kernel[grid](**{name: values[name] for name in kernel.arg_names}, **options)
+
+
+def vllm_experts(
+    kernel: Any, layer: MoEFeedForward, tokens: Tensor, topk_weights: Tensor, blocks: Blocks, tiles: Tiles
+) -> Tensor:  # [T, D]
+    (num_tokens, top_k), experts = topk_weights.shape, layer.experts
+    product = tokens.new_empty(num_tokens * top_k, experts.w_up.shape[1])
+    launch(kernel, tokens, experts.w_up, product, blocks, None, top_k, tiles)
+    activated = apply_activation(product, experts.activation)
+    out = tokens.new_empty(num_tokens * top_k, tokens.shape[1])
+    launch(kernel, activated, experts.w_down, out, blocks, topk_weights, 1, tiles)
+    return out.view(num_tokens, top_k, -1).sum(1)
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    error = ((actual.float() - exact).square().mean() / exact.square().mean()).sqrt().item()
+    assert error < LARGEST_ERROR, error
+    return error
+
+
+@torch.no_grad()
+def bench_experts(
+    kernel: Any, shape: Shape, tiles: Sequence[Tiles], device: str, bytes_per_ms: float, round_ms: float
+) -> list[Row]:
+    """Return one row."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer = make_layer(shape, device, dtype)
+    tokens = make_tokens(layer, shape, "even", dtype)
+    topk_experts, topk_weights, *_ = layer.router(tokens)
+    permutation = sort_by_expert(topk_experts, shape.num_experts)
+    experts = layer.experts
+
+    def ours() -> Tensor:
+        return fused_experts(
+            tokens, topk_weights, permutation, experts.w_up, experts.w_down, activation=experts.activation
+        )
+
+    def of_vllm(tiles: Tiles) -> Callable[[], Tensor]:
+        blocks = assign_blocks(permutation, topk_experts, shape.num_experts, tiles.block_m)
+        return partial(vllm_experts, kernel, layer, tokens, topk_weights, blocks, tiles)
+
+    functions = {"ours": ours, **{str(tuple(each)): of_vllm(each) for each in tiles}}
+    operands = tokens.float(), topk_weights, reference.sort_by_expert(topk_experts, shape.num_experts)
+    weights = experts.w_up.float(), experts.w_down.float()
+    exact = reference.fused_experts(*operands, *weights, activation=experts.activation)
+    errors = {name: relative_error(function(), exact) for name, function in functions.items()}
+    if device == "cuda":
+        functions = {name: in_a_graph(function) for name, function in functions.items()}
+    times = {name: timing.ms for name, timing in time_interleaved(functions, device, round_ms=round_ms).items()}
+    fastest = min(times.keys() - {"ours"}, key=times.__getitem__)
+    chosen = topk_experts.unique().numel() * (experts.w_up[0].numel() + experts.w_down[0].numel())
+    bound_ms = chosen * tokens.element_size() / bytes_per_ms
+    return [
+        {
+            "shape": shape.name,
+            "T": shape.num_tokens,
+            "ours_ms": times["ours"],
+            "vllm_ms": times[fastest],
+            "times_as_fast": times[fastest] / times["ours"],
+            "weights_bound_ms": bound_ms,
+            "ours_over_bound": times["ours"] / bound_ms,
+            "vllm_tiles": fastest,
+            "ours_error": errors["ours"],
+            "vllm_error": errors[fastest],
+        }
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, metavar="FILE", help="vLLM's fused_moe.py")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=["qwen3-30b-a3b", "mixtral-8x7b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS)
+    parser.add_argument("--tiles", type=int, default=len(TILES), metavar="N", help="try only the first N tiles")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--round-ms", type=float, default=50.0, help="least milliseconds per timing and round")
+    results_file.add_options(parser)
+    options = parser.parse_args(arguments)
+    settings = TILES[: options.tiles], options.device, copy_bytes_per_ms(options.device), options.round_ms
+    with tempfile.TemporaryDirectory(prefix="vllm_") as directory:
+        kernel, tasks = load_kernel(options.source, Path(directory)), []
+        for name in options.shapes:
+            for num_tokens in options.tokens:
+                shape = dataclasses.replace(TINY if name == TINY.name else SHAPES[name], num_tokens=num_tokens)
+                tasks.append(({"shape": name, "T": num_tokens}, partial(bench_experts, kernel, shape, *settings)))
+        file = results_file.ResultsFile.of(options, environment(options.device, options.commit))
+        for rows in file.measure(tasks):
+            print_rows(rows, list(rows[0]))
+
+
+if __name__ == "__main__":
+    main()
