@@ -3,7 +3,8 @@
     git worktree add ../before COMMIT
     python -m benchmarks.compare_commits --before ../before --commits $(git rev-parse --short HEAD) COMMIT --output FILE
 
-The clocks of two separate runs differ by several per cent, so losses of 1 or 2 % show only in one run.
+The clocks of two separate runs differ by several per cent, so losses of 1 or 2 % show only in one run. `--shapes` takes
+names of shapes and of groups, as `benchmarks.layer` does. Peaks of memory are those of forward and backward.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from .layer import PASSES, environment, make_layer, make_tokens, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
+from .layer import PASSES, environment, make_layer, make_tokens, measure_memory, passes, print_rows
+from .shapes import Shape, shapes_named
 from .timing import time_interleaved
 
 _PACKAGES = ("moe_kernels", "moe_layers")
@@ -48,15 +49,19 @@ def bench_versions(
     earlier.load_state_dict(now.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(earlier(tokens), now(tokens), rtol=0.05, atol=0.05 * float(now(tokens).std()))
-    runs = {"now": passes(now, tokens), "before": passes(earlier, tokens)}
+    modules = {"now": now, "before": earlier}
+    runs = {name: passes(module, tokens) for name, module in modules.items()}
     functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
     timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    peaks = {
+        f"{name}_peak_mib": measure_memory(module, tokens)[1] for name, module in modules.items() if tokens.is_cuda
+    }
     rows = []
     for which in PASSES:
         row = {"shape": shape.name, "routing": routing, "pass": which}
         for name in runs:
             row |= {f"{name}_{column}": value for column, value in timings[f"{name}/{which}"]._asdict().items()}
-        rows.append({**row, "now_over_before": row["now_ms"] / row["before_ms"]})
+        rows.append({**row, "now_over_before": row["now_ms"] / row["before_ms"], **peaks})
     return rows
 
 
@@ -64,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, metavar="TREE", help="the other checkout")
     parser.add_argument("--commits", nargs=2, default=("unknown", "unknown"), metavar=("NOW", "BEFORE"))
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", default=["tuned"], help="shapes or groups of them")
     parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
@@ -78,8 +83,7 @@ def main() -> None:
 def compare(before: type[torch.nn.Module], options: argparse.Namespace) -> None:
     """Measure all requested shapes, print the results and write them."""
     rows = []
-    for name in options.shapes:
-        shape = TINY if name == TINY.name else SHAPES[name]
+    for shape in shapes_named(options.shapes):
         for routing in options.routing:
             measured = bench_versions(before, shape, routing, options.device, options.rounds, options.round_ms)
             commits = {**environment(options.device, options.commits[0]), "before_commit": options.commits[1]}
