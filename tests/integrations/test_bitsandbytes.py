@@ -181,9 +181,9 @@ def test_experts_stay_plain_when_transformers_quantises_a_model(bits, tmp_path, 
     assert list(enable(model, implementation="reference").quantized) == ["nf4 (1x64)"]
 
 
-def adapted(model, peft_tests, names=None):
+def adapted(model, peft_models, names=None):
     names = names or [f"{name}.{key}" for name, _ in experts_of(model) for key in KEYS]
-    return peft_tests.adapt(model, peft_tests.lora(targets=names))
+    return peft_models.adapt(model, peft_models.lora(targets=names))
 
 
 def factors_of(model):
@@ -199,11 +199,11 @@ def factors_of(model):
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft(order, replace_parameter_4bit):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, plain = pair(replace_parameter_4bit, compress_statistics=True)
     if order == "enabled":
         enable(stored, implementation="reference")
-    stored, golden = adapted(stored, peft_tests), adapted(plain, peft_tests)
+    stored, golden = adapted(stored, peft_models), adapted(plain, peft_models)
     if order == "adapted":
         report = enable(stored, implementation="reference")
         assert len(report.adapted) == 4 and not report.adapted_by_wrapper
@@ -224,9 +224,9 @@ def test_adapters_of_peft(order, replace_parameter_4bit):
 
 
 def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch):
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, _ = pair(replace_parameter_4bit)
-    stored = adapted(stored, peft_tests)
+    stored = adapted(stored, peft_models)
     enable(stored, implementation="reference")
     functional = pytest.importorskip("bitsandbytes").functional
     monkeypatch.setattr(functional, "dequantize_4bit", None)
@@ -234,19 +234,19 @@ def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4
 
 
 def test_targets_of_peft_need_full_names(replace_parameter_4bit):
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, _ = pair(replace_parameter_4bit)
     with pytest.raises(ValueError, match="target_parameters"):
-        adapted(stored, peft_tests, [f"mlp.experts.{key}" for key in KEYS])
+        adapted(stored, peft_models, [f"mlp.experts.{key}" for key in KEYS])
 
 
 def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, _ = pair(replace_parameter_4bit)
     tokens = draw_tokens(stored)
     with torch.no_grad():
         base = stored(tokens).logits
-        stored = adapted(stored, peft_tests)
+        stored = adapted(stored, peft_models)
         enable(stored, implementation="reference")
         assert not torch.allclose(stored(tokens).logits, base)
         stored.merge_adapter()
@@ -255,9 +255,9 @@ def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):
 
 def test_adapter_files(replace_parameter_4bit, tmp_path):
     """PEFT reads them into another model in 4 bits. Converted, they fit the model with plain weights."""
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, plain = pair(replace_parameter_4bit)
-    stored = adapted(stored, peft_tests)
+    stored = adapted(stored, peft_models)
     tokens = draw_tokens(stored)
     enable(stored, implementation="reference")
     with torch.no_grad():
@@ -266,7 +266,7 @@ def test_adapter_files(replace_parameter_4bit, tmp_path):
     write_adapter(read_peft_adapter(tmp_path / "own"), tmp_path / "converted")
     again, _ = pair(replace_parameter_4bit)
     for model, name in ((again, "own"), (plain, "converted")):
-        loaded = peft_tests.peft.PeftModel.from_pretrained(model, tmp_path / name)
+        loaded = peft_models.peft.PeftModel.from_pretrained(model, tmp_path / name)
         enable(loaded, implementation="reference")
         with torch.no_grad():
             torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-4, atol=1e-5)

@@ -135,7 +135,7 @@ def test_first_call_inside_selective_checkpointing(device):
 @pytest.mark.parametrize("model_type", default_tier(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
 def test_peft_computes_its_adapters_by_itself(model_type):
     pytest.importorskip("peft", reason="peft is not installed")
-    from .test_peft import adapt, assert_equal_steps, lora
+    from .peft_models import adapt, assert_equal_steps, lora
 
     golden = adapt(build(model_type, dtype=torch.float64), lora())
     ours = copy.deepcopy(golden)

@@ -132,8 +132,8 @@ def test_disable():
 
 
 def adapt(model, targets=KEYS):
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
-    return peft_tests.adapt(model, peft_tests.lora(targets=[f"{NAME}.{key}" for key in targets]))
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
+    return peft_models.adapt(model, peft_models.lora(targets=[f"{NAME}.{key}" for key in targets]))
 
 
 def share_factors(ours, theirs):
@@ -179,9 +179,9 @@ def test_adapters_of_peft(order):
 
 
 def test_targets_of_peft_need_full_names():
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     with pytest.raises(ValueError, match="target_parameters"):
-        peft_tests.adapt(load_stored(), peft_tests.lora())
+        peft_models.adapt(load_stored(), peft_models.lora())
 
 
 def test_merging_by_peft_does_not_reach_the_bytes():

@@ -1,33 +1,31 @@
 """PEFT's LoRA of expert parameters, computed by the experts' op: PEFT itself, in float64, is the golden result."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 from packaging.version import Version
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import disable, enable
 
-from .models import assert_same_step, build, draw_tokens, skip_old, step
+from .models import assert_same_step, build, draw_tokens, step
+from .peft_models import (
+    TARGETS,
+    WARNINGS,
+    adapt,
+    assert_equal_steps,
+    float64_pair,
+    lora,
+    peft,
+    randomise,
+)
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
-]
+pytestmark = WARNINGS
 several_adapters = pytest.mark.skipif(
     Version(peft.__version__) < Version("0.21"), reason="before 0.21 peft has one adapter of parameters per model"
 )
-
-FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe"]
 # Sizes of an expert by the name of the configuration's field; D is 56, 64, 64, 60 and 40.
 D_FF = {
     "qwen3_moe": ("moe_intermediate_size", 56),
@@ -36,45 +34,12 @@ D_FF = {
     "deepseek_v3": ("moe_intermediate_size", 60),
     "olmoe": ("intermediate_size", 40),
 }
-TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def lora(r=3, alpha=5, targets=TARGETS, **options):
-    return peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=[], target_parameters=targets, **options)
-
-
-def randomise(model):
-    """Draw all adapters, by name: PEFT begins with zeros in lora_B."""
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if "lora_" in name:
-                generator = torch.Generator().manual_seed(sum(map(ord, name)))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
-
-
-def adapt(model, config):
-    return randomise(peft.get_peft_model(model, config))
 
 
 def square(model_type, sizes):
     """Return the changes of a configuration so that 2F = D, or F = D."""
     name, d_model = D_FF[model_type]
     return {"own": {}, "2F = D": {name: d_model // 2}, "F = D": {name: d_model}}[sizes]
-
-
-def assert_equal_steps(actual, expected, tolerance=1e-10):
-    assert actual[2].keys() == expected[2].keys()
-    pairs = [(actual[0], expected[0]), (actual[1], expected[1])]
-    pairs += [(gradient, expected[2][name]) for name, gradient in actual[2].items()]
-    for a, e in pairs:
-        torch.testing.assert_close(a, e, rtol=0, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 0.0))
-
-
-def float64_pair(model_type="qwen3_moe", config=None, **changes):
-    """Return the same adapted model twice: for PEFT, and for us."""
-    model = adapt(build(model_type, dtype=torch.float64, **changes), config or lora())
-    return model, copy.deepcopy(model)
 
 
 def experts_of(model):
@@ -113,29 +78,6 @@ def test_blocks_whose_forward_is_replaced(model_type):
     baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
     assert len(enable(model, implementation="reference").adapted) == 4
     assert_same_step(step(model, tokens), baseline, exact)
-
-
-def test_adapters_of_experts_with_a_norm_are_left_to_peft():
-    golden, ours = float64_pair("muse_spark_text", lora())
-    report = enable(ours, implementation="reference")
-    assert set(report.adapted_by_wrapper.values()) == {"a norm follows its experts"} and not report.adapted
-    tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
-
-
-@pytest.mark.parametrize("order", ["enabled", "adapted"])
-def test_adapters_inside_a_replaced_block_are_refused(order):
-    """JetMoE's block reads the matrices of its linear modules. It would read them without the adapters."""
-    skip_old("jetmoe")
-    model, refusal = build("jetmoe"), "input_linear of JetMoeMoE must be JetMoeParallelExperts, got ParamWrapper"
-    targets = lora(targets=["mlp.input_linear.weight"])
-    if order == "adapted":
-        with pytest.raises(ValueError, match=refusal):
-            enable(adapt(model, targets))
-    else:
-        enable(model, implementation="reference")
-        with pytest.raises(ValueError, match=refusal):
-            adapt(model, targets)(draw_tokens(model))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
@@ -344,14 +286,6 @@ def test_disable_gives_the_adapters_back_to_peft(order):
         assert order == "enabled" or not added, name
 
 
-def test_another_experts_implementation_is_left_to_peft():
-    golden, ours = float64_pair()
-    tokens = draw_tokens(golden)
-    enable(ours, implementation="reference")
-    ours.base_model.model.set_experts_implementation("eager")
-    assert torch.equal(step(ours, tokens)[0], step(golden, tokens)[0])
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant):
@@ -463,108 +397,3 @@ def test_compiled_block(order, device):
     block.compile(backend="aot_eager", fullgraph=order == "adapted")
     assert_accurate(step_of_block(block), baseline, exact)
     assert "forward" in vars(block.experts) and "forward" in vars(block.experts.base_layer)
-
-
-def test_report_names_parameters():
-    model = adapt(build("qwen3_moe"), lora())
-    report = enable(model)
-    names = [
-        f"base_model.model.model.layers.{n}.mlp.experts.{p}" for n in (0, 1) for p in ("down_proj", "gate_up_proj")
-    ]
-    assert list(report.adapted) == names and report.adapted_by_wrapper == {}
-    assert str(report).endswith("(swiglu, experts interface); with them PEFT's adapters of 4 parameters")
-
-
-def test_adapters_of_other_parameters_are_left_to_peft():
-    bias = [*TARGETS, "mlp.experts.down_proj_bias"]
-    golden, ours = float64_pair("gpt_oss", lora(targets=bias))
-    report = enable(ours, implementation="reference")
-    name = "base_model.model.model.layers.{}.mlp.experts.down_proj_bias"
-    assert report.adapted_by_wrapper == dict.fromkeys(map(name.format, (0, 1)), "it is not a weight of the experts")
-    assert f"their wrappers compute the adapters of {name.format(0)} (it is not a weight" in str(report)
-    tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
-
-
-def test_a_later_adapter_that_is_left_to_peft_is_told():
-    model = build("gpt_oss", dtype=torch.float64)
-    enable(model, implementation="reference")
-    model = adapt(model, lora(targets=["mlp.experts.down_proj_bias"]))
-    with pytest.warns(
-        UserWarning, match=r"PEFT computes the adapter of model\.layers\.\d\.mlp\.experts\.down_proj_bias"
-    ):
-        model(input_ids=draw_tokens(model))
-
-
-def change_variant(wrapper):
-    wrapper.use_dora["default"] = True
-
-
-def change_dropout(wrapper):
-    wrapper.lora_dropout["default"] = nn.Dropout(0.5)
-
-
-def change_factor(wrapper):
-    wrapper.lora_A["default"] = nn.Sequential(wrapper.lora_A["default"])
-
-
-def change_shape(wrapper):
-    wrapper.r["default"] += 1
-
-
-def change_forward(wrapper):
-    wrapper.forward = wrapper.base_layer.forward
-
-
-def change_version(wrapper):
-    vars(wrapper).pop("_did_swap_in_out_features", None)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (change_variant, "adapter 'default' is a variant of LoRA"),
-        (change_dropout, "adapter 'default' has dropout"),
-        (change_factor, "a factor of adapter 'default' is not a Linear without bias"),
-        (change_shape, "the factors of adapter 'default' must be"),
-        (change_forward, "another forward was put in its place"),
-        (change_version, "this version of PEFT does not state the order of its axes"),
-    ],
-)
-def test_unknown_states_are_left_to_peft(change, reason):
-    if change is change_version and Version(peft.__version__) < Version("0.19"):
-        pytest.skip("this peft never swaps the axes")
-    model = adapt(build("qwen3_moe"), lora())
-    wrapper = model.base_model.model.model.layers[1].mlp.experts
-    change(wrapper)
-    report = enable(model)
-    assert len(report.adapted) == 3
-    ((name, given),) = report.adapted_by_wrapper.items()
-    assert name.endswith("layers.1.mlp.experts.down_proj") and given.startswith(reason)
-
-
-def test_other_wrappers_are_named():
-    class Around(nn.Module):
-        def __init__(self, base_layer):
-            super().__init__()
-            self.base_layer = base_layer
-
-        def forward(self, *args):
-            return self.base_layer(*args)
-
-    golden, ours = float64_pair()
-    block = ours.base_model.model.model.layers[0].mlp
-    block.experts = Around(block.experts)
-    report = enable(ours, implementation="reference")
-    assert report.adapted_by_wrapper == {
-        "base_model.model.model.layers.0.mlp.experts": "Around is not a ParamWrapper of PEFT's LoRA"
-    }
-    assert len(report.adapted) == 4
-    tokens = draw_tokens(golden)
-    torch.testing.assert_close(step(ours, tokens)[0], step(golden, tokens)[0], rtol=0, atol=1e-10)
-
-
-def test_dropout_is_refused_by_peft():
-    """If PEFT allows dropout one day, the experts' op must not ignore it."""
-    with pytest.raises(ValueError, match="does not work with lora_dropout"):
-        adapt(build("qwen3_moe"), lora(lora_dropout=0.1))

@@ -124,11 +124,11 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(change, message)
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft_over_stored_weights(order):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
-    peft_tests = pytest.importorskip("tests.integrations.test_peft")
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, plain = pair()
     if order == "enabled":
         enable(stored, implementation="reference")
-    adapted, golden = (peft_tests.adapt(model, peft_tests.lora()) for model in (stored, plain))
+    adapted, golden = (peft_models.adapt(model, peft_models.lora()) for model in (stored, plain))
     if order == "adapted":
         report = enable(adapted, implementation="reference")
         assert len(report.adapted) == 4 and not report.adapted_by_wrapper

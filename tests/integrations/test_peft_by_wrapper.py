@@ -1,0 +1,149 @@
+"""Adapters that PEFT's own wrappers compute, or that are refused, and the report that names them."""
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+
+from moe_layers.integrations.transformers import enable
+
+from .models import build, draw_tokens, skip_old, step
+from .peft_models import TARGETS, WARNINGS, adapt, assert_equal_steps, float64_pair, lora, peft
+
+pytestmark = WARNINGS
+
+
+def test_adapters_of_experts_with_a_norm_are_left_to_peft():
+    golden, ours = float64_pair("muse_spark_text", lora())
+    report = enable(ours, implementation="reference")
+    assert set(report.adapted_by_wrapper.values()) == {"a norm follows its experts"} and not report.adapted
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_adapters_inside_a_replaced_block_are_refused(order):
+    """JetMoE's block reads the matrices of its linear modules. It would read them without the adapters."""
+    skip_old("jetmoe")
+    model, refusal = build("jetmoe"), "input_linear of JetMoeMoE must be JetMoeParallelExperts, got ParamWrapper"
+    targets = lora(targets=["mlp.input_linear.weight"])
+    if order == "adapted":
+        with pytest.raises(ValueError, match=refusal):
+            enable(adapt(model, targets))
+    else:
+        enable(model, implementation="reference")
+        with pytest.raises(ValueError, match=refusal):
+            adapt(model, targets)(draw_tokens(model))
+
+
+def test_another_experts_implementation_is_left_to_peft():
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    enable(ours, implementation="reference")
+    ours.base_model.model.set_experts_implementation("eager")
+    assert torch.equal(step(ours, tokens)[0], step(golden, tokens)[0])
+
+
+def test_report_names_parameters():
+    model = adapt(build("qwen3_moe"), lora())
+    report = enable(model)
+    names = [
+        f"base_model.model.model.layers.{n}.mlp.experts.{p}" for n in (0, 1) for p in ("down_proj", "gate_up_proj")
+    ]
+    assert list(report.adapted) == names and report.adapted_by_wrapper == {}
+    assert str(report).endswith("(swiglu, experts interface); with them PEFT's adapters of 4 parameters")
+
+
+def test_adapters_of_other_parameters_are_left_to_peft():
+    bias = [*TARGETS, "mlp.experts.down_proj_bias"]
+    golden, ours = float64_pair("gpt_oss", lora(targets=bias))
+    report = enable(ours, implementation="reference")
+    name = "base_model.model.model.layers.{}.mlp.experts.down_proj_bias"
+    assert report.adapted_by_wrapper == dict.fromkeys(map(name.format, (0, 1)), "it is not a weight of the experts")
+    assert f"their wrappers compute the adapters of {name.format(0)} (it is not a weight" in str(report)
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+def test_a_later_adapter_that_is_left_to_peft_is_told():
+    model = build("gpt_oss", dtype=torch.float64)
+    enable(model, implementation="reference")
+    model = adapt(model, lora(targets=["mlp.experts.down_proj_bias"]))
+    with pytest.warns(
+        UserWarning, match=r"PEFT computes the adapter of model\.layers\.\d\.mlp\.experts\.down_proj_bias"
+    ):
+        model(input_ids=draw_tokens(model))
+
+
+def change_variant(wrapper):
+    wrapper.use_dora["default"] = True
+
+
+def change_dropout(wrapper):
+    wrapper.lora_dropout["default"] = nn.Dropout(0.5)
+
+
+def change_factor(wrapper):
+    wrapper.lora_A["default"] = nn.Sequential(wrapper.lora_A["default"])
+
+
+def change_shape(wrapper):
+    wrapper.r["default"] += 1
+
+
+def change_forward(wrapper):
+    wrapper.forward = wrapper.base_layer.forward
+
+
+def change_version(wrapper):
+    vars(wrapper).pop("_did_swap_in_out_features", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_variant, "adapter 'default' is a variant of LoRA"),
+        (change_dropout, "adapter 'default' has dropout"),
+        (change_factor, "a factor of adapter 'default' is not a Linear without bias"),
+        (change_shape, "the factors of adapter 'default' must be"),
+        (change_forward, "another forward was put in its place"),
+        (change_version, "this version of PEFT does not state the order of its axes"),
+    ],
+)
+def test_unknown_states_are_left_to_peft(change, reason):
+    if change is change_version and Version(peft.__version__) < Version("0.19"):
+        pytest.skip("this peft never swaps the axes")
+    model = adapt(build("qwen3_moe"), lora())
+    wrapper = model.base_model.model.model.layers[1].mlp.experts
+    change(wrapper)
+    report = enable(model)
+    assert len(report.adapted) == 3
+    ((name, given),) = report.adapted_by_wrapper.items()
+    assert name.endswith("layers.1.mlp.experts.down_proj") and given.startswith(reason)
+
+
+def test_other_wrappers_are_named():
+    class Around(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, *args):
+            return self.base_layer(*args)
+
+    golden, ours = float64_pair()
+    block = ours.base_model.model.model.layers[0].mlp
+    block.experts = Around(block.experts)
+    report = enable(ours, implementation="reference")
+    assert report.adapted_by_wrapper == {
+        "base_model.model.model.layers.0.mlp.experts": "Around is not a ParamWrapper of PEFT's LoRA"
+    }
+    assert len(report.adapted) == 4
+    tokens = draw_tokens(golden)
+    torch.testing.assert_close(step(ours, tokens)[0], step(golden, tokens)[0], rtol=0, atol=1e-10)
+
+
+def test_dropout_is_refused_by_peft():
+    """If PEFT allows dropout one day, the experts' op must not ignore it."""
+    with pytest.raises(ValueError, match="does not work with lora_dropout"):
+        adapt(build("qwen3_moe"), lora(lora_dropout=0.1))
