@@ -54,12 +54,13 @@ def host_us(
     return 1e6 * statistics.median(samples)
 
 
-def touched_bytes(layer: MoEFeedForward, tokens: torch.Tensor) -> int:
-    """Return the bytes of the experts that at least one token chose, and of the router."""
-    num_experts = layer.router(tokens).topk_experts.unique().numel()
+def chosen_bytes(
+    layer: MoEFeedForward,
+    topk_experts: torch.Tensor,  # [T, K]
+) -> int:
+    """Return the bytes of the experts that at least one token chose."""
     experts = layer.experts
-    per_expert = experts.w_up[0].numel() + experts.w_down[0].numel()
-    return (num_experts * per_expert + layer.router.weight.numel()) * tokens.element_size()
+    return topk_experts.unique().numel() * (experts.w_up[0].nbytes + experts.w_down[0].nbytes)
 
 
 def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
@@ -78,7 +79,8 @@ def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
     row |= {f"{name}_wall_us": host_us(run[name], time.perf_counter, device) for name in PASSES}
     launches, replay = dict.fromkeys(PASSES), {}
     with torch.no_grad():
-        bound_ms = touched_bytes(layer, tokens) / bytes_per_ms
+        num_bytes = chosen_bytes(layer, layer.router(tokens).topk_experts) + layer.router.weight.nbytes
+        bound_ms = num_bytes / bytes_per_ms
     if device == "cuda":
         launches = {name: count_launches(function) for name, function in run.items()}
         with torch.no_grad():

@@ -18,7 +18,7 @@ import ast
 import dataclasses
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from . import results_file
 from .layer import environment, make_layer, make_tokens, print_rows
 from .results_file import Row
 from .shapes import SHAPES, TINY, Shape
+from .small_batches import chosen_bytes
 from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)
@@ -53,7 +54,7 @@ class Tiles(NamedTuple):
 
 
 TILES = (
-    Tiles(16, 64, 128, 1, 4, 4),  # up to the sixth: vLLM's defaults, from 1 to many tokens
+    Tiles(16, 64, 128, 1, 4, 4),  # the first six: defaults of vLLM 0.33, from few tokens to many
     Tiles(32, 64, 128, 1, 4, 3),
     Tiles(64, 128, 64, 1, 4, 3),
     Tiles(64, 128, 64, 1, 8, 3),
@@ -70,6 +71,18 @@ TILES = (
     Tiles(64, 64, 128, 1, 4, 3),
     Tiles(128, 256, 64, 16, 8, 3),
 )
+COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+# Arguments of vLLM's kernel for biases, quantised weights and other forms, none of which is used.
+UNUSED = {
+    **dict.fromkeys(("b_bias_ptr", "a_scale_ptr", "b_scale_ptr")),
+    **dict.fromkeys(
+        ("stride_asm", "stride_ask", "stride_bse", "stride_bsk", "stride_bsn", "stride_bbe", "stride_bbn"), 0
+    ),
+    **dict.fromkeys(("group_n", "group_k"), 0),
+    **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant"), False),
+    **dict.fromkeys(("naive_block_assignment", "HAS_BIAS", "SWAP_AB", "USE_TD"), False),
+    "SPLIT_K": 1,
+}
 
 
 def load_kernel(source: Path, directory: Path) -> Any:
@@ -139,21 +152,32 @@ def launch(
     """
     capacity = len(blocks.slots)
     values = {
-        **{"a_ptr": a, "b_ptr": b, "c_ptr": c, "topk_weights_ptr": weights},
-        **dict.fromkeys(("b_bias_ptr", "a_scale_ptr", "b_scale_ptr")),
+        **UNUSED,
+        "a_ptr": a,
+        "b_ptr": b,
+        "c_ptr": c,
+        "topk_weights_ptr": weights,
         "sorted_token_ids_ptr": blocks.slots,
         "expert_ids_ptr": blocks.experts,
         "num_tokens_post_padded_ptr": blocks.num_padded,
-        **{"N": b.shape[1], "K": b.shape[2], "EM": capacity, "num_valid_tokens": len(c)},
-        **{"stride_am": a.stride(0), "stride_ak": a.stride(1), "stride_be": b.stride(0), "stride_bk": b.stride(2)},
-        **{"stride_bn": b.stride(1), "stride_cm": c.stride(0), "stride_cn": c.stride(1)},
-        **dict.fromkeys(("stride_asm", "stride_ask", "stride_bse", "stride_bsk", "stride_bsn"), 0),
-        **dict.fromkeys(("stride_bbe", "stride_bbn", "group_n", "group_k"), 0),
-        **{"BLOCK_SIZE_M": tiles.block_m, "BLOCK_SIZE_N": tiles.block_n, "BLOCK_SIZE_K": tiles.block_k},
-        **{"GROUP_SIZE_M": tiles.group_m, "SPLIT_K": 1, "MUL_ROUTED_WEIGHT": weights is not None, "top_k": top_k},
-        "compute_type": {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[c.dtype],
-        **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant"), False),
-        **dict.fromkeys(("naive_block_assignment", "HAS_BIAS", "SWAP_AB", "USE_TD"), False),
+        "N": b.shape[1],
+        "K": b.shape[2],
+        "EM": capacity,
+        "num_valid_tokens": len(c),
+        "stride_am": a.stride(0),
+        "stride_ak": a.stride(1),
+        "stride_be": b.stride(0),
+        "stride_bk": b.stride(2),
+        "stride_bn": b.stride(1),
+        "stride_cm": c.stride(0),
+        "stride_cn": c.stride(1),
+        "BLOCK_SIZE_M": tiles.block_m,
+        "BLOCK_SIZE_N": tiles.block_n,
+        "BLOCK_SIZE_K": tiles.block_k,
+        "GROUP_SIZE_M": tiles.group_m,
+        "MUL_ROUTED_WEIGHT": weights is not None,
+        "top_k": top_k,
+        "compute_type": COMPUTE_TYPES[c.dtype],
     }
     if unknown := [name for name in kernel.arg_names if name not in values]:
         raise SystemExit(f"vllm_experts: fused_moe_kernel has parameters that are not known here: {', '.join(unknown)}")
@@ -181,9 +205,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 @torch.no_grad()
-def bench_experts(
-    kernel: Any, shape: Shape, tiles: Sequence[Tiles], device: str, bytes_per_ms: float, round_ms: float
-) -> list[Row]:
+def bench_experts(kernel: Any, shape: Shape, device: str, bytes_per_ms: float, round_ms: float) -> list[Row]:
     """Return one row."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layer = make_layer(shape, device, dtype)
@@ -201,7 +223,7 @@ def bench_experts(
         blocks = assign_blocks(permutation, topk_experts, shape.num_experts, tiles.block_m)
         return partial(vllm_experts, kernel, layer, tokens, topk_weights, blocks, tiles)
 
-    functions = {"ours": ours, **{str(tuple(each)): of_vllm(each) for each in tiles}}
+    functions = {"ours": ours, **{str(tuple(each)): of_vllm(each) for each in TILES}}
     operands = tokens.float(), topk_weights, reference.sort_by_expert(topk_experts, shape.num_experts)
     weights = experts.w_up.float(), experts.w_down.float()
     exact = reference.fused_experts(*operands, *weights, activation=experts.activation)
@@ -210,8 +232,7 @@ def bench_experts(
         functions = {name: in_a_graph(function) for name, function in functions.items()}
     times = {name: timing.ms for name, timing in time_interleaved(functions, device, round_ms=round_ms).items()}
     fastest = min(times.keys() - {"ours"}, key=times.__getitem__)
-    chosen = topk_experts.unique().numel() * (experts.w_up[0].numel() + experts.w_down[0].numel())
-    bound_ms = chosen * tokens.element_size() / bytes_per_ms
+    bound_ms = chosen_bytes(layer, topk_experts) / bytes_per_ms
     return [
         {
             "shape": shape.name,
@@ -233,12 +254,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--source", type=Path, required=True, metavar="FILE", help="vLLM's fused_moe.py")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=["qwen3-30b-a3b", "mixtral-8x7b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS)
-    parser.add_argument("--tiles", type=int, default=len(TILES), metavar="N", help="try only the first N tiles")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--round-ms", type=float, default=50.0, help="least milliseconds per timing and round")
     results_file.add_options(parser)
     options = parser.parse_args(arguments)
-    settings = TILES[: options.tiles], options.device, copy_bytes_per_ms(options.device), options.round_ms
+    settings = options.device, copy_bytes_per_ms(options.device), options.round_ms
     with tempfile.TemporaryDirectory(prefix="vllm_") as directory:
         kernel, tasks = load_kernel(options.source, Path(directory)), []
         for name in options.shapes:

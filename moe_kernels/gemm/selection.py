@@ -212,8 +212,8 @@ def choose_copies(
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
     by gathering. For tokens in backward the columns of w_up decide, which are half as many for a plain activation.
-    They need more columns, because that copy exists next to the largest gradient and raises the peak of memory. Forward
-    fuses a plain activation only into a GEMM of copied rows.
+    More columns are needed there, because the copy exists next to the largest gradient and raises the peak of memory.
+    Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
         w_up: a shape stands for a contiguous weight in the dtype of the tokens, a meta tensor for one of its strides.
@@ -310,7 +310,8 @@ def _half_speed(args: Arguments) -> int:
     """Return how much reading costs, from measurements on an H100.
 
     A piece of a row that starts between cache lines is read as two of them, and then reading bounds the GEMM: tiles of
-    128x256 are 1.19 to 1.35 times as fast as 128x128. With many rows they are 1.1 to 1.35 times as fast.
+    128x256 are 1.19 to 1.35 times as fast as 128x128. With many rows they are 1.1 to 1.35 times as fast if no tile is
+    half as wide.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED

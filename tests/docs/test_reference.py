@@ -95,7 +95,9 @@ def test_readmes_numbers_are_in_the_results():
 
 
 def test_account_table_equals_its_results_file():
-    for step in explain(json.loads((RESULTS / "account_h100_f13c729.json").read_text())):
+    steps = explain(json.loads((RESULTS / "account_h100_f13c729.json").read_text()))
+    assert len(steps) == 7
+    for step in steps:
         points = {line["stage"]: line["points"] for line in step["stages"]}
         gemms = sum(line["points"] for line in step["stages"] if line["dense_ms"] is not None)
         moved = [points.get(name, 0.0) for name in ("tokens to rows", "rows to tokens", "activation gradient")]
@@ -117,6 +119,8 @@ def test_rule_of_thumb_table_equals_its_results_files():
                 sums[row["shape"]] = rule + row["rule_ms"], best + row["table_ms"]
         ratios = [rule / best for rule, best in sums.values()]
         assert len(ratios) == int(layers) and bounds == [f"{min(ratios):.3f}", f"{max(ratios):.3f}"]
+    copies = [row["ratio"] for row in json.loads((RESULTS / "rule_of_thumb_h100_f13c729_copies.json").read_text())]
+    assert f"took {min(copies):.3f} to {max(copies):.3f} of the fastest choice's time" in PERFORMANCE
 
 
 def test_quantised_decoding_table_equals_its_results_file():

@@ -9,9 +9,9 @@ from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
 
-# Steps of a program, over all of its tiles, from which half-width tiles take as long as whole ones. They recur in the
-# order of tiles, so some programs get more of them than others and run ever further ahead of those that share their
-# data. If the L2 cache does not hold the data until then, that costs more than the multiplications saved.
+# From this number of steps, over all tiles of a program, half-width tiles compute as much as whole ones. Half-width
+# tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead of the
+# programs that share their data. If the L2 cache has dropped the data by then, a second read costs more than was saved.
 LONG_WORK = gl.constexpr(4400)
 
 
