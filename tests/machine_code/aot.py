@@ -26,7 +26,7 @@ from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.kernels import precision
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
 from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
-from moe_kernels.gemm.kernels.streaming import StreamingDecodingGemm
+from moe_kernels.gemm.kernels.streaming_decoding import StreamingDecodingGemm
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch

@@ -42,7 +42,7 @@ def compiles_here(metadata):
 
 
 def test_covers_every_kernel_and_target(records):
-    assert len(records) <= 450  # limits the time of the compilation
+    assert len(records) <= 500  # limits the time of the compilation
     compiled = {(record["kernel"], record["cc"]) for record in records}
     for cc in SHARED_BYTES:
         for kernel in get_kernels(cc=cc, metadata_filter=compiles_here):
@@ -126,6 +126,6 @@ def test_gemms_of_16_bits_or_fewer_use_tensor_cores(records):
     assert gemms
     for record in gemms:
         # Tiles lower than 64 rows are too small for wgmma and tcgen05.
-        is_low = any(f"_{rows}x" in record["kernel"] for rows in (8, 16))
+        is_low = any(f"_{rows}x" in record["kernel"] for rows in (8, 16, 32))
         instructions = {INSTRUCTION[record["cc"]], *(["mma.sync"] if is_low else [])}
         assert record["tensor_core"] in instructions, where(record)

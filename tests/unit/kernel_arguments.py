@@ -14,6 +14,7 @@ from moe_kernels import (
 from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
+from moe_kernels.gemm.kernels.streaming import StreamingGroupedGemm
 from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.reference_fp8 import BLOCK, quantize_blocks
@@ -24,8 +25,15 @@ class Sizes:
     """Sizes of the operands. The last group but one is empty, and rows follow the last group."""
 
     ends = (130, 150, 150, 700) if torch.cuda.is_available() else (5, 20, 20, 36)
-    num_rows = ends[-1] + 4
+    few_ends = (33, 35, 35, 124) if torch.cuda.is_available() else ends  # for kernels of at most 32 rows per group
+    num_tail = 4
+    num_rows = ends[-1] + num_tail
     size_k, size_n = (384, 528) if torch.cuda.is_available() else (48, 80)
+
+
+def row_ends(kernel):
+    """Return the end of each group's rows in the arguments of a kernel."""
+    return Sizes.few_ends if isinstance(kernel, StreamingGroupedGemm) else Sizes.ends
 
 
 def supported_arguments(kernel, device):
@@ -53,9 +61,11 @@ def _arguments_for(kernel, device):
 
 
 def _grouped(kernel, draw, unwritten, device):
-    operands, rows, n = kernel.metadata.operands, Sizes.num_rows, Sizes.size_n
-    a, b = draw(operands.A, rows, Sizes.size_k), draw(operands.B, len(Sizes.ends), Sizes.size_k, n)
-    options = {"offsets": _offsets(device), "epilogue": kernel.metadata.epilogue}
+    ends, operands, n = row_ends(kernel), kernel.metadata.operands, Sizes.size_n
+    rows = ends[-1] + Sizes.num_tail
+    a, b = draw(operands.A, rows, Sizes.size_k), draw(operands.B, len(ends), Sizes.size_k, n)
+    offsets = torch.tensor(ends, device=device, dtype=torch.int32)
+    options = {"offsets": offsets, "epilogue": kernel.metadata.epilogue}
     if kernel.metadata.design.gather:
         options["row_to_token"] = _index(device)
     if kernel.metadata.epilogue is not None:

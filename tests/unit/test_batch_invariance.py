@@ -24,7 +24,7 @@ from moe_layers import CapacityFactor, ExpertChoice, MoEFeedForward, RoundRobinA
 from ..dtypes import DTYPES
 from ..layers import moe_layer
 from ..tiers import default_tier
-from .kernel_arguments import KERNELS, Sizes, supported_arguments
+from .kernel_arguments import KERNELS, row_ends, supported_arguments
 
 ON_GPU = torch.cuda.is_available()
 D = 512 if ON_GPU else 40
@@ -190,7 +190,7 @@ def test_every_kernel_sums_a_row_alike_in_any_tile(kernel, device):
     args.A.copy_(args.A.flatten(0, -2)[:1].clone().expand_as(args.A))
     kernel.run(args)
     for written in args.outputs:
-        rows = written.flatten(0, -2)[: Sizes.ends[-1]]
+        rows = written.flatten(0, -2)[: row_ends(kernel)[-1]]
         assert rows.isfinite().all() and rows.any()
         different = (rows != rows[0]).any(1).nonzero().flatten().tolist()
         assert not different, f"rows {different} differ from row 0"

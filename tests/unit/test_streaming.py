@@ -12,6 +12,7 @@ from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FP8, MXFP4
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.testing import assert_accurate, to_float64
+from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.types import QuantizedWeight
 
 KERNELS = get_kernels(metadata_filter=lambda metadata: isinstance(metadata.design, StreamingDesign))
@@ -74,6 +75,18 @@ def test_plain_weights(kernel, gather, has_bias, device):
             shifted[: sum(SIZES)] += bias.double().repeat_interleave(torch.tensor(SIZES, device=device), 0)
         baseline = reference.apply_activation(shifted.to(dtype), epilogue)
         assert_accurate(out, baseline, reference.apply_activation(shifted, epilogue), "activation")
+
+
+@pytest.mark.parametrize("cc", [80, 90, 100])
+def test_the_rule_reads_weights_of_few_rows_once(cc):
+    def tile_of(rows, size_k):
+        key = f"grouped_gemm B=column gather=none epilogue=none bfloat16 G=4 K={size_k} N=4096 rows={rows}"
+        (design, *_) = (kernel.metadata.design for kernel in get_kernels(arguments_of(key, "meta"), cc=cc))
+        return design.tile_shape if isinstance(design, StreamingDesign) else None
+
+    assert [tile_of(rows, 4096) for rows in (1, 4, 8)] == 3 * [(16, 32, 256)]
+    assert tile_of(1, 768) == (16, 32, 128)
+    assert [tile_of(rows, 4096) for rows in (16, 32, 64)] == [(32, 64, 128), (64, 64, 64), None]
 
 
 def decoding(kernel, weight, a, offsets, index=None, bias=None, block_rows=128):

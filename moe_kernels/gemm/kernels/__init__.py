@@ -9,6 +9,7 @@ from .pointer_gemm import POINTER_GEMM_KERNELS
 from .pointer_list import POINTER_ARRAY_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
 from .streaming import STREAMING_KERNELS
+from .streaming_decoding import STREAMING_DECODING_KERNELS
 from .tma import TMA_KERNELS
 from .tma_list import TMA_ARRAY_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
@@ -18,6 +19,7 @@ from .warp_specialized_scaled import WARP_SPECIALIZED_SCALED_KERNELS
 ALL_KERNELS = (
     *WARP_SPECIALIZED_KERNELS,
     *STREAMING_KERNELS,
+    *STREAMING_DECODING_KERNELS,
     *TMA_KERNELS,
     *TMA_WGRAD_KERNELS,
     *POINTER_KERNELS,

@@ -1,4 +1,4 @@
-"""Grouped GEMM for few rows per group, bound by the time to read the weights.
+"""Grouped GEMM of quantised weights for few rows per group, bound by the time to read and decode the weights.
 
 One program multiplies up to ROWS rows of a group by BLOCK_OUT rows of its weight [G, OUT, IN]. The copy engine streams
 the weight through a ring in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a
@@ -21,7 +21,7 @@ from .ring import buffers
 
 @gluon.constexpr_function
 def values_per_64_bytes(FORM):
-    return {"plain": 32, "fp8": 64, "mxfp4": 128}[FORM]
+    return {"fp8": 64, "mxfp4": 128}[FORM]
 
 
 @gluon.constexpr_function
@@ -32,25 +32,24 @@ def _row_bases(block_out, num_warps):
 
 
 @gluon.constexpr_function
-def _stored_layout(block_out, element_bytes, chunks, num_warps):
-    """Return the layout of stored elements [BLOCK_OUT, chunks * 4 * 16 bytes]: a thread holds 16 bytes of each of its
-    rows, the next thread the next 16 bytes."""
-    own = 16 // element_bytes
+def _stored_layout(block_out, chunks, num_warps):
+    """Return the layout of stored bytes [BLOCK_OUT, chunks * 64]: a thread holds 16 bytes of each of its rows, the next
+    thread the next 16 bytes."""
     lanes, warps, registers = _row_bases(block_out, num_warps)
-    columns = [[0, 1 << i] for i in range(own.bit_length() - 1)] + ([[0, 4 * own]] if chunks == 2 else [])
+    columns = [[0, 1 << i] for i in range(4)] + ([[0, 64]] if chunks == 2 else [])
     return gl.DistributedLinearLayout(
         columns + [[row, 0] for row in registers],
-        [[0, own], [0, 2 * own], *([row, 0] for row in lanes)],
+        [[0, 16], [0, 32], *([row, 0] for row in lanes)],
         [[row, 0] for row in warps],
         [],
-        [block_out, 4 * own * chunks],
+        [block_out, 64 * chunks],
     )
 
 
 @gluon.constexpr_function
 def _by_16_bytes_layout(block_out, chunks, num_warps):
-    """Return the layout of one number per 16 stored bytes of one byte each, [BLOCK_OUT, 4 * chunks]."""
-    stored = _stored_layout(block_out, 1, chunks, num_warps)
+    """Return the layout of one number per 16 stored bytes, [BLOCK_OUT, 4 * chunks]."""
+    stored = _stored_layout(block_out, chunks, num_warps)
 
     def split(bases):
         return [[row, column // 16, column % 16] for row, column in bases]
@@ -82,10 +81,8 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     ROWS: gl.constexpr = rows.shape[0]
     if FORM == "mxfp4":  # c, w, q, j: values j and j + 4 of a word are a pair
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
-    elif FORM == "fp8":  # c, w, j, q
+    else:  # c, w, j, q
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    else:  # c, w, q
-        ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2).permute(0, 1, 3, 2, 4)
     return ordered.reshape(ROWS, rows.shape[1])
 
 
@@ -98,11 +95,9 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
         low, high = _decode_mxfp4(stored, scale, NAN_255)
         # c, w, r, q, o: pair j = 2 * o + r
         value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
-    elif FORM == "fp8":
+    else:
         value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
         value = value.reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    else:
-        value = stored.reshape(BLOCK_OUT, CHUNKS, 4, 4, 2).permute(0, 1, 3, 2, 4)
     return value.reshape(BLOCK_OUT, VALUES)
 
 
@@ -168,18 +163,6 @@ def _decode_fp8(stored, scale):
 
 
 @gluon.jit
-def _weight_rows(first, OUT: gl.constexpr, GATED: gl.constexpr, BLOCK_OUT: gl.constexpr, layout: gl.constexpr):
-    """Return (row of the weight, whether it exists) of each row of the block; with GATED, gate rows, then up rows."""
-    local = gl.arange(0, BLOCK_OUT, layout=layout)
-    if GATED:
-        half = local // (BLOCK_OUT // 2)
-        row = first + local % (BLOCK_OUT // 2)
-        return row + half * (OUT // 2), row < OUT // 2
-    else:
-        return first + local, first + local < OUT
-
-
-@gluon.jit
 def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     """Load the scales that `_scales_of_stored` takes. `ptr` is the first scale of the group's matrix."""
     if FORM == "mxfp4":
@@ -189,12 +172,9 @@ def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr,
         return gl.load(
             pointers, mask=exists[:, None] & (column < IN // 32)[None, :], other=0, eviction_policy="evict_last"
         )
-    elif FORM == "fp8":
-        return gl.load(ptr + row // 128 * ((IN + 127) // 128) + step * CHUNKS // 2, mask=exists, other=0.0).to(
-            gl.float32
-        )
     else:
-        return 0
+        pointers = ptr + row // 128 * ((IN + 127) // 128) + step * CHUNKS // 2
+        return gl.load(pointers, mask=exists, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -203,10 +183,8 @@ def _scales_of_stored(scales, layout: gl.constexpr, BLOCK_OUT: gl.constexpr, CHU
     if FORM == "mxfp4":
         spread = scales.expand_dims(2).broadcast_to(BLOCK_OUT, 4 * CHUNKS, 16).reshape(BLOCK_OUT, 64 * CHUNKS)
         return gl.convert_layout(spread, layout, assert_trivial=True)
-    elif FORM == "fp8":
-        return scales.expand_dims(1).broadcast_to(BLOCK_OUT, 64 * CHUNKS)
     else:
-        return scales
+        return scales.expand_dims(1).broadcast_to(BLOCK_OUT, 64 * CHUNKS)
 
 
 @gluon.jit
@@ -218,38 +196,25 @@ def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def _load_stored(w_desc, ring, full, group, first, step, pred, GATED: gl.constexpr, STAGES: gl.constexpr):
+def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.constexpr):
     """Start the copy of a step of the weight."""
     slot = step[0] % STAGES
     mbarrier.expect(full.index(slot), w_desc.block_type.nbytes, pred=pred)
     column = step[1] * w_desc.block_type.shape[-1]
-    if GATED:
-        tma_load(w_desc, [group, 0, first, column], full.index(slot), ring.index(slot), pred=pred)
-    else:
-        tma_load(w_desc, [group, first, column], full.index(slot), ring.index(slot), pred=pred)
+    tma_load(w_desc, [group, first, column], full.index(slot), ring.index(slot), pred=pred)
 
 
-@gluon.jit
-def _store(value, ptr, stride, column, column_exists, first_row, end, layout: gl.constexpr):
-    """Store a value [columns of out, rows of out]."""
-    row = first_row + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, layout))
-    pointers = ptr + row.to(gl.int64)[None, :] * stride + column[:, None]
-    gl.store(pointers, value.to(ptr.dtype.element_ty), mask=(row < end)[None, :] & column_exists[:, None])
-
-
-@gluon.jit(do_not_specialize=["x_stride", "bias_stride", "out_stride", "preactivation_stride"])
+@gluon.jit(do_not_specialize=["x_stride", "bias_stride", "out_stride"])
 def streaming_kernel(
     x_ptr,
     x_stride,  # [R or T, IN], a multiple of 8
     row_to_token_ptr,  # [R], or None
-    w_desc,  # [G, OUT, IN], or [G, 2, OUT / 2, IN] with GATED, as stored
-    scales_ptr,  # None for a plain weight
+    w_desc,  # [G, OUT, bytes of a row]
+    scales_ptr,
     bias_ptr,  # [G, OUT], or None
     bias_stride,
     out_ptr,
-    out_stride,  # [R, OUT], or [R, OUT / 2] with GATED
-    preactivation_ptr,  # [R, OUT] with FORWARD, else None
-    preactivation_stride,
+    out_stride,  # [R, OUT]
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
@@ -258,9 +223,6 @@ def streaming_kernel(
     IN: gl.constexpr,
     FORM: gl.constexpr,
     NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
-    FORWARD: gl.constexpr,  # activation, or None
-    GATED: gl.constexpr,
-    ZERO_TAIL: gl.constexpr,
     TILE_ROWS: gl.constexpr,  # of the table
     BLOCK_OUT: gl.constexpr,
     ROWS: gl.constexpr,
@@ -272,11 +234,8 @@ def streaming_kernel(
     NUM_WARPS: gl.constexpr = gl.num_warps()
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     STEPS: gl.constexpr = (IN + VALUES - 1) // VALUES
-    COLUMNS: gl.constexpr = OUT // 2 if GATED else OUT  # of out
-    BLOCK: gl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT  # of out
-    COLUMN_TILES: gl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-    ELEMENT: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
-    stored_layout: gl.constexpr = _stored_layout(BLOCK_OUT, ELEMENT, CHUNKS, NUM_WARPS)
+    COLUMN_TILES: gl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    stored_layout: gl.constexpr = _stored_layout(BLOCK_OUT, CHUNKS, NUM_WARPS)
     rows_layout: gl.constexpr = _rows_layout(ROWS, VALUES // CHUNKS, CHUNKS, NUM_WARPS)
     scale_layout: gl.constexpr = stored_layout if FORM != "mxfp4" else _by_16_bytes_layout(BLOCK_OUT, CHUNKS, NUM_WARPS)
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
@@ -284,15 +243,16 @@ def streaming_kernel(
     right_layout: gl.constexpr = gl.DotOperandLayout(1, mma_layout, 2)
 
     tile = gl.program_id(0) // COLUMN_TILES
-    first = gl.program_id(0) % COLUMN_TILES * BLOCK
-    if tile >= gl.load(num_tiles_ptr + ZERO_TAIL):
+    first = gl.program_id(0) % COLUMN_TILES * BLOCK_OUT
+    if tile >= gl.load(num_tiles_ptr):
         return
     group = gl.load(tiles_ptr + 2 * tile)
     start = gl.load(bounds_ptr + group) + gl.load(tiles_ptr + 2 * tile + 1) * TILE_ROWS
     end = gl.minimum(gl.load(bounds_ptr + group + 1), start + TILE_ROWS)
-    # The tail has no weight, and reads no rows: its results become zeros.
-    num_steps = gl.where(group < G, STEPS, 0)
-    read_end = gl.where(group < G, end, start)
+    # Always true. Without it, ptxas spills 8 bytes of the MXFP4 kernel.
+    has_weight = group < G
+    num_steps = gl.where(has_weight, STEPS, 0)
+    read_end = gl.where(has_weight, end, start)
     total_steps = (end - start + ROWS - 1) // ROWS * num_steps
 
     ring = buffers(w_desc, STAGES)
@@ -300,14 +260,14 @@ def streaming_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     for stage in gl.static_range(STAGES - 1):
-        at = (stage, stage % STEPS)
-        _load_stored(w_desc, ring, full, group, first, at, stage < total_steps, GATED, STAGES)
+        _load_stored(w_desc, ring, full, group, first, (stage, stage % STEPS), stage < total_steps, STAGES)
 
-    weight_row, exists = _weight_rows(first, OUT, GATED, BLOCK_OUT, gl.SliceLayout(1, scale_layout))
-    wide_group = gl.minimum(group, G - 1).to(gl.int64)
+    weight_row = first + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, scale_layout))
+    exists = weight_row < OUT
+    wide_group = group.to(gl.int64)
     if FORM == "mxfp4":
         scales_ptr += wide_group * (OUT * (IN // 32))
-    elif FORM == "fp8":
+    else:
         scales_ptr += wide_group * (((OUT + 127) // 128) * ((IN + 127) // 128))
     k = gl.arange(0, VALUES, layout=gl.SliceLayout(0, rows_layout))
     x_stride = x_stride.to(gl.int64) // 8 * 8  # tells the compiler that 16 bytes are aligned
@@ -323,11 +283,11 @@ def streaming_kernel(
         for step in range(num_steps):
             slot = position % STAGES
             mbarrier.wait(full.index(slot), position // STAGES & 1)
-            stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS // ELEMENT]).load(stored_layout)
+            stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS]).load(stored_layout)
             # All warps have now read the slot of the previous step.
             barrier()
             ahead = position + (STAGES - 1)
-            _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, GATED, STAGES)
+            _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, STAGES)
             # That copy waits for all earlier loads. Decoding hides the latency of the rows. It needs the scales at
             # once: they are loaded a step ahead.
             rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
@@ -339,20 +299,11 @@ def streaming_kernel(
             product = mma_v2(left, right, product)
             scales = next_scales
             position += 1
-        out_row, out_exists = _weight_rows(first, OUT, GATED, BLOCK_OUT, gl.SliceLayout(1, mma_layout))
+        column = first + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, mma_layout))
         if bias_ptr is not None:
-            bias_ptrs = bias_ptr + wide_group * bias_stride + out_row
-            bias = gl.load(bias_ptrs, mask=out_exists & (group < G), other=0.0).to(gl.float32)[:, None]
-        else:
-            bias = 0.0
-        if FORWARD is None:
-            _store(product + bias, out_ptr, out_stride, out_row, out_exists, first_row, end, mma_layout)
-        else:
-            product = product.to(preactivation_ptr.dtype.element_ty)
-            _store(product, preactivation_ptr, preactivation_stride, out_row, out_exists, first_row, end, mma_layout)
-            value = product.to(gl.float32) + bias
-            gate, up = value.reshape(2, BLOCK, ROWS).permute(1, 2, 0).split()
-            value = FORWARD(gate, up)
-            half_layout: gl.constexpr = value.type.layout
-            column = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, half_layout))
-            _store(value, out_ptr, out_stride, column, column < COLUMNS, first_row, end, half_layout)
+            bias_ptrs = bias_ptr + wide_group * bias_stride + column
+            product += gl.load(bias_ptrs, mask=column < OUT, other=0.0).to(gl.float32)[:, None]
+        out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, mma_layout))
+        out_ptrs = out_ptr + out_row.to(gl.int64)[None, :] * out_stride + column[:, None]
+        value = product.to(out_ptr.dtype.element_ty)
+        gl.store(out_ptrs, value, mask=(out_row < end)[None, :] & (column < OUT)[:, None])
