@@ -237,8 +237,8 @@ def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -
     return cls(KernelMetadata(name, cls, 80, operands, design, epilogue, optional_operands=("bias",)))
 
 
-# The fastest of 17 on an H100 (`benchmarks/results/LOG.md`); the first is for short reductions. Triton stores two halves of
-# 16 columns with an instruction that it miscompiles up to 3.7.0 (`tests/machine_code/compiled.py`), hence 64 columns.
+# The fastest of 17 on an H100 (`benchmarks/results/LOG.md`); the first is for short reductions. Triton stores two
+# halves of 16 columns with an instruction that it miscompiles up to 3.7.0 (`tests/machine_code/compiled.py`).
 _PLAIN = (StreamingDesign((16, 32, 128), 2, 4), StreamingDesign((16, 32, 256), 2, 3))
 _GATED = (StreamingDesign((16, 64, 256), 4, 3),)
 _MORE_ROWS = (StreamingDesign((32, 64, 128), 4, 3), StreamingDesign((64, 64, 64), 4, 5))
