@@ -16,10 +16,11 @@ from moe_kernels import (
 )
 from moe_kernels.activation.functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.gemm.kernel import PointerDesign, WarpSpecializedDesign
-from moe_kernels.gemm.selection import find
+from moe_kernels.gemm.selection import best_first, find
 from moe_kernels.runtime.gluon import KNOWS_GLUON
 from moe_kernels.specs import is_gated
 from moe_kernels.testing import assert_accurate, to_float64
+from moe_kernels.tools.table_keys import arguments_of
 
 from ..dtypes import DTYPES
 from ..tiers import default_tier
@@ -328,6 +329,18 @@ def test_with_a_compute_capability_the_device_is_ignored():
     assert {type(kernel.metadata.design).__name__ for kernel in get_kernels(args, cc=80)} == {"PointerDesign"}
     assert all(kernel.takes(args) and kernel.supports_cc(90) and kernel.obstacle is None for kernel in hopper)
     assert get_kernels(args, cc=75) == []
+
+
+@pytest.mark.parametrize("form", ["wgrad gather={}", "grouped_gemm B=row gather={} epilogue=none"])
+def test_the_rule_avoids_drifting_programs_in_long_gradients(form):
+    def is_specialized(columns, rows, gather="none"):
+        key = f"{form.format(gather)} bfloat16 G=32 K=2880 N={columns} rows={rows}"
+        args = arguments_of(key, "meta")
+        best, *_ = best_first([kernel for kernel in get_kernels() if kernel.takes(args)], args, measured=None)
+        return isinstance(best.metadata.design, WarpSpecializedDesign)
+
+    assert not is_specialized(2880, 4096)
+    assert is_specialized(2880, 2048) and is_specialized(2816, 4096) and is_specialized(2880, 4096, gather="A")
 
 
 def test_metadata_is_frozen():

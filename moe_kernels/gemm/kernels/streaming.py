@@ -17,6 +17,7 @@ from ...runtime.triton import cdiv, tl, triton
 from ..arguments import GroupedGemmArguments, rows_bucket
 from ..kernel import SUPPORTED, GroupedGemmOperands, KernelMetadata, Operand, Status, StreamingDesign
 from .base import GroupedGemmKernel, kernel_name
+from .tma import load_bias
 
 _TABLE_ROWS = 128  # of a table that the kernel makes itself; it reads tables of any height
 _MOST_ROWS = 32  # per group, a bound of `rows_bucket`; with more, a warp-specialised kernel is faster
@@ -53,16 +54,6 @@ def _multiply(
         if GATED:
             up = tl.dot(a, tl.load(b_ptrs + up_offset + first, mask=b_mask, other=0.0), up)
     return product, up
-
-
-@triton.jit
-def _load_bias(bias_ptr, bias_strides, group, column, mask):
-    """Return the group's biases of these columns, [1, number of columns] float32; zeros without biases."""
-    if bias_ptr is None:
-        return tl.zeros((1, column.shape[0]), tl.float32)
-    else:
-        bias_ptrs = bias_ptr + group * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
-        return tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -129,7 +120,8 @@ def _streaming_kernel(
         product, up = _multiply(
             a_ptrs, row_mask, b_ptrs, columns * b_stride, column_mask, depth, GATED, EVEN_K, BLOCK_M, BLOCK, BLOCK_K
         )  # [BLOCK_M, BLOCK]
-        bias = _load_bias(bias_ptr, bias_strides, matrix, column, bias_mask)
+        if bias_ptr is not None and not GATED:
+            product += load_bias(bias_ptr, bias_strides, matrix, column, bias_mask)
         row = row.to(tl.int64)[:, None]
         mask = row_mask[:, None] & column_mask[None, :]
         product_ptrs = product_ptr + row * product_stride + column[None, :]
@@ -137,12 +129,15 @@ def _streaming_kernel(
             gate, up = product.to(product_ptr.dtype.element_ty), up.to(product_ptr.dtype.element_ty)
             tl.store(product_ptrs, gate, mask=mask)
             tl.store(product_ptrs + columns, up, mask=mask)
-            up_bias = _load_bias(bias_ptr, bias_strides, matrix, columns + column, bias_mask)
-            activated = FORWARD(gate.to(tl.float32) + bias, up.to(tl.float32) + up_bias)
+            gate, up = gate.to(tl.float32), up.to(tl.float32)
+            if bias_ptr is not None:
+                gate += load_bias(bias_ptr, bias_strides, matrix, column, bias_mask)
+                up += load_bias(bias_ptr, bias_strides, matrix, columns + column, bias_mask)
+            activated = FORWARD(gate, up)
             activated_ptrs = activated_ptr + row * activated_stride + column[None, :]
             tl.store(activated_ptrs, activated.to(activated_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(product_ptrs, (product + bias).to(product_ptr.dtype.element_ty), mask=mask)
+            tl.store(product_ptrs, product.to(product_ptr.dtype.element_ty), mask=mask)
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):

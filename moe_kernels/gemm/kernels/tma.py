@@ -115,7 +115,7 @@ def _tma_kernel(
                 total = tl.dot(a, b, total)
         if bias_ptr is not None and not GATED:
             n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            total += _load_bias(bias_ptr, bias_strides, group, n, n < N)
+            total += load_bias(bias_ptr, bias_strides, group, n, n < N)
         left, right = total.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
         left, right = left.to(dtype), right.to(dtype)
         if GATED:
@@ -125,8 +125,8 @@ def _tma_kernel(
             gate, up = left.to(tl.float32), right.to(tl.float32)
             if bias_ptr is not None:
                 f = column + tl.arange(0, HALF_N)
-                gate += _load_bias(bias_ptr, bias_strides, group, f, f < columns)
-                up += _load_bias(bias_ptr, bias_strides, group, columns + f, f < columns)
+                gate += load_bias(bias_ptr, bias_strides, group, f, f < columns)
+                up += load_bias(bias_ptr, bias_strides, group, columns + f, f < columns)
             store_ragged(activated_desc, row, end, column, FORWARD(gate, up).to(dtype), BLOCK_M, HALF_N)
         else:
             store_ragged(left_desc, row, end, column_tile * BLOCK_N, left, BLOCK_M, HALF_N)
@@ -149,7 +149,7 @@ def _tma_kernel(
 
 
 @triton.jit
-def _load_bias(bias_ptr, bias_strides, group, column, mask):
+def load_bias(bias_ptr, bias_strides, group, column, mask):
     """Return the group's biases of these columns, [1, number of columns] float32."""
     pointers = bias_ptr + group.to(tl.int64) * bias_strides[0] + column.to(tl.int64) * bias_strides[1]
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[None, :]
