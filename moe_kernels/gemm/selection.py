@@ -334,7 +334,7 @@ def _drifts(args: Arguments) -> bool:
     tile is partly filled and that gather nothing.
     """
     if isinstance(args, GroupedGemmArguments):
-        is_gradient, index = args.B.stride(2) == 1, args.row_to_token
+        is_gradient, index = args.B.stride(-1) == 1, args.row_to_token
     elif isinstance(args, WgradArguments):
         is_gradient, index = True, args.a_row_to_token if args.dout_row_to_token is None else args.dout_row_to_token
     else:
