@@ -255,7 +255,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
     if entry and fast:
         return Copies(*entry)
-    is_large = fast and d_ff >= 768
+    is_large = fast and d_ff >= 1280
     return Copies(is_large, is_large, is_large and num_columns >= 2560)
 
 

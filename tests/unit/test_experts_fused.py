@@ -23,7 +23,7 @@ COMPUTED = [(activation, bias) for activation in ACTIVATIONS for bias in (False,
 FUSED = [case for case in COMPUTED if case[0] in EPILOGUES or case[0] in PLAIN_EPILOGUES]
 # (rows of each expert, D, F): the last column tile is partial, and some slots are dropped, so rows follow the last
 # group. On a GPU, D has enough steps for all parts of an epilogue, and F is large enough that the rows are copied.
-UNEVEN_ON_GPU = ([0, 1, 127, 128, 129], 648, 1032)
+UNEVEN_ON_GPU = ([0, 1, 127, 128, 129], 648, 1288)
 UNEVEN = UNEVEN_ON_GPU if torch.cuda.is_available() else ([0, 1, 15, 16, 17], 24, 40)
 
 

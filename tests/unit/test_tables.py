@@ -102,10 +102,10 @@ def test_copies_by_width():
 
     decide = selection.decide_copies
     assert decide(Specialized, 1408, 2816, None) == (True, True, True)
-    assert decide(Specialized, 768, 1536, None) == decide(Specialized, 1408, 1408, None) == (True, True, False)
-    assert decide(Specialized, 512, 1024, None) == (False, False, False)
+    assert decide(Specialized, 1408, 1408, None) == (True, True, False)
+    assert decide(Specialized, 1024, 2048, None) == (False, False, False)
     assert decide(Specialized, 768, 768, [False, True, True]) == (False, True, True)
-    assert decide(None, 768, 1536, [True, True, True]) == (False, False, False)
+    assert decide(None, 1408, 2816, [True, True, True]) == (False, False, False)
 
 
 def test_plain_and_gated_layers_have_keys_of_their_own():
