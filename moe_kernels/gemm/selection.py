@@ -333,13 +333,13 @@ def _drifts(args: Arguments) -> bool:
     On an H100 they took 0.97 to 1.23 times the time of other TMA kernels in gradients of many rows whose last column
     tile is partly filled and that gather nothing.
     """
-    if isinstance(args, GroupedGemmArguments):
-        is_gradient, index = args.B.stride(-1) == 1, args.row_to_token
-    elif isinstance(args, WgradArguments):
-        is_gradient, index = True, args.a_row_to_token if args.dout_row_to_token is None else args.dout_row_to_token
+    if isinstance(args, WgradArguments):
+        gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as in the gradient of the rows
+        gathers = args.row_to_token is not None
     else:
         return False
-    return is_gradient and index is None and args.out.shape[-1] % _WIDEST_TILE != 0 and _has_many_rows(args)
+    return not gathers and args.out.shape[-1] % _WIDEST_TILE != 0 and _has_many_rows(args)
 
 
 def _speed(design: Design, half_speed: int, drifts: bool) -> float:
