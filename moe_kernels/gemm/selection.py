@@ -304,7 +304,7 @@ _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
 _MANY_ROWS = 2048  # per group; a bound of `rows_bucket`
-_WIDEST_TILE = 256
+_WIDEST_TILE = 256  # columns
 _DRIFTING = 0.85  # speed of warp-specialised programs that drift apart
 
 
@@ -330,7 +330,7 @@ def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
 def _drifts(args: Arguments) -> bool:
     """Return whether warp-specialised programs that share data run apart, so that the L2 cache holds it no longer.
 
-    On an H100 they took 0.97 to 1.23 times the time of other TMA kernels in gradients of many rows whose last column
+    On an H100 they took 0.95 to 1.23 times the time of other TMA kernels in gradients of many rows whose last column
     tile is partly filled and that gather nothing.
     """
     if isinstance(args, WgradArguments):
