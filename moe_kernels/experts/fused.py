@@ -10,7 +10,6 @@ from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, c
 from ..runtime.dispatch import choose, is_traced, once_per_form
 from ..specs import Activation, as_activation
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, ScaledForms, Weight
-from .fp8_op import fp8_experts_op
 from .fused_op import ExpertOperands, fused_experts_op
 from .rows import Rows
 from .steps import Experts
@@ -146,10 +145,10 @@ def compute_experts(
         w_router,
         Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
         recompute == "up",
+        precision,
+        forms or ScaledForms(),
     )
-    if precision is None:
-        return fused_experts_op(operands).out
-    return fp8_experts_op(operands, forms or ScaledForms(), precision == "fp8_saved").out
+    return fused_experts_op(operands).out
 
 
 def _check_settings(recompute: str | None, reserved_sms: int) -> None:

@@ -30,9 +30,8 @@ Backward is a sequence of ops, so that memory is free as soon as nothing reads i
 besides the operands, `out` and `dout`; brackets hold the copies of gathered rows [R, D]:
 
     hidden gradients    H, dH, A_w, [gather(dout)]
-    dw_down, db_down    dH, A_w, [gather(dout)], dw_down
-    dtokens, db_up      dH, dw_down, dX, dtokens
-    dw_up               dH, dw_down, dtokens, [gather(tokens)], dw_up
+    down gradients      dH, A_w, [gather(dout)], dw_down
+    up gradients        dH, dw_down, dX, dtokens; then dH, dw_down, dtokens, [gather(tokens)], dw_up
 
 Adapters add a product of low rank to each of the four GEMMs, as more steps of the same reduction. With G =
 gather(dout), X = gather(tokens), and the adapters' scale in up_b and down_b:
@@ -50,6 +49,18 @@ live tensor: w_up in forward, w_down in forward and with the hidden gradients, w
 dw_up, the largest gradient, is allocated last, next to the fewest other tensors. dw_down is computed first, because it
 replaces A_w and a copy [R, D], which are larger unless there are few rows per expert. H is freed after the first op if
 autograd does not retain the graph. With recompute="up" dH overwrites H.
+
+With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
+128 columns, weights one for each 128 x 128 block; sums are float32. Tensors are quantised where they are made:
+
+    tokens, dout    once per token, before GEMMs gather their rows
+    A               where the activation is computed from H; no other form of A is made in forward
+    dH              where backward computes it, beside the form in the dtype of the tokens that dw_up reads
+    weights         by the caller (`ScaledForms`), or here for each product, right before it
+
+dw_up and dw_down are products in the dtype of the tokens of the same tensors as without FP8. The same tensors are
+saved, and the given forms of the weights. With "fp8_saved" H is saved in e4m3, too, in a bit more than half the bytes;
+backward reads it back, and overwrites it by dH.
 """
 
 from __future__ import annotations
@@ -59,14 +70,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..activation.ops import can_scale_gradient
+from ..gemm.kernel import device_cc
 from ..permutation.permute import launch_slot_products
+from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
 from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
+from ..types import ScaledForms, ScaledRows
+from .fp8_support import check_fp8_gpu, warn_if_unmeasured
 from .rows import Rows
 from .steps import (
     Experts,
-    HiddenGradients,
     activate,
     b_down_gradient,
     b_up_gradient,
@@ -91,260 +106,316 @@ class ExpertOperands(NamedTuple):
     experts: Experts
     w_router: Tensor | None  # [E, D]
     rows: Rows
-    recompute: bool  # compute H again in backward
+    recompute: bool = False  # compute H again in backward
+    precision: str | None = None
+    forms: ScaledForms = ScaledForms()  # of the weights, with a precision
+
+    def computed(self) -> Experts:
+        """The experts as the GEMMs of rows read them."""
+        return self.experts if self.precision is None else self.experts.scaled(self.forms)
+
+    def num_rows(self) -> int:
+        return self.rows.row_to_token.shape[0]
+
+    def d_up(self) -> int:
+        return self.experts.weights.w_up.shape[1]
 
 
 class _Outputs(NamedTuple):
     out: Tensor  # [T, D]
-    preactivation: Tensor  # H [R, 2F or F], empty if backward computes it again
-    low: Tensor  # X @ up_a^T [R, r], empty without adapters
+    preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward computes it again
+    scales: Tensor | None  # [R, 2F / 128 or F / 128] of H in e4m3
+    low: Tensor | None  # X @ up_a^T [R, r] with adapters
 
 
 @registered_op("fused_experts")
 def fused_experts_op(operands: ExpertOperands) -> _Outputs:
-    tokens, topk_weights, experts, _, rows, recompute = operands
+    tokens, topk_weights, _, _, rows, recompute, precision, _ = operands
+    if precision is not None and tokens.is_cuda:
+        _check_fp8(operands)
+    experts = operands.computed()
     preactivation, activated, low = activate(experts, rows, tokens, topk_weights)
+    scales = None
     if recompute:
-        preactivation = tokens.new_empty(0)
+        preactivation = None
+    elif precision == "fp8_saved":
+        values, scales = launch_quantize_rows(preactivation)
+        preactivation = values.view(torch.uint8)
     expert_out = down(experts, rows, activated)  # [R, D]
     del activated
-    out = rows.combine(expert_out, experts.output_weights(topk_weights))
-    return _Outputs(out, preactivation, tokens.new_empty(0) if low is None else low)
+    return _Outputs(rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation, scales, low)
+
+
+def _check_fp8(operands: ExpertOperands) -> None:
+    num_experts, d_model, d_ff = operands.experts.weights.w_down.shape
+    rows_per_expert, cc = operands.num_rows() // num_experts, device_cc(operands.tokens.device)
+    check_fp8_gpu(cc)
+    warn_if_unmeasured(cc, d_model, d_ff, 2 ** rows_per_expert.bit_length() // 2)
 
 
 @fused_experts_op.register_fake
 def _(operands):
-    tokens = operands.tokens
-    preactivation = tokens.new_empty(0) if operands.recompute else empty_rows(tokens, *hidden_shape(operands))
+    tokens, num_rows, d_up = operands.tokens, operands.num_rows(), operands.d_up()
+    preactivation = scales = None
+    if operands.precision == "fp8_saved" and not operands.recompute:
+        values, scales = empty_scaled_rows(tokens, num_rows, d_up)
+        preactivation = values.view(torch.uint8)
+    elif not operands.recompute:
+        preactivation = empty_rows(tokens, num_rows, d_up)
     low = _empty_low(tokens, operands, operands.experts.adapters.up_b)
-    return _Outputs(tokens.new_empty(tokens.shape), preactivation, low)
+    return _Outputs(tokens.new_empty(tokens.shape), preactivation, scales, low)
 
 
-def hidden_shape(operands: ExpertOperands) -> tuple[int, int]:
-    return operands.rows.row_to_token.shape[0], operands.experts.weights.w_up.shape[1]
-
-
-def _empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor:
+def _empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor | None:
     """Rows multiplied by one factor of an adapter whose other factor is `b`, unwritten."""
-    return like.new_empty(0) if b is None else empty_rows(like, operands.rows.row_to_token.shape[0], b.shape[2])
+    return None if b is None else empty_rows(like, operands.num_rows(), b.shape[2])
 
 
 class _Saved(NamedTuple):
     operands: ExpertOperands
-    preactivation: Tensor
-    low: Tensor
+    preactivation: Tensor | None
+    scales: Tensor | None
+    low: Tensor | None
 
 
 def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
-    (operands,), (_, preactivation, low) = inputs, output
     ctx.set_materialize_grads(False)
-    save_for_backward(ctx, _Saved(operands, preactivation, low))
+    save_for_backward(ctx, _Saved(*inputs, *output[1:]))
 
 
-def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
     """Compute the gradients. Each tensor is dropped after its last use: see the table at the top."""
     if dout is None:
-        return fused_experts_op.gradients()
-    operands, preactivation, low = saved_for_backward(ctx)
-    _, _, experts, w_router, rows, _ = operands
-    needed = fused_experts_op.needed(ctx)
-    hidden = _hidden_gradients_op(
-        dout,
-        preactivation,
-        operands,
-        needed["w_down"] and copies_dout(experts, rows, dout),
-        needed["topk_weights"] or w_router is not None,
-    )
-    del preactivation
-    gradients = down_gradients(needed, dout, hidden, operands)
-    dpreactivation, dtopk_weights, up_low = hidden.dpreactivation, hidden.dtopk_weights, hidden.up_low
+        return {}
+    saved, needed = saved_for_backward(ctx), fused_experts_op.needed(ctx)
+    operands, low, experts, rows = saved.operands, saved.low, saved.operands.experts, saved.operands.rows
+    needs_weights = "topk_weights" in needed
+    needs_tokens = "tokens" in needed or (needs_weights and experts.weight_on_input)
+    is_traced = type(dout) is not Tensor
+    needs_weights |= operands.w_router is not None
+    hidden = _hidden_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, is_traced)
+    del saved
+    dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled = hidden
     del hidden
-    if needed["tokens"] or (needed["topk_weights"] and experts.weight_on_input):
-        gradients["tokens"], of_input = _tokens_gradient_op(dpreactivation, up_low, dtopk_weights, operands)
-        dtopk_weights = of_input if experts.weight_on_input else dtopk_weights
+    gradients: dict[str, Tensor | None] = {}
+    if needed & {"w_down", "b_down", "down_a", "down_b"}:
+        needs = _needs(needed, "down")
+        made = _down_op(dout, drows, weighted, down_low, operands.topk_weights, experts, rows, *needs)
+        gradients |= {"w_down": made.dw_down, "b_down": made.db_down, "down_a": made.ddown_a}
+        gradients["down_b"] = None if made.ddown_b is None else made.ddown_b.transpose(1, 2)
+    del weighted, drows, down_low
     gradients["topk_weights"] = dtopk_weights
-    gradients |= up_gradients(needed, dpreactivation, up_low, low, operands)
-    return fused_experts_op.gradients(**gradients)
-
-
-def down_gradients(
-    needed: dict[str, bool], dout: Tensor, hidden: HiddenGradients, operands: ExpertOperands
-) -> dict[str, Tensor]:
-    """The needed gradients of the down-projection's operands."""
-    _, topk_weights, experts, _, rows, _ = operands
-    gradients = {}
-    if needed["w_down"]:
-        gradients["w_down"] = _w_down_gradient_op(dout, hidden.drows, hidden.weighted, experts, rows)
-    if needed["b_down"]:
-        gradients["b_down"] = _b_down_gradient_op(dout, topk_weights, experts, rows)
-    if needed["down_a"] or needed["down_b"]:
-        factors = _down_adapter_gradients_op(dout, hidden.weighted, hidden.down_low, experts, rows)
-        gradients |= {"down_a": factors.da, "down_b": factors.db.transpose(1, 2)}
+    needs = _needs(needed, "up")
+    if needs_tokens and scaled[0] is not None:  # free dH in e4m3 before the gradients of weights
+        made = _up_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, True, False, False, False)
+        gradients |= _of_input(experts, made, dtopk_weights)
+        needs_tokens = False
+    del scaled
+    if needs_tokens or any(needs):
+        made = _up_op(dpreactivation, up_low, low, None, None, dtopk_weights, operands, needs_tokens, *needs)
+        if needs_tokens:
+            gradients |= _of_input(experts, made, dtopk_weights)
+        gradients |= {"w_up": made.dw_up, "b_up": made.db_up, "up_a": made.dup_a}
+        gradients["up_b"] = None if made.dup_b is None else made.dup_b.transpose(1, 2)
     return gradients
 
 
-def up_gradients(
-    needed: dict[str, bool], dpreactivation: Tensor, up_low: Tensor, low: Tensor, operands: ExpertOperands
-) -> dict[str, Tensor]:
-    """The needed gradients of the up-projection's operands; dw_up, the largest, last."""
-    tokens, topk_weights, experts, _, rows, _ = operands
-    gradients = {}
-    if needed["b_up"]:
-        gradients["b_up"] = _b_up_gradient_op(dpreactivation, experts, rows)
-    if needed["up_a"] or needed["up_b"]:
-        factors = _up_adapter_gradients_op(dpreactivation, low, up_low, tokens, topk_weights, experts, rows)
-        gradients |= {"up_a": factors.da, "up_b": factors.db.transpose(1, 2)}
-    if needed["w_up"]:
-        gradients["w_up"] = _w_up_gradient_op(dpreactivation, tokens, topk_weights, experts, rows)
-    return gradients
+def _needs(needed: set[str], projection: str) -> tuple[bool, bool, bool]:
+    """Whether the gradients of a projection's weight, bias and adapter are needed."""
+    factors = {f"{projection}_a", f"{projection}_b"}
+    return f"w_{projection}" in needed, f"b_{projection}" in needed, not needed.isdisjoint(factors)
+
+
+def _of_input(experts: Experts, made: _UpGradients, dtopk_weights: Tensor) -> dict[str, Tensor | None]:
+    return {"tokens": made.dtokens, "topk_weights": made.dtopk_weights if experts.weight_on_input else dtopk_weights}
 
 
 fused_experts_op.register_autograd(_backward, setup_context=_setup)
 
 
+class _HiddenGradients(NamedTuple):
+    dpreactivation: Tensor  # dH [R, 2F or F]
+    weighted: Tensor  # A_w [R, F]
+    dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
+    drows: Tensor | None  # [R, D]: gather(dout), where dw_down reads a copy
+    down_low: Tensor | None  # gather(dout) @ down_b [R, r] with adapters
+    up_low: Tensor | None  # dH @ up_b [R, r] with adapters
+    scaled: Tensor | None  # dH in e4m3 [R, 2F or F] with a precision
+    scaled_scales: Tensor | None  # [R, 2F / 128 or F / 128]
+
+
 @registered_op("experts_hidden_gradients")
-def _hidden_gradients_op(
+def _hidden_op(
     dout: Tensor,
-    preactivation: Tensor,
-    operands: ExpertOperands,
-    keep_drows: bool,
+    saved: _Saved,
+    needs_tokens: bool,
     needs_topk_weights: bool,
-) -> HiddenGradients:
-    """`drows` is empty unless it is kept, and unwritten if it is kept where GEMMs gather."""
-    tokens, topk_weights, experts, _, rows, recompute = operands
-    if recompute:
+    needs_w_down: bool,
+    is_traced: bool,
+) -> _HiddenGradients:
+    """A tracer cannot know whether `drows` is a copy, so it always gets the tensor, unwritten where GEMMs gather."""
+    operands, preactivation, scales, _ = saved
+    tokens, topk_weights, _, _, rows, recompute, precision, _ = operands
+    experts = operands.computed()
+    if preactivation is None:
         preactivation, *_ = activate(experts, rows, tokens, topk_weights)
-    hidden = hidden_gradients(
-        experts, rows, dout, topk_weights, preactivation, overwrite=recompute, needs_topk_weights=needs_topk_weights
+    elif scales is not None:
+        values = preactivation.view(torch.float8_e4m3fn)
+        preactivation = launch_dequantize_rows(ScaledRows(values, scales), dout.dtype)
+    needs_scaled = precision is not None and needs_tokens
+    scaled = None
+    if needs_scaled and can_scale_gradient(experts.kind(), experts.weights.w_down.shape[2]):
+        scaled = empty_scaled_rows(dout, *preactivation.shape)
+    made = hidden_gradients(
+        experts,
+        rows,
+        dout,
+        topk_weights,
+        preactivation,
+        overwrite=recompute or scales is not None,  # not a saved tensor
+        needs_topk_weights=needs_topk_weights,
+        scaled=scaled,
     )
-    dpreactivation, weighted, dtopk_weights, drows, *low = hidden
-    if not keep_drows or drows is None:
-        drows = _empty_drows(dout, rows, keep_drows)
-    low = (dout.new_empty(0) if part is None else part for part in low)
-    return HiddenGradients(dpreactivation, weighted, dtopk_weights, drows, *low)
+    if needs_scaled and scaled is None:
+        scaled = launch_quantize_rows(made.dpreactivation)
+    dpreactivation, weighted, dtopk_weights, drows, down_low, up_low = made
+    if is_traced and needs_w_down and drows is None:
+        drows = empty_rows(dout, operands.num_rows(), dout.shape[1])
+    drows = drows if needs_w_down else None
+    return _HiddenGradients(
+        dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *(scaled or (None, None))
+    )
 
 
-def _empty_drows(dout: Tensor, rows: Rows, keep_drows: bool) -> Tensor:
-    return empty_rows(dout, rows.row_to_token.shape[0], dout.shape[1]) if keep_drows else dout.new_empty(0)
-
-
-@_hidden_gradients_op.register_fake
-def _(dout, preactivation, operands, keep_drows, needs_topk_weights):
-    (num_rows, d_up), w_down = hidden_shape(operands), operands.experts.weights.w_down
-    return HiddenGradients(
+@_hidden_op.register_fake
+def _(dout, saved, needs_tokens, needs_topk_weights, needs_w_down, is_traced):
+    operands = saved.operands
+    num_rows, d_up, adapters = operands.num_rows(), operands.d_up(), operands.experts.adapters
+    needs_scaled = operands.precision is not None and needs_tokens
+    return _HiddenGradients(
         empty_rows(dout, num_rows, d_up),
-        empty_rows(dout, num_rows, w_down.shape[2]),
+        empty_rows(dout, num_rows, operands.experts.weights.w_down.shape[2]),
         operands.topk_weights.new_empty(operands.topk_weights.shape),
-        _empty_drows(dout, operands.rows, keep_drows),
-        _empty_low(dout, operands, operands.experts.adapters.down_b),
-        _empty_low(dout, operands, operands.experts.adapters.up_b),
+        empty_rows(dout, num_rows, dout.shape[1]) if needs_w_down else None,
+        _empty_low(dout, operands, adapters.down_b),
+        _empty_low(dout, operands, adapters.up_b),
+        *(empty_scaled_rows(dout, num_rows, d_up) if needs_scaled else (None, None)),
     )
 
 
-@registered_op("experts_w_down_gradient")
-def _w_down_gradient_op(dout: Tensor, drows: Tensor, weighted: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    copied = drows if drows.dim() == 2 else None
-    if not copies_dout(experts, rows, rows.as_read(dout)):
-        copied = None
-    elif copied is None:
-        copied = copy_dout(experts, rows, dout)
-    return w_down_gradient(experts, rows, dout, copied, weighted)
+class _DownGradients(NamedTuple):
+    dw_down: Tensor | None
+    db_down: Tensor | None
+    ddown_a: Tensor | None
+    ddown_b: Tensor | None  # [E, r, D], transposed
 
 
-@_w_down_gradient_op.register_fake
-def _(dout, drows, weighted, experts, rows):
-    return torch.empty_like(experts.weights.w_down, dtype=dout.dtype, requires_grad=False)
-
-
-class _FactorGradients(NamedTuple):
-    da: Tensor  # [E, r, in]
-    db: Tensor  # [E, r, out], transposed
-
-
-@registered_op("experts_down_adapter_gradients")
-def _down_adapter_gradients_op(
-    dout: Tensor, weighted: Tensor, down_low: Tensor, experts: Experts, rows: Rows
-) -> _FactorGradients:
-    return _FactorGradients(*down_adapter_gradients(experts, rows, dout, weighted, down_low))
-
-
-@_down_adapter_gradients_op.register_fake
-def _(dout, weighted, down_low, experts, rows):
-    _, _, a, b = experts.adapters
-    return _FactorGradients(dout.new_empty(a.shape), dout.new_empty(b.shape[0], b.shape[2], b.shape[1]))
-
-
-@registered_op("experts_up_adapter_gradients")
-def _up_adapter_gradients_op(
-    dpreactivation: Tensor,
-    low: Tensor,
-    up_low: Tensor,
-    tokens: Tensor,
+@registered_op("experts_down_gradients")
+def _down_op(
+    dout: Tensor,
+    drows: Tensor | None,
+    weighted: Tensor,
+    down_low: Tensor | None,
     topk_weights: Tensor,
     experts: Experts,
     rows: Rows,
-) -> _FactorGradients:
-    return _FactorGradients(*up_adapter_gradients(experts, rows, tokens, dpreactivation, low, up_low, topk_weights))
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_factors: bool,
+) -> _DownGradients:
+    dw = db = da = db_factor = None
+    if needs_weight:
+        if not copies_dout(experts, rows, rows.as_read(dout)):
+            drows = None
+        elif drows is None:
+            drows = copy_dout(experts, rows, dout)
+        dw = w_down_gradient(experts, rows, dout, drows, weighted)
+    if needs_bias:
+        db = b_down_gradient(experts, rows, dout, topk_weights)
+    if needs_factors:
+        assert down_low is not None
+        da, db_factor = down_adapter_gradients(experts, rows, dout, weighted, down_low)
+    return _DownGradients(dw, db, da, db_factor)
 
 
-@_up_adapter_gradients_op.register_fake
-def _(dpreactivation, low, up_low, tokens, topk_weights, experts, rows):
-    a, b, _, _ = experts.adapters
-    return _FactorGradients(tokens.new_empty(a.shape), tokens.new_empty(b.shape[0], b.shape[2], b.shape[1]))
+@_down_op.register_fake
+def _(dout, drows, weighted, down_low, topk_weights, experts, rows, needs_weight, needs_bias, needs_factors):
+    w_down, b_down = experts.weights.w_down, experts.weights.b_down
+    dw = torch.empty_like(w_down, dtype=dout.dtype, requires_grad=False) if needs_weight else None
+    db = dout.new_empty(b_down.shape) if needs_bias else None
+    factors = _empty_factors(dout, *experts.adapters[2:]) if needs_factors else (None, None)
+    return _DownGradients(dw, db, *factors)
 
 
-@registered_op("experts_w_up_gradient")
-def _w_up_gradient_op(
-    dpreactivation: Tensor, tokens: Tensor, topk_weights: Tensor, experts: Experts, rows: Rows
-) -> Tensor:
-    return w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights)
+def _empty_factors(like: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return like.new_empty(a.shape), like.new_empty(b.shape[0], b.shape[2], b.shape[1])
 
 
-@_w_up_gradient_op.register_fake
-def _(dpreactivation, tokens, topk_weights, experts, rows):
-    return torch.empty_like(experts.weights.w_up, dtype=dpreactivation.dtype, requires_grad=False)
+class _UpGradients(NamedTuple):
+    dtokens: Tensor | None
+    dtopk_weights: Tensor | None  # [T, K], where the weights multiply the input
+    db_up: Tensor | None
+    dup_a: Tensor | None
+    dup_b: Tensor | None  # [E, r, 2F or F], transposed
+    dw_up: Tensor | None
 
 
-class _InputGradients(NamedTuple):
-    dtokens: Tensor  # [T, D]
-    dtopk_weights: Tensor  # [T, K], empty unless the weights are on the input
+@registered_op("experts_up_gradients")
+def _up_op(
+    dpreactivation: Tensor,
+    up_low: Tensor | None,
+    low: Tensor | None,
+    scaled: Tensor | None,
+    scaled_scales: Tensor | None,
+    dtopk_weights: Tensor,
+    operands: ExpertOperands,
+    needs_tokens: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_factors: bool,
+) -> _UpGradients:
+    tokens, topk_weights, experts, w_router, rows, *_ = operands
+    dtokens = dweights = db = da = db_factor = dw = None
+    if needs_tokens:
+        dhidden = dpreactivation
+        if scaled is not None and scaled_scales is not None:
+            dhidden = ScaledRows(scaled, scaled_scales)
+        dup_input = up_input_gradient(operands.computed(), rows, dhidden, up_low)  # dX [R, D]
+        dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
+        if experts.weight_on_input:
+            dweights = launch_slot_products(rows.as_read(tokens), dup_input, rows.slot_to_row)
+        del dup_input
+    if needs_bias:
+        db = b_up_gradient(experts, rows, dpreactivation)
+    if needs_factors:
+        assert low is not None and up_low is not None
+        da, db_factor = up_adapter_gradients(experts, rows, tokens, dpreactivation, low, up_low, topk_weights)
+    if needs_weight:
+        dw = w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights)
+    return _UpGradients(dtokens, dweights, db, da, db_factor, dw)
 
 
-@registered_op("experts_tokens_gradient")
-def _tokens_gradient_op(
-    dpreactivation: Tensor, up_low: Tensor, dtopk_weights: Tensor, operands: ExpertOperands
-) -> _InputGradients:
-    tokens, topk_weights, experts, w_router, rows, _ = operands
-    adapted = experts.adapters.up_a is not None
-    dup_input = up_input_gradient(experts, rows, dpreactivation, up_low if adapted else None)  # dX [R, D]
-    dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
-    if not experts.weight_on_input:
-        return _InputGradients(dtokens, topk_weights.new_empty(0))
-    return _InputGradients(dtokens, launch_slot_products(rows.as_read(tokens), dup_input, rows.slot_to_row))
-
-
-@_tokens_gradient_op.register_fake
-def _(dpreactivation, up_low, dtopk_weights, operands):
-    weights = operands.topk_weights
-    shape = weights.shape if operands.experts.weight_on_input else 0
-    return _InputGradients(dpreactivation.new_empty(operands.tokens.shape), weights.new_empty(shape))
-
-
-@registered_op("experts_b_up_gradient")
-def _b_up_gradient_op(dpreactivation: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    return b_up_gradient(experts, rows, dpreactivation)
-
-
-@_b_up_gradient_op.register_fake
-def _(dpreactivation, experts, rows):
-    return dpreactivation.new_empty(experts.weights.b_up.shape)
-
-
-@registered_op("experts_b_down_gradient")
-def _b_down_gradient_op(dout: Tensor, topk_weights: Tensor, experts: Experts, rows: Rows) -> Tensor:
-    return b_down_gradient(experts, rows, dout, topk_weights)
-
-
-@_b_down_gradient_op.register_fake
-def _(dout, topk_weights, experts, rows):
-    return dout.new_empty(experts.weights.b_down.shape)
+@_up_op.register_fake
+def _(
+    dpreactivation,
+    up_low,
+    low,
+    scaled,
+    scaled_scales,
+    dtopk_weights,
+    operands,
+    needs_tokens,
+    needs_weight,
+    needs_bias,
+    needs_factors,
+):
+    tokens, weights, experts = operands.tokens, operands.topk_weights, operands.experts
+    needs_weights = needs_tokens and experts.weight_on_input
+    w_up, b_up = experts.weights.w_up, experts.weights.b_up
+    return _UpGradients(
+        tokens.new_empty(tokens.shape) if needs_tokens else None,
+        weights.new_empty(weights.shape) if needs_weights else None,
+        dpreactivation.new_empty(b_up.shape) if needs_bias else None,
+        *(_empty_factors(tokens, *experts.adapters[:2]) if needs_factors else (None, None)),
+        torch.empty_like(w_up, dtype=dpreactivation.dtype, requires_grad=False) if needs_weight else None,
+    )

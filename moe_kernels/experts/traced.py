@@ -38,18 +38,18 @@ class ReferenceOperands(NamedTuple):
 
 
 class ReferenceGradients(NamedTuple):
-    """The gradients of the operands. One that is not needed is empty."""
+    """The gradients of the operands that need one."""
 
-    tokens: Tensor
-    topk_weights: Tensor
-    w_up: Tensor
-    w_down: Tensor
-    b_up: Tensor
-    b_down: Tensor
-    up_a: Tensor
-    up_b: Tensor
-    down_a: Tensor
-    down_b: Tensor
+    tokens: Tensor | None
+    topk_weights: Tensor | None
+    w_up: Tensor | None
+    w_down: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+    up_a: Tensor | None
+    up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
 
 
 _DIFFERENTIABLE = ReferenceGradients._fields
@@ -107,19 +107,19 @@ def _setup(ctx: Any, inputs: tuple[ReferenceOperands], output: Tensor) -> None:
     save_for_backward(ctx, inputs[0])
 
 
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None) -> dict[str, Tensor | None]:
     if dout is None:
-        return reference_experts_op.gradients()
+        return {}
     needed = reference_experts_op.needed(ctx)
-    gradients = _gradients_op(dout, saved_for_backward(ctx), [needed[name] for name in _DIFFERENTIABLE])
-    return reference_experts_op.gradients(**{n: g for n, g in gradients._asdict().items() if needed[n]})
+    is_needed = tuple([name in needed for name in _DIFFERENTIABLE])
+    return _gradients_op(dout, saved_for_backward(ctx), is_needed)._asdict()
 
 
 reference_experts_op.register_autograd(_backward, setup_context=_setup)
 
 
 @registered_op("reference_experts_gradients")
-def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: list[bool]) -> ReferenceGradients:
+def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool, ...]) -> ReferenceGradients:
     given = _differentiable(operands)
     names = [name for name, is_needed in zip(_DIFFERENTIABLE, needed, strict=True) if is_needed]
 
@@ -131,13 +131,13 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: list[bool])
     # Autograd is off inside an op, torch.func is not.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
     gradients = dict(zip(names, differentiate(dout), strict=True))
-    return ReferenceGradients(*(gradients.get(name, dout.new_empty(0)) for name in _DIFFERENTIABLE))
+    return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 
 
 @_gradients_op.register_fake
 def _(dout, operands, needed):
     pairs = zip(_differentiable(operands).values(), needed, strict=True)
-    return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else dout.new_empty(0) for t, is_needed in pairs))
+    return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else None for t, is_needed in pairs))
 
 
 def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # tensors, None where absent

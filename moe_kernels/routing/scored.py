@@ -54,9 +54,9 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dweights, _):
     logits, topk_experts = ctx.saved_tensors
     if dweights is None:
-        return scored_routing_op.gradients()
+        return {}
     dlogits = _backward_op(dweights, topk_experts, logits, None, None, ctx.settings)
-    return scored_routing_op.gradients(logits=dlogits.to(logits.dtype))
+    return {"logits": dlogits.to(logits.dtype)}
 
 
 scored_routing_op.register_autograd(_backward, setup_context=_setup)
@@ -92,7 +92,7 @@ def _linear_setup(ctx, inputs, output):
 def _linear_backward(ctx, dweights, _, dlogits_direct):
     tokens, w_router, logit_bias, topk_experts = ctx.saved_tensors
     if dweights is None and dlogits_direct is None:
-        return scored_linear_routing_op.gradients()
+        return {}
     with without_autocast(tokens):
         dlogits = dlogits_direct
         if dweights is not None:
@@ -100,11 +100,12 @@ def _linear_backward(ctx, dweights, _, dlogits_direct):
             split_dtype = halves_dtype(tokens, w_router)
             dlogits = _backward_op(dweights, topk_experts, logits, dlogits_direct, split_dtype, ctx.settings)
         dlogit_bias = None
-        if ctx.needs_input_grad[2]:
+        needed = scored_linear_routing_op.needed(ctx)
+        if "logit_bias" in needed:
             dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
-        needs = ctx.needs_input_grad[:2]
+        needs = "tokens" in needed, "w_router" in needed
         dtokens, dw_router = router_gradients(dlogits, tokens, w_router, needs, ctx.batch_invariant)
-        return scored_linear_routing_op.gradients(tokens=dtokens, w_router=dw_router, logit_bias=dlogit_bias)
+        return {"tokens": dtokens, "w_router": dw_router, "logit_bias": dlogit_bias}
 
 
 scored_linear_routing_op.register_autograd(_linear_backward, setup_context=_linear_setup)

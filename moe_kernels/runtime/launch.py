@@ -7,11 +7,12 @@ the launch. The launch cache stores the compiled kernel by the launch's `signatu
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from .triton import INTERPRET, triton
 
 # Triton up to 3.9 fuses multiplications and additions by default, and 3.9 warns unless the option is set. 3.10 will not
 # fuse by default.
-_FUSION = {} if INTERPRET or "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
+FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enable_fp_fusion": True}
 
 DESCRIPTOR_BYTES = 128  # device memory per program for a TMA descriptor made on the device
 
@@ -64,7 +65,7 @@ def describe(form: tuple[Any, dict[str, Any]], tensor: Tensor) -> Any:
 
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     """Compile for the active device or compilation target."""
-    compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options, **_FUSION)
+    compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options, **FUSION)
     return CompiledArtifact(kernel_name, static_properties(launch), compiled)
 
 
@@ -109,8 +110,8 @@ def run_launch(
     Returns:
         The argument `ready` of the next launch of this signature; None in the interpreter, which compiles nothing.
     """
-    if operand.is_cuda and operand.get_device() not in _thread.devices:
-        _make_context(operand)  # must precede the loading of an artifact's kernel, too
+    if operand.is_cuda:
+        ensure_context(operand.get_device())  # must precede the loading of an artifact's kernel, too
     if ready is None:
         if artifact is None or artifact.compiled is None:
             ready = None if INTERPRET else _ready.get(signature(launch))
@@ -124,21 +125,49 @@ def run_launch(
     return contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
+# Gets each launch of a thread, and a function that launches it and returns what `_launch` returns and Triton's compiled
+# kernel, which is None in the interpreter. Returns the first of these.
+LaunchObserver = Callable[[Launch, Callable[[], tuple["Ready | None", Any]]], "Ready | None"]
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
+        self.observer: LaunchObserver | None = None
 
 
 _thread = _Thread()
 
 
-def _make_context(operand: Tensor) -> None:
-    """Give this thread the CUDA context of the operand's GPU.
+@contextlib.contextmanager
+def observing_launches(observer: LaunchObserver) -> Iterator[None]:
+    """Let the observer make the launches of this thread."""
+    _thread.observer = observer
+    try:
+        yield
+    finally:
+        _thread.observer = None
 
-    Encoding a descriptor needs a context. A thread without earlier launches, such as autograd's at first, has none.
+
+def are_launches_observed() -> bool:
+    return _thread.observer is not None
+
+
+def need_single_launches() -> bool:
+    """Return whether hooks of Triton, such as a profiler's, must see each launch."""
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+def ensure_context(device: int) -> None:
+    """Give this thread the CUDA context of a GPU.
+
+    Encoding a descriptor and the driver's launches need one. A thread without earlier launches, such as autograd's at
+    first, has none.
     """
-    torch.empty(1, device=operand.device).zero_()
-    _thread.devices.add(operand.get_device())
+    if device not in _thread.devices:
+        torch.empty(1, device=f"cuda:{device}").zero_()
+        _thread.devices.add(device)
 
 
 # Triton's compiled kernels of artifacts that ran. Since Triton 3.8, freeing such an object unloads its code from the
@@ -159,19 +188,25 @@ def _launch_with_scratch(
 
 
 def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
+    if _thread.observer is None:
+        return _launch_unobserved(launch, ready)[0]
+    return _thread.observer(launch, functools.partial(_launch_unobserved, launch, ready))
+
+
+def _launch_unobserved(launch: Launch, ready: Ready | None) -> tuple[Ready | None, Any]:
     """Launch like `function[grid](*arguments, **options)`, which prepares hooks of profilers even if there are none."""
     function, grid, arguments, options = launch
     if ready is None:
-        compiled = function[grid](*arguments, **options, **_FUSION)
-        return None if compiled is None else _keep_ready(launch, compiled)
-    compiled, run, kernel, constants, _, _, device = ready
-    hooks = triton.knobs.runtime
-    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        compiled = function[grid](*arguments, **options, **FUSION)
+        ready = None if compiled is None else _keep_ready(launch, compiled)
     else:
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        run(*(*grid, 1, 1)[:3], stream, *kernel, *arguments, *constants)
-    return ready
+        compiled, run, kernel, constants, _, _, device = ready
+        if need_single_launches():
+            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        else:
+            stream = triton.runtime.driver.active.get_current_stream(device)
+            run(*(*grid, 1, 1)[:3], stream, *kernel, *arguments, *constants)
+    return ready, compiled
 
 
 def _keep_ready(launch: Launch, compiled: Any) -> Ready | None:

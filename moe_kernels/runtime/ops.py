@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
-from .packing import PackedSignature, places_of
-from .pytorch import has_saved_tensors_hooks
+from .launch import are_launches_observed
+from .packing import PackedSignature, Places, places_of
+from .pytorch import disable_dynamo
+from .replay import Replayed
 
 
 def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -25,146 +25,147 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
         return function(*args, **kwargs)
 
 
-_requires_grad = attrgetter("requires_grad")
+class _Call(NamedTuple):
+    """One call of an op, as its autograd node gets it."""
 
-
-def _inspect(values: Sequence[Any]) -> tuple[tuple[Tensor, ...], bool]:
-    """Return the tensors, and whether the dispatcher would only call the function with these values.
-
-    Modes see calls, and a profiler sees an op's name only through the dispatcher. Values that are not plain, or that
-    are not in the tensors' memory, need it. All tensors are on one device.
-    """
-    _, read, are_plain = places_of(values)
-    tensors = read(values)
-    profiles = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-    if profiles or not are_plain or torch._C._len_torch_dispatch_stack() or not tensors or tensors[0].is_meta:
-        return tensors, False
-    return tensors, not any(map(Tensor.is_neg, tensors))
+    leaves: tuple[Any, ...]
+    places: Places  # of the tensors among the leaves
+    tensors: tuple[Tensor, ...]
+    is_unseen: bool  # whether the dispatcher would only call the function
 
 
 class Op:
     """An op of PyTorch's dispatcher that mutates none of its tensors and takes no lists of tensors.
 
     Replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and results of the
-    function, its fake and `setup_context` may be NamedTuples of tensors and other values: the schema has their fields.
+    function, its fake and `setup_context` may be NamedTuples of tensors and other values, and a result's field may be
+    None: see `PackedSignature`. A repeated form of operands is replayed: see `Replayed`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], signature: PackedSignature):
-        self._name = name
+        self.name = name
         self._signature = signature
-        self._implementation = function
-        function = signature.on_leaves(function) if signature.has_packed else function
-
-        @functools.wraps(function)
-        def on_its_device(*leaves: Any) -> Any:
-            return on_device_of(places_of(leaves).read(leaves)[0], function, *leaves)
-
+        self._function = function
+        self._replayed = Replayed(name, lambda leaves: function(*signature.pack(*leaves)))
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
-        schema = torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, torch._disable_dynamo(on_its_device), "CompositeExplicitAutograd")  # pyright: ignore[reportPrivateImportUsage]  # private API
+        _LIBRARY.define(name + signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # takes no method
+        _LIBRARY.impl(name, below, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.moe_kernels, name).default
-        self._function = type(
+        self._node = type(
             name,
             (torch.autograd.Function,),
             {"forward": staticmethod(self._forward), "backward": staticmethod(self._backwards)},
         )
         # Calls `apply` of the C++ base class, because `Function.apply` spends time looking for functorch transforms.
-        self._apply = super(torch.autograd.Function, self._function).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-        _LIBRARY.impl(name, self._autograd, "Autograd")
+        self._apply = super(torch.autograd.Function, self._node).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+        _LIBRARY.impl(name, self._above_autograd, "Autograd")
 
     def __call__(self, *args: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and _thread.in_unseen_backward:
-            return self._implementation(*args)
-        flat = self._signature.flatten(*args) if self._signature.has_packed else args
-        if compiling or torch._C._are_functorch_transforms_active() or has_torch_function(flat):
-            return self._result(self.overload(*flat))
+        signature = self._signature
+        leaves = signature.flatten(*args)
+        if torch.compiler.is_compiling():
+            return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
+        if are_launches_observed():
+            return self._function(*args)
+        places = places_of(leaves)
+        tensors = places.read(leaves)
+        if torch._C._are_functorch_transforms_active() or has_torch_function(tensors):
+            return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
-            check_tangents(f"moe_kernels::{self._name}", flat)
-        tensors, is_unseen = _inspect(flat)
-        # No other dispatch key applies here, so calling what `_autograd` would call saves one pass of the dispatcher.
-        if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
-            return self._result(self._apply(*flat, (args, tensors[0], is_unseen)))
+            check_tangents(f"moe_kernels::{self.name}", tensors)
+        is_unseen = places.are_plain and _is_unseen(tensors)
+        # No other dispatch key applies here, so calling what the dispatcher would call saves one pass of it.
+        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+            call = _Call(leaves, places, tensors, is_unseen)
+            results = self._apply(*(tensors if signature.has_packed else leaves), call)
+            return results if signature.result is None else signature.result._make(results)
         with torch._C._AutoDispatchBelowAutograd():
             if is_unseen:
-                return on_device_of(tensors[0], self._implementation, *args)
-            return self._result(self.overload(*flat))
+                return on_device_of(tensors[0], self._replayed, leaves, places, tensors)
+            return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
 
-    def _result(self, results: Any) -> Any:
-        return results if self._signature.result is None else self._signature.result._make(results)
+    def schema_arguments(self, *args: Any) -> tuple[Any, ...]:
+        """Return the arguments of `overload` for those of the function."""
+        return self._signature.to_schema(self._signature.flatten(*args))
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register (as a decorator) the function that returns the results' shapes, dtypes and devices."""
-        flat = self._signature.on_leaves(function) if self._signature.has_packed else function
-        torch.library.register_fake(f"moe_kernels::{self._name}", flat, lib=_LIBRARY)
+        signature = self._signature
+
+        def fake(*arguments: Any) -> Any:
+            return signature.to_tensors(function(*signature.pack(*signature.from_schema(*arguments))))
+
+        torch.library.register_fake(f"moe_kernels::{self.name}", fake, lib=_LIBRARY)
         return function
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register `setup_context(ctx, inputs, output)` for forward, `backward(ctx, *gradients)` for the gradients.
 
-        `inputs` lacks trailing inputs that have their default values, unless some are packed.
+        With packed parameters `backward` returns a dictionary of the gradients by the names of leaves, and `needed`
+        tells which are needed. Else it returns a tuple of a gradient or None for each parameter.
         """
         self._backward, self._setup_context = backward, setup_context
 
-    def needed(self, ctx: Any) -> dict[str, bool]:
-        """Return whether each input needs a gradient, by its name in the schema."""
-        return dict(zip(self._signature.types, ctx.needs_input_grad[:-1], strict=True))  # the last input is no leaf
+    def needed(self, ctx: Any) -> set[str]:
+        """Return the names of the leaves of packed parameters that need a gradient."""
+        return {name for name, need in zip(ctx.names, ctx.needs_input_grad, strict=False) if need}
 
-    def gradients(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the result of `backward`: the gradients of the named inputs, None for the others."""
-        return tuple(map(named.get, self._signature.types))
+    def _below_autograd(self, *arguments: Any) -> Any:
+        leaves = self._signature.from_schema(*arguments)
+        places = places_of(leaves)
+        tensors = places.read(leaves)
+        return self._signature.to_tensors(on_device_of(tensors[0], self._replayed, leaves, places, tensors))
 
-    def _autograd(self, *inputs: Any) -> Any:
+    def _above_autograd(self, *arguments: Any) -> Any:
+        signature = self._signature
+        leaves = signature.from_schema(*arguments)
+        places = places_of(leaves)
+        tensors = places.read(leaves)
         if forward_ad._current_level >= 0:
-            check_tangents(f"moe_kernels::{self._name}", inputs)
-        tensors, is_unseen = _inspect(inputs)
-        if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
-            check_transforms(f"moe_kernels::{self._name}", inputs)
-            args = self._signature.pack(*inputs) if self._signature.has_packed else inputs
-            return self._function.apply(*inputs, (args, tensors[0], is_unseen))
+            check_tangents(f"moe_kernels::{self.name}", tensors)
+        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+            check_transforms(f"moe_kernels::{self.name}", tensors)
+            call = _Call(leaves, places, tensors, False)
+            results = self._node.apply(*(tensors if signature.has_packed else leaves), call)
+            return signature.to_tensors(results)
         with torch._C._AutoDispatchBelowAutograd():
-            return self.overload(*inputs)
+            return self.overload(*arguments)
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:
-        *flat, (args, first, is_unseen) = inputs
+        leaves, places, tensors, is_unseen = inputs[-1]
+        signature = self._signature
         with torch._C._AutoDispatchBelowAutograd():
             if is_unseen:
-                output = on_device_of(first, self._implementation, *args)
+                output = on_device_of(tensors[0], self._replayed, leaves, places, tensors)
             else:
-                output = self._result(self.overload(*flat))
-        # Hooks on saved tensors may run any code in backward, and return any tensors.
-        ctx.is_unseen = is_unseen and not has_saved_tensors_hooks()
+                output = signature.from_tensors(self.overload(*signature.to_schema(leaves)))
+        if signature.has_packed:
+            ctx.names = [signature.names[place] for place in places.places]
         if self._setup_context is not None:
-            self._setup_context(ctx, args, output)
+            self._setup_context(ctx, signature.pack(*leaves), output)
         return output
 
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
-        """Compute the gradients. If nothing must see the ops in it, the first one's checks serve all."""
         if self._backward is None:
-            raise NotImplementedError(f"moe_kernels::{self._name} has no gradient")
-        if ctx.is_unseen and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-            tensors, is_unseen = _inspect(gradients)
-            if is_unseen and not has_torch_function(gradients):
-                return *self._unseen_backward(tensors[0], ctx, gradients), None
-        return *self._backward(ctx, *gradients), None
-
-    def _unseen_backward(self, first: Tensor, ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
-        assert self._backward is not None
-        _thread.in_unseen_backward = True
-        try:
-            with torch._C._AutoDispatchBelowAutograd():
-                return on_device_of(first, self._backward, ctx, *gradients)
-        finally:
-            _thread.in_unseen_backward = False
+            raise NotImplementedError(f"moe_kernels::{self.name} has no gradient")
+        result = self._backward(ctx, *gradients)
+        if self._signature.has_packed:
+            return *map(result.get, ctx.names), None
+        return *result, None
 
 
-class _Thread(threading.local):
-    in_unseen_backward = False
+def _is_unseen(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the dispatcher would only call the function with these tensors.
 
-
-_thread = _Thread()
+    Modes see calls, and a profiler sees an op's name only through the dispatcher. Tensors whose values are not in their
+    memory need it. All tensors are on one device.
+    """
+    profiles = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    if profiles or torch._C._len_torch_dispatch_stack() or not tensors or tensors[0].is_meta:
+        return False
+    return not any([tensor.is_neg() for tensor in tensors])
 
 
 def check_tangents(op: str, values: Sequence[Any]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
-import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -57,8 +58,10 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 class Places(NamedTuple):
     """The tensors among values of certain types."""
 
+    number: int  # of the types
     places: tuple[int, ...]
     read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of such values
+    read_others: Callable[[Any], tuple[Any, ...]]  # returns the values that are neither tensors nor None
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
 
 
@@ -67,12 +70,19 @@ def places_of(values: Iterable[Any]) -> Places:
     return _places_of_types(tuple(map(type, values)))
 
 
+_numbers = itertools.count()
+
+
 @functools.lru_cache(maxsize=4096)
 def _places_of_types(types: tuple[type, ...]) -> Places:
-    places = tuple(i for i, kind in enumerate(types) if issubclass(kind, Tensor))
-    # With one place, itemgetter returns the tensor itself.
-    read = itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
-    return Places(places, read, _PLAIN.issuperset(types))
+    places = [i for i, kind in enumerate(types) if issubclass(kind, Tensor)]
+    others = [i for i, kind in enumerate(types) if kind is not type(None) and i not in places]
+    return Places(next(_numbers), tuple(places), _reader(places), _reader(others), _PLAIN.issuperset(types))
+
+
+def _reader(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    # With one place, itemgetter returns the value itself.
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
 class Packing:
@@ -92,6 +102,7 @@ class Packing:
         join = {"weight_of_leaves": _weight_of_leaves, **self._kinds}
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves
         self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", join)  # the inverse
+        self.names = tuple(self.types)
 
     def _visit(self, name: str, kind: Any, path: str) -> str:
         """Add the leaves below `path`. Return the expression that packs them again."""
@@ -112,7 +123,11 @@ class Packing:
 
 
 class PackedSignature(Packing):
-    """The parameters and the result of a function that becomes a registered op."""
+    """The parameters and the result of a function that becomes a registered op.
+
+    The schema of an op with packed parameters has two: the tensors that exist, and a string of all other leaves. An
+    operand that is absent is not passed.
+    """
 
     def __init__(self, function: Callable[..., Any]):
         hints = get_type_hints(function)
@@ -120,22 +135,48 @@ class PackedSignature(Packing):
         super().__init__(hints)
         self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
         self.result = result if is_packed(result) else None
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
-            for name, kind in self.types.items()
-        ]
-        returned = result if self.result is None else tuple[(Tensor,) * len(result._fields)]
-        self._flat = inspect.Signature(parameters, return_annotation=returned)
+        fields = get_type_hints(result) if self.result else {}
+        self._is_optional = [kind != Tensor for kind in fields.values()]
+        if self.has_packed:
+            num_results = len(fields or get_args(result))
+            returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
+            self.schema = f"(Tensor[] tensors, str others) -> {returned}"
+        else:
+            self.schema = torch.library.infer_schema(function, mutates_args=())
 
-    def on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with the leaves of its packed parameters as parameters."""
+    def to_schema(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of the registered op."""
+        if not self.has_packed:
+            return leaves
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors, ", ".join(["..." if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves])
 
-        @functools.wraps(function)
-        def of_leaves(*leaves: Any) -> Any:
-            return function(*self.pack(*leaves))
+    def from_schema(self, *arguments: Any) -> tuple[Any, ...]:
+        """Return the leaves: the inverse of `to_schema`."""
+        if not self.has_packed:
+            return arguments
+        tensors, others = arguments
+        given = iter(tensors)
+        return tuple([next(given) if leaf is ... else leaf for leaf in _leaves_of_string(others)])
 
-        of_leaves.__signature__ = self._flat  # pyright: ignore[reportAttributeAccessIssue]  # a function's
-        return of_leaves
+    def to_tensors(self, results: Any) -> Any:
+        """Return results without None, which a registered op cannot return: an empty vector stands for it."""
+        if self.result is None:
+            return results
+        like = next(tensor for tensor in results if tensor is not None)
+        return tuple([like.new_empty(0) if tensor is None else tensor for tensor in results])
+
+    def from_tensors(self, results: Any) -> Any:
+        """Return the function's results: the inverse of `to_tensors`."""
+        if self.result is None:
+            return results
+        pairs = zip(results, self._is_optional, strict=True)
+        return self.result(*[None if optional and tensor.dim() == 1 else tensor for tensor, optional in pairs])
+
+
+@functools.lru_cache(maxsize=4096)
+def _leaves_of_string(others: str) -> tuple[Any, ...]:
+    return ast.literal_eval(f"({others},)")
 
 
 @functools.cache
@@ -147,11 +188,11 @@ def packing_of(kind: type) -> Packing:
 def save_for_backward(ctx: Any, packed: tuple[Any, ...]) -> None:
     """Keep a NamedTuple for `saved_for_backward`: its tensors through autograd, other values as they are."""
     leaves = list(packing_of(type(packed)).flatten(packed))
-    places, read, _ = places_of(leaves)
-    ctx.save_for_backward(*read(leaves))
-    for place in places:
+    places = places_of(leaves)
+    ctx.save_for_backward(*places.read(leaves))
+    for place in places.places:
         leaves[place] = None
-    ctx.kind, ctx.places, ctx.constants = type(packed), places, leaves
+    ctx.kind, ctx.places, ctx.constants = type(packed), places.places, leaves
 
 
 def saved_for_backward(ctx: Any) -> Any:

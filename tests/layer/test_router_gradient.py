@@ -14,7 +14,6 @@ from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.routing import softmax
-from moe_kernels.runtime.packing import packing_of
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_kernels.types import ExpertWeights
 from moe_layers import BalanceLosses, RouterNoise, RoutingReplay, TopKRouter, save_routing
@@ -351,4 +350,4 @@ def test_opcheck(device):
     experts = Experts.of(ExpertWeights(w_up, w_down), Activation("swiglu"))
     rows, weights = Rows.of(permutation, reserved_sms=0), routed.topk_weights.requires_grad_()
     operands = ExpertOperands(tokens, weights, experts, w_router.detach(), rows, False)
-    torch.library.opcheck(fused_experts_op.overload, packing_of(ExpertOperands).flatten(operands))
+    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))

@@ -9,7 +9,6 @@ from moe_kernels import Activation, fused_experts, reference, sort_by_expert
 from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
-from moe_kernels.runtime.packing import packing_of
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, assert_accurate, check_accuracy, make_inputs
 from moe_kernels.types import ExpertAdapters, ExpertWeights
@@ -209,7 +208,7 @@ def test_opcheck(recompute, device):
     described = described._replace(adapters=type(described.adapters)(*(f.detach() for f in described.adapters)))
     rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
     operands = ExpertOperands(tokens, weights, described, None, rows, recompute)
-    torch.library.opcheck(fused_experts_op.overload, packing_of(ExpertOperands).flatten(operands))
+    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
 
 
 def test_compiles_with_gradients(device):

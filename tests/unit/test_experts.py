@@ -15,7 +15,6 @@ from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
-from moe_kernels.runtime.packing import packing_of
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_kernels.types import ExpertWeights
@@ -160,7 +159,7 @@ def flat_operands(tokens, weights, *rest, activation="swiglu", weight_on_input=F
     experts = Experts.of(ExpertWeights(*of_experts), kind, weight_on_input=weight_on_input)
     rows = Rows.of(permutation, **{"reserved_sms": 0, **options})
     operands = ExpertOperands(tokens, weights, experts, None, rows, recompute)
-    return packing_of(ExpertOperands).flatten(operands)
+    return fused_experts_op.schema_arguments(operands)
 
 
 # The plain op, and every option alone and together.

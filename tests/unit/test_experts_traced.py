@@ -6,7 +6,6 @@ import torch
 from moe_kernels import Activation, reference, reference_fp8
 from moe_kernels.experts.steps import Experts
 from moe_kernels.experts.traced import ReferenceOperands, reference_experts_op
-from moe_kernels.runtime.packing import packing_of
 from moe_kernels.types import ExpertWeights
 
 OPTIONS = {
@@ -89,4 +88,4 @@ def test_frozen_operands(frozen):
 )
 def test_opcheck(options):
     operands = draw(**options)
-    torch.library.opcheck(reference_experts_op.overload, packing_of(ReferenceOperands).flatten(operands))
+    torch.library.opcheck(reference_experts_op.overload, reference_experts_op.schema_arguments(operands))

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
-from moe_kernels.experts.fp8_op import check_fp8_gpu, fp8_experts_op, warn_if_unmeasured
+from moe_kernels.experts.fp8_support import check_fp8_gpu, warn_if_unmeasured
 from moe_kernels.experts.fused import compute_experts
-from moe_kernels.experts.fused_op import ExpertOperands
+from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.quantization.weight_scaling import quantize_experts
-from moe_kernels.runtime.packing import packing_of
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, make_inputs, run_with_grads, to_float64
 from moe_kernels.types import ExpertWeights, ScaledForms
@@ -236,12 +235,13 @@ def test_saves_what_the_op_saves_without_fp8(device):
     assert saved(partial(fused_experts, implementation="triton", precision="fp8_saved")) == less
 
 
-def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False, saves_fp8=False):
+def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False, precision="fp8"):
     permutation = reference.sort_by_expert(experts, len(of_experts[0]))
     kind = as_activation("test", "swiglu")
     given = Experts.of(ExpertWeights(*of_experts), kind)
-    operands = ExpertOperands(tokens, weights, given, None, Rows.of(permutation, reserved_sms=0), recompute)
-    return *packing_of(ExpertOperands).flatten(operands), *forms, saves_fp8
+    rows = Rows.of(permutation, reserved_sms=0)
+    operands = ExpertOperands(tokens, weights, given, None, rows, recompute, precision, forms)
+    return fused_experts_op.schema_arguments(operands)
 
 
 @slow
@@ -249,11 +249,11 @@ def test_opcheck(device):
     operands = draw(Case(6, 32, 16, 3, 2), "gpt_oss", torch.float32, device)
     leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(fp8_experts_op.overload, flat_operands(*leaves, forms=ScaledForms()), test_utils=checks)
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, forms=ScaledForms()), test_utils=checks)
     # The test of the schema compares tensors by products, which float8 lacks.
     forms = quantize_experts(leaves[3].detach(), leaves[4].detach())
-    for options in ({"forms": forms, "recompute": True}, {"forms": ScaledForms(), "saves_fp8": True}):
-        torch.library.opcheck(fp8_experts_op.overload, flat_operands(*leaves, **options), test_utils=checks[1:])
+    for options in ({"forms": forms, "recompute": True}, {"forms": ScaledForms(), "precision": "fp8_saved"}):
+        torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, **options), test_utils=checks[1:])
 
 
 @pytest.mark.parametrize("implementation", default_tier(["triton", "reference"], {"triton"}))

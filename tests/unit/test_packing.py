@@ -66,19 +66,28 @@ def test_weights_that_may_be_quantised(nested):
     assert all(a is b for a, b in zip(packed.down.tensors.values(), stored.tensors.values(), strict=True))
 
 
-def run(dout: Tensor, outer: Outer, num: int) -> Inner:
-    return outer.inner._replace(scale=num * dout)
+class Result(NamedTuple):
+    scale: Tensor
+    bias: Tensor | None
 
 
-def test_schema_of_packed_parameters():
-    signature = PackedSignature(run)
-    schema = torch.library.infer_schema(signature.on_leaves(run), mutates_args=())
-    assert schema == (
-        "(Tensor dout, Tensor tokens, Tensor weight, Tensor? bias, float scale, bool is_last, SymInt num) "
-        "-> (Tensor, Tensor, Tensor)"
-    )
-    assert signature.result is Inner
-    assert signature.on_leaves(run)(torch.ones(1), *packing_of(Outer).flatten(make()), 3).scale == 3
+def run(dout: Tensor, outer: Outer, num: int) -> Result:
+    return Result(num * dout, outer.inner.bias)
+
+
+def test_schema_of_packed_parameters_has_the_tensors_that_exist():
+    signature, given = PackedSignature(run), (torch.ones(1), make(), 3)
+    assert signature.schema == "(Tensor[] tensors, str others) -> (Tensor, Tensor)"
+    leaves = signature.flatten(*given)
+    tensors, others = signature.to_schema(leaves)
+    assert tensors == [given[0], given[1].tokens, given[1].inner.weight] and others == "..., ..., ..., None, 2.0, True, 3"
+    back = signature.pack(*signature.from_schema(tensors, others))
+    assert back == given
+    result = run(*given)
+    assert result.bias is None
+    scale, bias = signature.to_tensors(result)
+    assert scale is result.scale and bias.shape == (0,)
+    assert signature.from_tensors((scale, bias)) == result
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])

@@ -19,7 +19,6 @@ from moe_kernels.gemm.kernels.decoding import MAX_ROWS, DecodingGemmArguments
 from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.runtime.packing import packing_of
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, check_accuracy, make_inputs
 from moe_kernels.tools.table_keys import arguments_of
@@ -413,7 +412,7 @@ def test_opcheck(device):
     rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
     described = Experts.of(stored, as_activation("test", "swiglu"))
     operands = ExpertOperands(tokens.requires_grad_(), weights.requires_grad_(), described, None, rows, False)
-    torch.library.opcheck(fused_experts_op.overload, packing_of(ExpertOperands).flatten(operands))
+    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
 
 
 def test_bad_weights_are_named(device):

@@ -1,0 +1,223 @@
+/* A list of kernel launches, run with one call from Python.
+
+   A list does not change once it is made. `run` copies the parameters to its stack and writes the addresses of this
+   call's tensors there, so threads may run one list at the same time. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <alloca.h>
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
+static CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+static CUresult (*replace_address)(CUtensorMap *, void *);
+static CUresult (*parameter_info)(CUfunction, size_t, size_t *, size_t *); /* CUDA 12.4 */
+static CUresult (*error_name)(CUresult, const char **);
+static PyObject *data_ptr; /* the name of the method of a tensor */
+
+typedef struct {
+  CUfunction function;
+  unsigned grid[3], threads, shared, first, num_attributes; /* first: of the list's parameters */
+  CUlaunchAttribute attributes[4];
+} Kernel;
+
+typedef struct {
+  uint32_t at, index; /* the value at this byte becomes addresses[index] + offset */
+  uint64_t offset;
+} Patch;
+
+typedef struct {
+  Py_ssize_t size, num_parameters, num_pointers, num_maps, num_kernels, num_bases;
+  unsigned char *values; /* of all parameters */
+  uint32_t *parameters;  /* where in `values` each begins */
+  uint32_t *bases;       /* places of tensors in the memory that `run` gets */
+  Patch *pointers, *maps;
+  Kernel *kernels;
+} List;
+
+static PyObject *fail(const char *what, CUresult result) {
+  const char *name = "unknown error";
+  if (error_name) error_name(result, &name);
+  return PyErr_Format(PyExc_RuntimeError, "%s failed: %s (%d)", what, name, (int)result);
+}
+
+/* use_driver(path): load the functions of the CUDA driver */
+static PyObject *use_driver(PyObject *self, PyObject *path) {
+  const char *name = PyUnicode_AsUTF8(path);
+  void *driver = name ? dlopen(name, RTLD_LAZY) : NULL;
+  if (!driver) return PyErr_Format(PyExc_OSError, "cannot load the CUDA driver: %s", dlerror());
+  launch_kernel = dlsym(driver, "cuLaunchKernelEx");
+  encode_map = dlsym(driver, "cuTensorMapEncodeTiled");
+  replace_address = dlsym(driver, "cuTensorMapReplaceAddress");
+  parameter_info = dlsym(driver, "cuFuncGetParamInfo");
+  error_name = dlsym(driver, "cuGetErrorName");
+  if (!launch_kernel || !encode_map || !replace_address)
+    return PyErr_Format(PyExc_OSError, "the CUDA driver lacks a function of CUDA 12");
+  Py_RETURN_NONE;
+}
+
+/* parameter_sizes(function): bytes of each parameter of a kernel, or None where the driver does not tell */
+static PyObject *parameter_sizes(PyObject *self, PyObject *function) {
+  unsigned long long handle = PyLong_AsUnsignedLongLong(function);
+  if (PyErr_Occurred()) return NULL;
+  if (!parameter_info) Py_RETURN_NONE;
+  PyObject *sizes = PyList_New(0);
+  size_t offset, size;
+  for (size_t i = 0; sizes && parameter_info((CUfunction)handle, i, &offset, &size) == CUDA_SUCCESS; i++) {
+    PyObject *value = PyLong_FromSize_t(size);
+    if (!value || PyList_Append(sizes, value)) Py_CLEAR(sizes);
+    Py_XDECREF(value);
+  }
+  return sizes;
+}
+
+/* encode(kind, address, sizes, strides, box, swizzle, fill): the bytes of a TMA descriptor. Axes from the innermost,
+   strides in bytes without the innermost; sizes, strides and box as bytes of integers. */
+static PyObject *encode(PyObject *self, PyObject *args) {
+  int kind, swizzle, fill;
+  unsigned long long address;
+  Py_buffer sizes, strides, box;
+  CUtensorMap map;
+  cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  if (!PyArg_ParseTuple(args, "iKy*y*y*ii", &kind, &address, &sizes, &strides, &box, &swizzle, &fill)) return NULL;
+  CUresult result = encode_map(&map, kind, sizes.len / 8, (void *)address, sizes.buf, strides.buf, box.buf, steps,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, fill);
+  PyBuffer_Release(&sizes), PyBuffer_Release(&strides), PyBuffer_Release(&box);
+  return result ? fail("encoding a TMA descriptor", result) : PyBytes_FromStringAndSize((char *)&map, sizeof map);
+}
+
+static void free_list(PyObject *capsule) {
+  List *list = PyCapsule_GetPointer(capsule, NULL);
+  PyMem_Free(list->values), PyMem_Free(list->parameters), PyMem_Free(list->bases);
+  PyMem_Free(list->pointers), PyMem_Free(list->maps), PyMem_Free(list->kernels), PyMem_Free(list);
+}
+
+static void *copy_of(Py_buffer *buffer, Py_ssize_t item, Py_ssize_t *count) {
+  void *copy = PyMem_Malloc(buffer->len + 1);
+  *count = buffer->len / item;
+  if (copy) memcpy(copy, buffer->buf, buffer->len);
+  PyBuffer_Release(buffer);
+  return copy;
+}
+
+/* The attributes are those that Triton's launchers set. */
+static void set_kernel(Kernel *kernel, const uint64_t *numbers) {
+  CUlaunchAttribute *next = kernel->attributes;
+  unsigned num_ctas = numbers[5];
+  kernel->function = (CUfunction)numbers[0];
+  kernel->grid[0] = numbers[1] * num_ctas, kernel->grid[1] = numbers[2], kernel->grid[2] = numbers[3];
+  kernel->threads = 32 * numbers[4], kernel->shared = numbers[6], kernel->first = numbers[9];
+  if (numbers[8]) {
+    next->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    next++->value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (numbers[7]) {
+    next->id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    next++->value.cooperative = 1;
+  }
+  if (num_ctas != 1) {
+    next->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    next->value.clusterDim.x = num_ctas, next->value.clusterDim.y = next->value.clusterDim.z = 1;
+    next++;
+    next->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
+    next++->value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
+  }
+  kernel->num_attributes = next - kernel->attributes;
+}
+
+/* make_list(values, parameters, bases, pointers, maps, kernels), as bytes: parameters and bases are uint32, pointers and
+   maps are Patch, and each kernel is ten uint64: function, grid (3), warps, CTAs of a cluster, bytes of shared memory,
+   whether it is cooperative, whether its launch is programmatic, its first parameter. */
+static PyObject *make_list(PyObject *self, PyObject *args) {
+  Py_buffer values, parameters, bases, pointers, maps, kernels;
+  if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*", &values, &parameters, &bases, &pointers, &maps, &kernels)) return NULL;
+  List *list = PyMem_Calloc(1, sizeof *list);
+  if (!list) return PyErr_NoMemory();
+  PyObject *capsule = PyCapsule_New(list, NULL, free_list);
+  list->values = copy_of(&values, 1, &list->size);
+  list->parameters = copy_of(&parameters, sizeof *list->parameters, &list->num_parameters);
+  list->bases = copy_of(&bases, sizeof *list->bases, &list->num_bases);
+  list->pointers = copy_of(&pointers, sizeof *list->pointers, &list->num_pointers);
+  list->maps = copy_of(&maps, sizeof *list->maps, &list->num_maps);
+  list->num_kernels = kernels.len / 80;
+  list->kernels = PyMem_Calloc(list->num_kernels + 1, sizeof *list->kernels);
+  if (list->values && list->parameters && list->bases && list->pointers && list->maps && list->kernels) {
+    for (Py_ssize_t i = 0; i < list->num_kernels; i++)
+      set_kernel(&list->kernels[i], (const uint64_t *)kernels.buf + 10 * i);
+  } else {
+    Py_CLEAR(capsule);
+    PyErr_NoMemory();
+  }
+  PyBuffer_Release(&kernels);
+  return capsule;
+}
+
+/* Write the addresses of the tensors that the list uses. */
+static int read_addresses(const List *list, PyObject *memory, uint64_t *addresses) {
+  for (Py_ssize_t i = 0; i < list->num_bases; i++) {
+    PyObject *tensor = PyList_GetItem(memory, list->bases[i]);
+    PyObject *address = tensor ? PyObject_CallMethodNoArgs(tensor, data_ptr) : NULL;
+    if (!address) return -1;
+    addresses[i] = PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+  }
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+/* run(list, memory, stream): launch every kernel on the addresses of the tensors in the list `memory` */
+static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  List *list = num_args == 3 ? PyCapsule_GetPointer(args[0], NULL) : NULL;
+  if (!list) return PyErr_Format(PyExc_TypeError, "run takes a list of launches, a list of tensors and a stream");
+  unsigned long long stream = PyLong_AsUnsignedLongLong(args[2]);
+  if (PyErr_Occurred()) return NULL;
+  uint64_t *addresses = alloca((list->num_bases + 1) * sizeof *addresses);
+  if (read_addresses(list, args[1], addresses)) return NULL;
+  unsigned char *space = alloca(list->size + 128);
+  unsigned char *values = (unsigned char *)(((uintptr_t)space + 127) & ~(uintptr_t)127);
+  void **parameters = alloca((list->num_parameters + 1) * sizeof(void *));
+  memcpy(values, list->values, list->size);
+  for (Py_ssize_t i = 0; i < list->num_pointers; i++) {
+    const Patch *patch = &list->pointers[i];
+    uint64_t address = addresses[patch->index] + patch->offset;
+    memcpy(values + patch->at, &address, sizeof address);
+  }
+  for (Py_ssize_t i = 0; i < list->num_maps; i++) {
+    const Patch *patch = &list->maps[i];
+    void *address = (void *)(addresses[patch->index] + patch->offset);
+    CUresult result = replace_address((CUtensorMap *)(values + patch->at), address);
+    if (result) return fail("moving a TMA descriptor", result);
+  }
+  for (Py_ssize_t i = 0; i < list->num_parameters; i++) parameters[i] = values + list->parameters[i];
+  CUlaunchConfig config;
+  memset(&config, 0, sizeof config);
+  config.blockDimY = config.blockDimZ = 1, config.hStream = (CUstream)stream;
+  for (Py_ssize_t i = 0; i < list->num_kernels; i++) {
+    const Kernel *kernel = &list->kernels[i];
+    config.gridDimX = kernel->grid[0], config.gridDimY = kernel->grid[1], config.gridDimZ = kernel->grid[2];
+    config.blockDimX = kernel->threads, config.sharedMemBytes = kernel->shared;
+    config.attrs = (CUlaunchAttribute *)kernel->attributes, config.numAttrs = kernel->num_attributes;
+    CUresult result = launch_kernel(&config, kernel->function, parameters + kernel->first, 0);
+    if (result) return fail("launching a recorded kernel", result);
+  }
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"use_driver", use_driver, METH_O, NULL},
+    {"parameter_sizes", parameter_sizes, METH_O, NULL},
+    {"encode", encode, METH_VARARGS, NULL},
+    {"make_list", make_list, METH_VARARGS, NULL},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launch_list", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_launch_list(void) {
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  return data_ptr ? PyModule_Create(&module) : NULL;
+}

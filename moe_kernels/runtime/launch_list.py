@@ -1,0 +1,232 @@
+"""Recorded launches as parameters with places for addresses, and one call of C that launches them all.
+
+The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). When a list is made,
+the sizes are compared with what the CUDA driver knows of each kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import FUSION, ensure_context
+from .recording import Descriptor, RecordedLaunch, Ref
+from .triton import INTERPRET, triton
+
+Place = tuple[int, int]  # index of a tensor, and a byte offset in it
+
+
+class NotRecordable(Exception):
+    """A launch cannot be repeated by its parameters."""
+
+
+class LaunchList:
+    """Launches kernels one after another on the current stream of a device, which must be the current one.
+
+    Args:
+        places: of each memory of the recording.
+        scratch: memory for descriptors that a kernel makes, for each launch.
+        view: makes the tensor of a Ref, for the interpreter.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[RecordedLaunch],
+        places: dict[int, Place],
+        scratch: Sequence[Place | None],
+        device: torch.device,
+        view: Callable[[list[Any], Ref], Tensor],
+    ):
+        self._launches = launches  # keeps the kernels loaded
+        self._view, self._places = view, places
+        if INTERPRET:
+            self.run = self._interpret
+            return
+        self._device = device.index
+        self._run, self._stream = _library().run, torch._C._cuda_getCurrentRawStream
+        self._list = _Parameters(places, device).make_list(launches, scratch)
+
+    def run(self, memory: list[Any]) -> None:
+        """Launch on the tensors in `memory`."""
+        ensure_context(self._device)
+        self._run(self._list, memory, self._stream(self._device))
+
+    def _interpret(self, memory: list[Any]) -> None:
+        for launch, _ in self._launches:
+            arguments = [self._argument(memory, value) for value in launch.arguments]
+            launch.function[launch.grid](*arguments, **launch.options, **FUSION)
+
+    def _argument(self, memory: list[Any], value: Any) -> Any:
+        if isinstance(value, Descriptor):
+            descriptor = value.kind.__new__(value.kind)
+            descriptor.__dict__.update(value.fields, base=self._argument(memory, value.base))
+            return descriptor
+        if not isinstance(value, Ref):
+            return value
+        place, offset = self._places[value.memory]
+        base = memory[place]
+        if place == value.memory:
+            return self._view(memory, value)
+        first = offset + value.offset
+        shape, strides, dtype = value.form
+        return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), first // dtype.itemsize, shape, strides)
+
+
+def scratch_bytes(step: RecordedLaunch) -> int:
+    """Return the bytes of descriptors that a kernel makes."""
+    if step.compiled is None:
+        return 0
+    programs = functools.reduce(int.__mul__, step.launch.grid, 1)
+    metadata = step.compiled.metadata
+    return programs * getattr(metadata, "num_ctas", 1) * metadata.global_scratch_size
+
+
+_INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
+_FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
+_MAP_BYTES = 128
+# Triton numbers data types as instructions do, the driver's encoder a little differently.
+_ENCODER_TYPES = {8: 10, 9: 8, 10: 9}
+_TF32 = 11
+
+
+class _Parameters:
+    """The parameters of a list of kernels as bytes, and where addresses go."""
+
+    def __init__(self, places: dict[int, Place], device: torch.device):
+        self._places = places
+        self._values = bytearray()
+        self._starts: list[int] = []
+        self._sizes: list[int] = []
+        self._pointers: list[tuple[int, int, int]] = []  # start, index of a base, byte offset
+        self._maps: list[tuple[int, int, int]] = []
+        self._bases: dict[int, int] = {}  # place of a tensor -> index
+        # Any aligned address serves to encode a descriptor, because each run replaces it.
+        self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
+
+    def make_list(self, launches: Sequence[RecordedLaunch], scratch: Sequence[Place | None]) -> Any:
+        kernels = []
+        for step, place in zip(launches, scratch, strict=True):
+            first = len(self._starts)
+            self._add_launch(step, place)
+            known = _library().parameter_sizes(step.compiled.function)
+            if known is not None and known != self._sizes[first:]:
+                name = step.launch.function.fn.__name__
+                raise NotRecordable(f"{name} has parameters of {known} bytes, not {self._sizes[first:]}")
+            kernels.append(_kernel_numbers(step, first))
+        return _library().make_list(
+            bytes(self._values),
+            _pack("I", self._starts),
+            _pack("I", self._bases),
+            b"".join(struct.pack("=IIQ", *patch) for patch in self._pointers),
+            b"".join(struct.pack("=IIQ", *patch) for patch in self._maps),
+            b"".join(_pack("Q", numbers) for numbers in kernels),
+        )
+
+    def _add_launch(self, step: RecordedLaunch, scratch: Place | None) -> None:
+        """In the order of the function's arguments, tuples flattened, without those of type "constexpr": declared ones,
+        None, and integers specialised to 1. Two pointers follow: memory for descriptors, and that of a profiler."""
+        launch, compiled = step
+        metadata = compiled.metadata
+        if getattr(metadata, "profile_scratch_size", 0) or "gsan" in str(getattr(metadata, "instrumentation_mode", "")):
+            raise NotRecordable("a kernel was compiled for a profiler or a sanitizer")
+        metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
+        constants = [launch.options[name] for name in launch.function.arg_names[len(launch.arguments) :]]
+        for kind, value in zip(compiled.src.signature.values(), (*launch.arguments, *constants), strict=True):
+            self._add(kind, value, metas)
+        self._add_pointer(scratch)
+        self._add_pointer(None)
+
+    def _add(self, kind: Any, value: Any, metas: Any) -> None:
+        if isinstance(kind, tuple):
+            for part_kind, part in zip(kind, value, strict=True):
+                self._add(part_kind, part, metas)
+        elif kind == "constexpr":
+            return
+        elif kind.startswith("tensordesc"):
+            self._add_descriptor(value, next(metas, None))
+        elif kind[0] == "*":
+            self._add_pointer(None if value is None else self._place(value))
+        elif kind in _INT_BYTES:
+            size = _INT_BYTES[kind]
+            self._add_bytes((int(value) & (2 ** (8 * size) - 1)).to_bytes(size, "little"))
+        elif kind in _FLOATS:
+            self._add_bytes(struct.pack(_FLOATS[kind], value))
+        else:
+            raise NotRecordable(f"a kernel has a parameter of type {kind}")
+
+    def _place(self, ref: Ref) -> Place:
+        place, offset = self._places[ref.memory]
+        return place, offset + ref.offset
+
+    def _add_bytes(self, value: bytes, alignment: int = 8) -> int:
+        self._values.extend(bytes(-len(self._values) % alignment))
+        start = len(self._values)
+        self._starts.append(start)
+        self._sizes.append(len(value))
+        self._values.extend(value)
+        return start
+
+    def _add_pointer(self, place: Place | None) -> None:
+        start = self._add_bytes(bytes(8))
+        if place is not None:
+            self._pointers.append((start, *self._patch(place)))
+
+    def _patch(self, place: Place) -> tuple[int, int]:
+        tensor, offset = place
+        return self._bases.setdefault(tensor, len(self._bases)), offset
+
+    def _add_descriptor(self, descriptor: Descriptor, meta: dict[str, Any] | None) -> None:
+        """The CUtensorMap by value, then its sizes in 32 and its strides in 64 bits."""
+        if meta is None or meta.get("fp4_padded") or meta.get("is_im2col"):
+            raise NotRecordable("a TMA descriptor is not passed by value, or is one of FP4 or of convolutions")
+        shape, strides = list(descriptor.fields["shape"]), list(descriptor.fields["strides"])
+        itemsize = meta["elem_size"]
+        kind = _ENCODER_TYPES.get(meta["elem_type"], meta["elem_type"])
+        encoded = _library().encode(
+            _TF32 if descriptor.fields.get("round_f32_to_tf32") else kind,
+            self._anchor.data_ptr(),
+            _pack("Q", shape[::-1]),
+            _pack("Q", [itemsize * stride for stride in strides[-2::-1]]),
+            _pack("I", list(meta["block_size"])[::-1]),
+            meta["swizzle"],
+            descriptor.fields.get("padding") == "nan",
+        )
+        start = self._add_bytes(encoded, _MAP_BYTES)
+        self._maps.append((start, *self._patch(self._place(descriptor.base))))
+        for size in shape:
+            self._add_bytes(struct.pack("<i", size))
+        for stride in strides:
+            self._add_bytes(struct.pack("<q", stride))
+
+
+def _pack(kind: str, numbers: Any) -> bytes:
+    return struct.pack(f"={len(numbers)}{kind}", *numbers)
+
+
+def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
+    """What `make_list` takes for each kernel."""
+    compiled, metadata = step.compiled, step.compiled.metadata
+    num_warps, num_ctas, shared = compiled.packed_metadata[:3]
+    cooperative, programmatic = (bool(getattr(metadata, name, False)) for name in _ATTRIBUTES)
+    return compiled.function, *(*step.launch.grid, 1, 1)[:3], num_warps, num_ctas, shared, cooperative, programmatic, first
+
+
+_ATTRIBUTES = ("launch_cooperative_grid", "launch_pdl")
+
+
+@functools.cache
+def _library() -> Any:
+    """Compile launch_list.c, as Triton compiles its own launchers: once per machine, in Triton's cache."""
+    from triton.runtime.build import compile_module_from_src
+
+    include = str(Path(triton.__file__).parent / "backends" / "nvidia" / "include")
+    source = Path(__file__).with_suffix(".c").read_text()
+    library = compile_module_from_src(source, "launch_list", include_dirs=[include])
+    library.use_driver("libcuda.so.1")
+    return library

@@ -1,0 +1,168 @@
+"""A function of tensors as a list of steps: its kernel launches, with addresses to fill in, and PyTorch operations.
+
+The first call of a form of tensors runs the function, the second one also records it, and each further call repeats the
+record. A record holds no tensor. Small temporaries lie in one block, placed by their lifetimes. Large ones are
+allocated before the first launch that uses them and freed after the last one, as in the function, so the peak of memory
+is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .launch_list import LaunchList, scratch_bytes
+from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
+
+_ALIGNMENT = 512  # bytes; that of PyTorch's caching allocator, so addresses are aligned as in the recorded launches
+_MOST_BLOCK_BYTES = 32 << 20  # of all temporaries, if they share one block
+_MOST_SMALL_BYTES = 1 << 20  # of a temporary that always lies in the block
+
+
+class _Segment(NamedTuple):
+    """Steps between which no memory is allocated or freed."""
+
+    allocations: tuple[tuple[int, Form], ...]  # place in `memory`, and what is allocated
+    run: Callable[[list[Any]], None]
+    dead: tuple[int, ...]  # places of what is freed afterwards
+
+
+class Record:
+    """Repeats a recording on tensors of the same form as its inputs. Any thread may call it at any time."""
+
+    def __init__(self, recording: Recording, outputs: Sequence[Tensor | None]):
+        refs = [None if tensor is None else recording.ref(tensor, in_call=True) for tensor in outputs]
+        self.device = recording.device
+        self._outputs = refs
+        self._num_places = len(recording.memories) + 1  # the last one is the block
+        self.num_launches = sum(isinstance(step, RecordedLaunch) for step in recording.steps)
+        self._born = [memory.form for memory in recording.memories]
+        plan = _Plan(recording)
+        self._segments = [
+            _Segment(allocations, self._runner(recording, first, last, plan), dead)
+            for first, last, allocations, dead in plan.segments
+        ]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        memory: list[Any] = [*inputs, *[None] * (self._num_places - len(inputs))]
+        device = self.device
+        for allocations, run, dead in self._segments:
+            for place, (shape, strides, dtype) in allocations:
+                memory[place] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            run(memory)
+            for place in dead:
+                memory[place] = None
+        return [None if ref is None else self._tensor(memory, ref) for ref in self._outputs]
+
+    def _tensor(self, memory: list[Any], ref: Ref) -> Tensor:
+        tensor = memory[ref.memory]
+        if ref.offset == 0 and ref.form == self._born[ref.memory]:
+            return tensor
+        shape, strides, dtype = ref.form
+        first = tensor.storage_offset() * tensor.element_size() + ref.offset
+        return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+            tensor.untyped_storage(), first // dtype.itemsize, shape, strides
+        )
+
+    def _runner(self, recording: Recording, first: int, last: int, plan: _Plan) -> Callable[[list[Any]], None]:
+        steps = recording.steps[first:last]
+        if isinstance(steps[0], RecordedCall):
+            return self._caller(steps[0])
+        return LaunchList(steps, plan.places, plan.scratch[first:last], self.device, self._tensor).run  # pyright: ignore[reportArgumentType]  # launches
+
+    def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
+        function, given, results = call
+
+        def run(memory: list[Any]) -> None:
+            args, kwargs = tree_map_only(Ref, lambda ref: self._tensor(memory, ref), given, is_leaf=_is_ref)
+            made = function(*args, **kwargs)
+            for place, tensor in zip(results, (made,) if len(results) == 1 else made, strict=False):
+                memory[place] = tensor
+
+        return run
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)
+
+
+class _Plan:
+    """Where each memory is, and the segments of a recording."""
+
+    def __init__(self, recording: Recording):
+        steps, memories = recording.steps, recording.memories
+        self.places = {index: (index, 0) for index in range(len(memories))}  # memory -> (place, byte offset)
+        self.scratch: list[tuple[int, int] | None] = [None] * len(steps)
+        block = len(memories)
+        temporaries = [
+            (_aligned(memory.num_bytes), memory.steps[0], memory.steps[-1], index)
+            for index, memory in enumerate(memories)
+            if memory.made_by == "function" and memory.steps and not memory.in_calls
+        ]
+        block_bytes = self._place(temporaries, block)
+        if block_bytes > _MOST_BLOCK_BYTES:
+            large = [entry for entry in temporaries if entry[0] > _MOST_SMALL_BYTES]
+            self.places |= {index: (index, 0) for *_, index in large}
+            temporaries = [entry for entry in temporaries if entry[0] <= _MOST_SMALL_BYTES]
+            block_bytes = self._place(temporaries, block)
+        block_bytes = self._place_scratch(steps, block, block_bytes)
+        in_block = {index for *_, index in temporaries}
+        own = {
+            index: memory
+            for index, memory in enumerate(memories)
+            if memory.made_by != "caller" and memory.steps and index not in in_block
+        }
+        self.segments = self._segments(steps, own, (block, block_bytes))
+
+    def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:
+        """Give memories that are never in use at the same time the same bytes. Return the bytes of the block."""
+        placed: list[tuple[int, int, int, int]] = []
+        for size, first, last, index in sorted(temporaries, key=lambda entry: (-entry[0], entry[1])):
+            offset = 0
+            for start, end, other_first, other_last in sorted(placed):
+                if other_first <= last and first <= other_last and offset + size > start and offset < end:
+                    offset = end
+            placed.append((offset, offset + size, first, last))
+            self.places[index] = block, offset
+        return max((end for _, end, _, _ in placed), default=0)
+
+    def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
+        """Kernels run one after another, so all share the memory for descriptors that they make."""
+        sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
+        self.scratch = [(block, num_bytes) if size else None for size in sizes]
+        return num_bytes + _aligned(max(sizes, default=0))
+
+    def _segments(
+        self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int]
+    ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
+        """(first step, step after the last, allocations, places freed afterwards) of each."""
+        outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
+        cuts = {0, len(steps)}
+        for at, step in enumerate(steps):
+            if isinstance(step, RecordedCall):
+                cuts |= {at, at + 1}
+            begins = any(memory.steps[0] == at for memory in own.values())
+            previous = max(cut for cut in cuts if cut <= at)
+            if begins and any(previous <= memory.steps[-1] < at for memory in own.values()):
+                cuts.add(at)
+        bounds = sorted(cuts)
+        segments = []
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            allocations = [
+                (index, memory.form)
+                for index, memory in own.items()
+                if memory.made_by == "function" and first <= min(memory.steps[0], len(steps) - 1) < last
+            ]
+            if first == 0 and block[1]:
+                allocations.append((block[0], Form((block[1],), (1,), torch.uint8)))
+            dead = [index for index, memory in own.items() if first <= memory.steps[-1] < last and index not in outputs]
+            segments.append((first, last, tuple(allocations), tuple(dead)))
+        return segments
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

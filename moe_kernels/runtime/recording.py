@@ -1,0 +1,183 @@
+"""Watches what a function does with tensors: its kernel launches, its allocations and its other PyTorch operations.
+
+The function runs as always, with real results. Each tensor that it uses is named by its memory: an input, or an
+allocation of the function. `record.py` repeats the sequence on other tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .launch import Launch, observing_launches
+
+_aten = torch.ops.aten
+_ALLOCATING = (
+    _aten.empty.memory_format,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty_strided.default,
+)
+_READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Form(NamedTuple):
+    """All of a tensor but its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """From the first element to the end of the last one."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+
+class Ref(NamedTuple):
+    """A tensor, by its memory."""
+
+    memory: int  # index in `Recording.memories`
+    offset: int  # bytes
+    form: Form
+
+
+class Descriptor(NamedTuple):
+    """A TMA descriptor made on the host."""
+
+    kind: type
+    fields: dict[str, Any]  # all but `base`
+    base: Ref
+
+
+class RecordedLaunch(NamedTuple):
+    launch: Launch  # its arguments hold Ref and Descriptor for tensors and descriptors
+    compiled: Any  # Triton's compiled kernel; None in the interpreter
+
+
+class RecordedCall(NamedTuple):
+    """An operation of PyTorch that is neither an allocation nor a view."""
+
+    function: Any
+    args: Any  # (args, kwargs), with Ref for tensors
+    results: tuple[int, ...]  # memories that it makes
+
+
+@dataclass
+class Memory:
+    """An input (`made_by` is "caller"), an allocation ("function"), or the result of a PyTorch operation ("call")."""
+
+    made_by: str
+    address: int
+    form: Form  # of the tensor that it was made as
+    num_bytes: int
+    storage: StorageWeakRef  # keeps the storage's identity unique, not its bytes
+    steps: list[int] = field(default_factory=list)  # that use it
+    in_calls: bool = False  # whether a PyTorch operation uses it
+
+
+class Recording(TorchDispatchMode):
+    """The steps of one run of a function. `obstacle` says why they cannot be repeated, or is None."""
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        super().__init__()
+        self.device = inputs[0].device
+        self.memories: list[Memory] = []
+        self.steps: list[RecordedLaunch | RecordedCall] = []
+        self.obstacle: str | None = None
+        self._of_storage: dict[int, list[int]] = {}
+        self._is_launching = False  # what a launch itself does is not recorded
+        for tensor in inputs:
+            self._add("caller", tensor)
+        spans = sorted((m.address, m.address + m.form.num_bytes) for m in self.memories if m.form.num_bytes)
+        if any(first[1] > second[0] for first, second in zip(spans, spans[1:], strict=False)):
+            self.obstacle = "operands share memory"
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        with observing_launches(self._observe), self:
+            return function(*args)
+
+    def ref(self, tensor: Tensor, *, in_call: bool = False) -> Ref | None:
+        """Name a tensor that the next step uses; None for a tensor that is neither an input nor made here."""
+        index = self._find(tensor)
+        if index is None:
+            self.obstacle = f"reads a tensor that is no operand: {list(tensor.shape)} {tensor.dtype}"
+            return None
+        memory = self.memories[index]
+        memory.steps.append(len(self.steps))
+        memory.in_calls |= in_call
+        return Ref(index, tensor.data_ptr() - memory.address if tensor.numel() else 0, Form.of(tensor))
+
+    def _add(self, made_by: str, tensor: Tensor) -> int:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        num_bytes = tensor.untyped_storage().nbytes()
+        self.memories.append(Memory(made_by, tensor.data_ptr(), Form.of(tensor), num_bytes, storage))
+        self._of_storage.setdefault(storage.cdata, []).append(len(self.memories) - 1)
+        return len(self.memories) - 1
+
+    def _find(self, tensor: Tensor) -> int | None:
+        candidates = self._of_storage.get(tensor.untyped_storage()._cdata, ())
+        for index in candidates:
+            memory = self.memories[index]
+            inside = 0 <= tensor.data_ptr() - memory.address < max(memory.form.num_bytes, 1)
+            if memory.made_by != "caller" or inside or not tensor.numel():
+                return index
+        return None
+
+    def _observe(self, launch: Launch, run: Callable[[], tuple[Any, Any]]) -> Any:
+        self._is_launching = True
+        try:
+            result, compiled = run()
+        finally:
+            self._is_launching = False
+        arguments = tuple(map(self._argument, launch.arguments))
+        self.steps.append(RecordedLaunch(launch._replace(arguments=arguments), compiled))
+        return result
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.ref(value)
+        if hasattr(value, "block_shape"):
+            fields = {name: part for name, part in vars(value).items() if name != "base"}
+            return Descriptor(type(value), fields, self.ref(value.base))  # pyright: ignore[reportArgumentType]  # else an obstacle
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._is_launching:
+            return result
+        if any(tag in func.tags for tag in _READS_VALUES):
+            self.obstacle = f"{func} reads values of a tensor"
+        outputs = [value for value in tree_leaves(result) if isinstance(value, Tensor) and not value.is_meta]
+        made = [tensor for tensor in outputs if self._find(tensor) is None]
+        if func in _ALLOCATING and all(tensor.device == self.device for tensor in made):
+            for tensor in made:
+                self._add("function", tensor)
+        elif made or (outputs and func._schema.is_mutable):
+            self._add_call(func, (args, kwargs), made, is_tuple=isinstance(result, tuple | list))
+        return result  # otherwise a view, or an operation on meta tensors
+
+    def _add_call(self, func: Any, args: Any, made: list[Tensor], *, is_tuple: bool) -> None:
+        if is_tuple and len(made) != len(func._schema.returns):
+            self.obstacle = f"{func} returns new tensors beside others"
+        args = tree_map_only(Tensor, lambda tensor: self.ref(tensor, in_call=True), args)
+        results = tuple(self._add("call", tensor) for tensor in made)
+        for index in results:
+            self.memories[index].steps.append(len(self.steps))
+        self.steps.append(RecordedCall(func, args, results))

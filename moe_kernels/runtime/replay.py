@@ -1,0 +1,117 @@
+"""Decides for each form of an op's operands whether its function runs, is recorded, or is replayed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import need_single_launches
+from .launch_list import NotRecordable
+from .packing import Places
+from .pytorch import fp32_precision
+from .record import Record
+from .recording import Recording
+from .triton import INTERPRET
+
+_MOST_FORMS = 512  # of one op; each form of unpacked text has a number of tokens of its own
+_NEW = "called once"
+
+_all: list[Replayed] = []
+_single_launches = "MOE_VERIFY" in os.environ and os.environ["MOE_VERIFY"] not in ("", "0")
+
+
+class Replayed:
+    """A function of leaves, tensors and plain values, that launches kernels. It mutates none of them.
+
+    The first call of a form runs the function, so that kernels are chosen and compiled. The second one is recorded:
+    see `Record`. Every further call repeats the record. A form is all but the values in the tensors' memory: shapes,
+    strides, dtypes, device and alignment, the plain values, and the settings of PyTorch that decide what is computed.
+
+    The function runs each time where single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
+    poisoned memory; and where its sequence of launches cannot be repeated: see `obstacle`.
+    """
+
+    def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any]):
+        self.name = name
+        self._function = function
+        self._forms: dict[Any, str | _Program] = {}
+        _all.append(self)
+
+    def __call__(self, leaves: tuple[Any, ...], places: Places, tensors: tuple[Tensor, ...]) -> Any:
+        settings = _settings(tensors[0])
+        if settings is None:
+            return self._function(leaves)
+        of_tensors = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
+        form = (settings, places.number, places.read_others(leaves), *of_tensors)
+        program = self._forms.get(form)
+        if isinstance(program, _Program):
+            return program(tensors)
+        if program is None:
+            self._keep(form, _NEW)
+        elif program is _NEW and not _is_capturing(tensors[0]):
+            return self._record(form, leaves, tensors)
+        return self._function(leaves)
+
+    def _record(self, form: Any, leaves: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Any:
+        recording = Recording(tensors)
+        result = recording.run(self._function, leaves)
+        self._keep(form, _program(recording, result))
+        return result
+
+    def _keep(self, form: Any, program: str | _Program) -> None:
+        if len(self._forms) >= _MOST_FORMS and form not in self._forms:
+            del self._forms[next(iter(self._forms))]  # the oldest
+        self._forms[form] = program
+
+    def clear(self) -> None:
+        self._forms.clear()
+
+    def states(self) -> list[str | None]:
+        """Return for each known form None if it is replayed, else the reason why it is not."""
+        return [None if isinstance(program, _Program) else program for program in self._forms.values()]
+
+
+class _Program:
+    """A record, and how its outputs become the function's result."""
+
+    def __init__(self, record: Record, result: Any):
+        self.record = record
+        self._make = None if isinstance(result, Tensor) else getattr(type(result), "_make", tuple)
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
+        outputs = self.record(tensors)
+        return outputs[0] if self._make is None else self._make(outputs)
+
+
+def _program(recording: Recording, result: Any) -> str | _Program:
+    outputs = [result] if isinstance(result, Tensor) else result
+    try:
+        record = None if recording.obstacle else Record(recording, outputs)
+    except NotRecordable as error:
+        return str(error)
+    return recording.obstacle or _Program(record, result)  # pyright: ignore[reportArgumentType]  # not None
+
+
+def clear_records() -> None:
+    """Forget all records and forms. Whatever changes the choice of kernels calls this."""
+    for replayed in _all:
+        replayed.clear()
+
+
+def _settings(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return the settings of PyTorch that a form includes; None where nothing is recorded or replayed."""
+    if _single_launches or not (tensor.is_cuda or INTERPRET) or need_single_launches():
+        return None
+    is_deterministic = torch._C._get_deterministic_algorithms()
+    if is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory():
+        return None  # replays do not poison the parts of a block
+    autocast = torch.is_autocast_enabled(tensor.device.type) and torch.get_autocast_dtype(tensor.device.type)
+    return fp32_precision("cuda", "matmul"), is_deterministic, autocast, tensor.device
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
