@@ -380,7 +380,6 @@ def fused_experts(
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
-    w_router: Tensor | None = None,  # [E, D]
     adapters: ExpertAdapters | None = None,
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
@@ -388,8 +387,6 @@ def fused_experts(
     activation = as_activation("fused_experts", activation)
     up_a, up_b, down_a, down_b, scale = adapters or ExpertAdapters()
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
-    if w_router is not None:
-        topk_weights = with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
     rows = permute(tokens, permutation)  # [R, D]
     if weight_on_input:
         weights = row_weights(topk_weights, slot_to_row, len(rows))

@@ -134,7 +134,6 @@ def fused_experts(
     *,
     b_up: Tensor | None = None,  # [E, 2F], or [E, F]
     b_down: Tensor | None = None,  # [E, D]
-    w_router: Tensor | None = None,  # [E, D]
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
     saves_fp8: bool = False,
@@ -143,8 +142,6 @@ def fused_experts(
     rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`, backward reads the
     pre-activations as e4m3 numbers with scales."""
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
-    if w_router is not None:
-        topk_weights = reference.with_gradient_to(tokens, w_router.detach(), topk_weights, permutation)
     rows = reference.permute(tokens, permutation)  # [R, D]
     if weight_on_input:
         weights = reference.row_weights(topk_weights, slot_to_row, len(rows))

@@ -26,9 +26,9 @@ from .experts.dispatcher import LocalDispatcher
 from .experts.grouped import GroupedExperts
 from .experts.lora import add_lora, remove_lora, set_lora
 from .experts.lora_merging import merge_lora, unmerge_lora
-from .experts.router_gradient import can_fuse_router_gradient
 from .experts.shared import SharedExpert
 from .experts.token_checks import check_tokens
+from .experts.whole_op import compute_whole, runs_as_one_op
 from .memory import saved_bytes
 from .precision import call_with_autocast_rules
 from .routing.assignment import Assignment
@@ -325,33 +325,38 @@ class MoEFeedForward(nn.Module):
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
-        slots = self._route(router_tokens, info, topk_experts, return_routing)
+        reads_routing = return_routing or topk_experts is not None or token_mask is not None or self._reads_routing()
+        if not reads_routing and runs_as_one_op(self, tokens):
+            out = compute_whole(self, tokens)
+            shared_out = self._shared(info.all_tokens)
+            return restore_shape(out if shared_out is None else out + shared_out, info)
+        slots = self._route(router_tokens, info, topk_experts)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
-        shared = self.shared_expert
-        shared_out = None if shared is None else shared(info.all_tokens)
+        shared_out = self._shared(info.all_tokens)
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
 
-    def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None, return_routing: bool) -> Slots:
+    def _reads_routing(self) -> bool:
+        return self._has_aux_loss() or self._counts_experts() or self.observer is not None
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:  # [T, D]
+        return None if self.shared_expert is None else self.shared_expert(tokens)
+
+    def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None) -> Slots:
         """The slots that reach an expert."""
         given = {} if topk_experts is None else {"topk_experts": topk_experts}
         if info.token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = info.token_mask
-        routing_is_read = return_routing or info.token_mask is not None or topk_experts is not None
-        routing_is_read |= self._has_aux_loss() or type(self.observer) not in (type(None), RoutingObserver)
-        fuse_router_grad = not routing_is_read and can_fuse_router_gradient(self, tokens)
-        router = self.router
-        routed = router(tokens.detach() if fuse_router_grad else tokens, **given)
+        routed = self.router(tokens, **given)
         chosen = routed.topk_experts
         if info.token_mask is not None:
             chosen = torch.where(info.token_mask[:, None], chosen, -1)
         max_rows = routed.max_rows if isinstance(routed, Slots) else None
-        w_router = router.weight if fuse_router_grad else None  # only without a capacity
-        slots = Slots(chosen, routed.topk_weights, routed.logits, max_rows, w_router=w_router)
+        slots = Slots(chosen, routed.topk_weights, routed.logits, max_rows)
         if self.capacity is None:
             return slots
-        return drop_beyond_capacity(slots, info.sequence_length, router.top_k, self.capacity)
+        return drop_beyond_capacity(slots, info.sequence_length, self.router.top_k, self.capacity)
 
     def _to_latent(self, tokens: Tensor) -> Tensor:  # [T, D] -> [T, D or latent_dim]
         return tokens if self.w_latent_in is None else self._linear(tokens, self.w_latent_in)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from ..permutation.sort import MAX_EXPERTS, sort_by_expert
 from ..quantization.formats import check_quantized
+from ..routing.linear_op import LinearRouter
+from ..routing.routers import check_linear_router
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose, is_traced, once_per_form
 from ..specs import Activation, as_activation
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, ScaledForms, Weight
-from .fused_op import ExpertOperands, fused_experts_op
+from .fused_op import fused_experts_op
+from .operands import ExpertOperands
 from .rows import Rows
 from .steps import Experts
 from .traced import ReferenceOperands, reference_experts_op, run_reference
@@ -97,65 +103,105 @@ def compute_experts(
     permutation: Permutation,
     weights: ExpertWeights,
     *,
-    w_router: Tensor | None = None,  # [E, D]
+    reserved_sms: int = 0,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    **settings: Any,
+) -> Tensor:  # [T, D]
+    """Compute `fused_experts`. `settings` are those of `_operands`."""
+    if reserved_sms < 0:
+        raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
+    operands = _operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, weights, **settings)
+    if choose("fused_experts", implementation, tokens) == "reference":
+        # Autograd through the reference would save dequantised weights; the op saves its operands.
+        is_quantized = isinstance(weights.w_up, QuantizedWeight)
+        run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
+        experts, precision = operands.experts, operands.precision
+        return run(ReferenceOperands(tokens, topk_weights, experts, permutation, batch_invariant, precision))
+    rows = Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant)
+    return fused_experts_op(operands._replace(topk_weights=topk_weights.float().contiguous(), rows=rows)).out
+
+
+def compute_chosen(
+    tokens: Tensor,  # [T, D]
+    topk_experts: Tensor,  # [T, K] int32
+    topk_weights: Tensor,  # [T, K] float32
+    weights: ExpertWeights,
+    *,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    **settings: Any,
+) -> Tensor:  # [T, D]
+    """Sort the slots and compute `fused_experts`, as one op where the kernels run."""
+    num_experts = weights.w_up.shape[0]
+    if choose("fused_experts", implementation, tokens) == "reference" or num_experts > MAX_EXPERTS:
+        permutation = sort_by_expert(topk_experts, num_experts, implementation=implementation)
+        options = {"batch_invariant": batch_invariant, "implementation": implementation}
+        return compute_experts(tokens, topk_weights, permutation, weights, **options, **settings)
+    operands = _operands(tokens, topk_weights, topk_experts, None, weights, **settings)
+    topk_weights, topk_experts = topk_weights.float().contiguous(), topk_experts.contiguous()
+    choice = {"topk_weights": topk_weights, "topk_experts": topk_experts, "batch_invariant": batch_invariant}
+    return fused_experts_op(operands._replace(**choice)).out
+
+
+class RoutedExperts(NamedTuple):
+    out: Tensor  # [T, D]
+    topk_experts: Tensor  # [T, K] int32
+    topk_weights: Tensor  # [T, K] float32
+
+
+def compute_routed(
+    tokens: Tensor,  # [T, D]
+    router: LinearRouter,
+    weights: ExpertWeights,
+    *,
+    batch_invariant: bool = False,
+    **settings: Any,
+) -> RoutedExperts:
+    """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op of kernels.
+
+    Every expert that the router knows is among the weights. No gradient flows back through the routing of the result.
+    """
+    check_linear_router(tokens, router)
+    operands = _operands(tokens, None, None, None, weights, **settings)
+    made = fused_experts_op(operands._replace(router=router, batch_invariant=batch_invariant))
+    assert made.topk_experts is not None and made.topk_weights is not None
+    return RoutedExperts(made.out, made.topk_experts, made.topk_weights)
+
+
+def _operands(
+    tokens: Tensor,  # [T, D]
+    topk_weights: Tensor | None,  # [T, K]
+    slots: Tensor | None,  # [T, K]: `slot_to_row`, or `topk_experts` without offsets
+    offsets: Tensor | None,  # [E]
+    weights: ExpertWeights,
+    *,
     adapters: ExpertAdapters | None = None,
     activation: str | Activation = "swiglu",
     weight_on_input: bool = False,
     recompute: str | None = None,
-    reserved_sms: int = 0,
-    batch_invariant: bool = False,
     precision: str | None = None,
     forms: ScaledForms | None = None,
-    implementation: str | None = None,
-) -> Tensor:  # [T, D]
-    """Compute `fused_experts`, with the gradient of `tokens` through the routing weights if `w_router` is given.
+) -> ExpertOperands:
+    """Check the operands, and pack what all ways to the op share.
 
     Args:
-        w_router: `topk_weights` must be the softmax over the chosen logits of `tokens.detach() @ w_router.T`, which
-            nothing else reads. `w_router` gets its own gradient through `topk_weights`. No slot may be dropped; the op
-            does not check it, because that needs host synchronisation.
-        forms: `weights` in e4m3, for precision "fp8". The op does not check that they are those of the weights.
+        forms: `weights` in e4m3, for precision "fp8". Not checked to be those of the weights.
 
     Raises:
-        ValueError: as `fused_experts`, or there is a w_router with weight_on_input, batch_invariant or fewer rows than
-            slots.
+        ValueError, NotImplementedError: as `fused_experts`.
     """
     activation = as_activation("fused_experts", activation)
-    _check_settings(recompute, reserved_sms)
-    is_quantized = _check_formats(weights)
-    _check_operands(
-        tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, w_router, activation.gated
-    )
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
+    _check_formats(weights)
+    _check_operands(tokens, topk_weights, slots, offsets, *weights, activation.gated)
     if adapters is not None:
         _check_adapters(adapters, weights.w_up, weights.w_down)
-    if w_router is not None:
-        _check_router_gradient(permutation, weight_on_input, batch_invariant)
     if precision is not None:
         _check_precision(precision, weights, adapters)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
-    if choose("fused_experts", implementation, tokens) == "reference":
-        # Autograd through the reference would save dequantised weights; the op saves its operands.
-        run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
-        operands = ReferenceOperands(tokens, topk_weights, experts, w_router, permutation, batch_invariant, precision)
-        return run(operands)
-    operands = ExpertOperands(
-        tokens,
-        topk_weights.float().contiguous(),
-        experts,
-        w_router,
-        Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant),
-        recompute == "up",
-        precision,
-        forms or ScaledForms(),
-    )
-    return fused_experts_op(operands).out
-
-
-def _check_settings(recompute: str | None, reserved_sms: int) -> None:
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
-    if reserved_sms < 0:
-        raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
+    return ExpertOperands(tokens, experts, recompute=recompute == "up", precision=precision, forms=forms)
 
 
 def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAdapters | None) -> None:
@@ -177,17 +223,15 @@ def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
         raise ValueError(f"{op}: precision='fp8' needs multiples of 16, got d_model={d_model} and d_ff={d_ff}")
 
 
-def _check_formats(weights: ExpertWeights) -> bool:
-    """Return whether the weights are quantised, both in one format."""
+def _check_formats(weights: ExpertWeights) -> None:
     if not (isinstance(weights.w_up, QuantizedWeight) or isinstance(weights.w_down, QuantizedWeight)):
-        return False
+        return
     formats = [str(weight.format) if isinstance(weight, QuantizedWeight) else "a tensor" for weight in weights[:2]]
     if formats[0] != formats[1]:
         raise ValueError(f"fused_experts: w_up and w_down must be of one format, got {formats[0]} and {formats[1]}")
     for name, weight in (("w_up", weights.w_up), ("w_down", weights.w_down)):
         assert isinstance(weight, QuantizedWeight)
         check_quantized("fused_experts", name, weight)
-    return True
 
 
 def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> None:
@@ -214,56 +258,42 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: tor
         )
 
 
-def _check_router_gradient(permutation: Permutation, weight_on_input: bool, batch_invariant: bool) -> None:
-    num_rows, num_slots = permutation.row_to_token.shape[0], permutation.slot_to_row.numel()
-    if weight_on_input or batch_invariant or num_rows != num_slots:
-        raise ValueError(
-            "fused_experts: w_router needs weights on the output, no batch_invariant, and a row for each slot, got "
-            f"{weight_on_input=}, {batch_invariant=} and {num_rows} rows of {num_slots} slots"
-        )
-
-
 @once_per_form
 def _check_operands(
     tokens: Tensor,
-    topk_weights: Tensor,
-    slot_to_row: Tensor,
-    offsets: Tensor,
+    topk_weights: Tensor | None,
+    slots: Tensor | None,  # [T, K]: slot_to_row, or topk_experts
+    offsets: Tensor | None,
     w_up: Weight,
     w_down: Weight,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    w_router: Tensor | None,
     gated: bool,
 ) -> None:
     width = "2F" if gated else "F"
-    patterns = {"b_up": f"E {width}", "b_down": "E D", "w_router": "E D"}
-    given = (("b_up", b_up), ("b_down", b_down), ("w_router", w_router))
-    optional = {name: operand for name, operand in given if operand is not None}
-    sizes = check_shapes(
-        "fused_experts",
-        tokens=(tokens, "T D"),
-        topk_weights=(topk_weights, "T K"),
-        slot_to_row=(slot_to_row, "T K"),
-        offsets=(offsets, "E"),
-        w_up=(w_up, f"E {width} D"),
-        w_down=(w_down, "E D F"),
-        **{name: (operand, patterns[name]) for name, operand in optional.items()},
-    )
+    given = {
+        "tokens": (tokens, "T D"),
+        "topk_weights": (topk_weights, "T K"),
+        "topk_experts" if offsets is None else "slot_to_row": (slots, "T K"),
+        "offsets": (offsets, "E"),
+        "w_up": (w_up, f"E {width} D"),
+        "w_down": (w_down, "E D F"),
+        "b_up": (b_up, f"E {width}"),
+        "b_down": (b_down, "E D"),
+    }
+    given = {name: operand for name, operand in given.items() if operand[0] is not None}
+    sizes = check_shapes("fused_experts", **given)
     if gated and sizes["2F"] != 2 * sizes["F"]:
         raise ValueError(
             f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
             f"got {list(w_up.shape)} and {list(w_down.shape)}"
         )
-    plain = {name: weight for name, weight in (("w_up", w_up), ("w_down", w_down)) if isinstance(weight, Tensor)}
-    check_same_dtype("fused_experts", tokens=tokens, **plain, **optional)
-    check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
-    check_same_device(
-        "fused_experts",
-        tokens=tokens,
-        topk_weights=topk_weights,
-        permutation=offsets,
-        w_up=w_up,
-        w_down=w_down,
-        **optional,
-    )
+    parts = {"tokens": tokens, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
+    check_same_dtype("fused_experts", **{name: part for name, part in parts.items() if isinstance(part, Tensor)})
+    if topk_weights is not None:
+        check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
+    if slots is not None and offsets is None:
+        check_dtype("fused_experts", "topk_experts", slots, torch.int32)
+    others = {"topk_weights": topk_weights, "permutation": offsets, "topk_experts": slots if offsets is None else None}
+    operands = {"tokens": tokens, **others, **parts}
+    check_same_device("fused_experts", **{name: part for name, part in operands.items() if part is not None})

@@ -20,8 +20,9 @@ With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y i
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
-The tokens' gradient has a part that flows through the routing weights. With `w_router` it is added where the rows of
-dX are summed: see `router_gradient.py`.
+The op can also choose the experts by a router and sort the slots, in one launch list with the rest. The tokens'
+gradient then has a part that flows through the routing weights. If these are a softmax over the chosen logits, it is
+added where the rows of dX are summed: see `router_gradient.py`. Else the router's own gradient is added to dtokens.
 
 A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
 one.
@@ -73,15 +74,16 @@ from torch import Tensor
 from ..activation.ops import can_scale_gradient
 from ..gemm.kernel import device_cc
 from ..permutation.permute import launch_slot_products
+from ..permutation.sort import BLOCK_ROWS, SortedSlots
 from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
+from ..routing.linear_op import linear_routing_op, routing_gradients
 from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
-from ..types import ScaledForms, ScaledRows
+from ..types import ScaledRows
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
-from .rows import Rows
+from .operands import ExpertOperands
 from .steps import (
-    Experts,
     activate,
     b_down_gradient,
     b_up_gradient,
@@ -98,77 +100,82 @@ from .steps import (
 )
 
 
-class ExpertOperands(NamedTuple):
-    """Operands of forward and backward."""
-
-    tokens: Tensor  # [T, D]
-    topk_weights: Tensor  # [T, K] float32 contiguous
-    experts: Experts
-    w_router: Tensor | None  # [E, D]
-    rows: Rows
-    recompute: bool = False  # compute H again in backward
-    precision: str | None = None
-    forms: ScaledForms = ScaledForms()  # of the weights, with a precision
-
-    def computed(self) -> Experts:
-        """The experts as the GEMMs of rows read them."""
-        return self.experts if self.precision is None else self.experts.scaled(self.forms)
-
-    def num_rows(self) -> int:
-        return self.rows.row_to_token.shape[0]
-
-    def d_up(self) -> int:
-        return self.experts.weights.w_up.shape[1]
-
-
 class _Outputs(NamedTuple):
     out: Tensor  # [T, D]
     preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward computes it again
     scales: Tensor | None  # [R, 2F / 128 or F / 128] of H in e4m3
     low: Tensor | None  # X @ up_a^T [R, r] with adapters
+    topk_weights: Tensor | None  # [T, K] of a router; the next likewise
+    topk_experts: Tensor | None  # [T, K]
+    buffer: Tensor | None  # of `SortedSlots`, where no rows are given
 
 
 @registered_op("fused_experts")
 def fused_experts_op(operands: ExpertOperands) -> _Outputs:
-    tokens, topk_weights, _, _, rows, recompute, precision, _ = operands
-    if precision is not None and tokens.is_cuda:
+    operands, made = _place_slots(operands)
+    tokens, topk_weights, rows = operands.tokens, operands.topk_weights, operands.placed()
+    assert topk_weights is not None
+    if operands.precision is not None and tokens.is_cuda:
         _check_fp8(operands)
     experts = operands.computed()
     preactivation, activated, low = activate(experts, rows, tokens, topk_weights)
     scales = None
-    if recompute:
+    if operands.recompute:
         preactivation = None
-    elif precision == "fp8_saved":
+    elif operands.precision == "fp8_saved":
         values, scales = launch_quantize_rows(preactivation)
         preactivation = values.view(torch.uint8)
     expert_out = down(experts, rows, activated)  # [R, D]
     del activated
-    return _Outputs(rows.combine(expert_out, experts.output_weights(topk_weights)), preactivation, scales, low)
+    out = rows.combine(expert_out, experts.output_weights(topk_weights))
+    return _Outputs(out, preactivation, scales, low, *made)
+
+
+def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Choose experts and sort the slots, as far as the caller has not. Return also the last three of `_Outputs`."""
+    if operands.rows is not None:
+        return operands, (None, None, None)
+    topk_weights = topk_experts = None
+    if operands.router is not None:
+        topk_weights, topk_experts, _ = linear_routing_op(operands.tokens, operands.router)
+        operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts)
+    assert operands.topk_experts is not None
+    sorted_slots = SortedSlots.empty(operands.topk_experts, operands.num_experts)
+    sorted_slots.sort(operands.topk_experts)
+    return operands._replace(sorted_slots=sorted_slots), (topk_weights, topk_experts, sorted_slots.buffer)
 
 
 def _check_fp8(operands: ExpertOperands) -> None:
     num_experts, d_model, d_ff = operands.experts.weights.w_down.shape
-    rows_per_expert, cc = operands.num_rows() // num_experts, device_cc(operands.tokens.device)
+    rows_per_expert, cc = operands.num_rows // num_experts, device_cc(operands.tokens.device)
     check_fp8_gpu(cc)
     warn_if_unmeasured(cc, d_model, d_ff, 2 ** rows_per_expert.bit_length() // 2)
 
 
 @fused_experts_op.register_fake
 def _(operands):
-    tokens, num_rows, d_up = operands.tokens, operands.num_rows(), operands.d_up()
-    preactivation = scales = None
+    tokens, num_rows, d_up = operands.tokens, operands.num_rows, operands.d_up
+    preactivation = scales = topk_weights = topk_experts = buffer = None
     if operands.precision == "fp8_saved" and not operands.recompute:
         values, scales = empty_scaled_rows(tokens, num_rows, d_up)
         preactivation = values.view(torch.uint8)
     elif not operands.recompute:
         preactivation = empty_rows(tokens, num_rows, d_up)
+    if operands.rows is None:
+        topk_experts = tokens.new_empty(tokens.shape[0], operands.top_k, dtype=torch.int32)
+        buffer = SortedSlots.empty(topk_experts, operands.num_experts).buffer
+    if operands.router is not None:
+        topk_weights = tokens.new_empty(tokens.shape[0], operands.top_k, dtype=torch.float32)
+    else:
+        topk_experts = None
     low = _empty_low(tokens, operands, operands.experts.adapters.up_b)
-    return _Outputs(tokens.new_empty(tokens.shape), preactivation, scales, low)
+    out = tokens.new_empty(tokens.shape)
+    return _Outputs(out, preactivation, scales, low, topk_weights, topk_experts, buffer)
 
 
 def _empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor | None:
     """Rows multiplied by one factor of an adapter whose other factor is `b`, unwritten."""
-    return None if b is None else empty_rows(like, operands.num_rows(), b.shape[2])
+    return None if b is None else empty_rows(like, operands.num_rows, b.shape[2])
 
 
 class _Saved(NamedTuple):
@@ -180,7 +187,13 @@ class _Saved(NamedTuple):
 
 def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
-    save_for_backward(ctx, _Saved(*inputs, *output[1:]))
+    operands, (_, preactivation, scales, low, topk_weights, topk_experts, buffer) = inputs[0], output
+    if buffer is not None:
+        sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
+        operands = operands._replace(sorted_slots=sorted_slots, topk_experts=topk_experts)
+    if topk_weights is not None:
+        operands = operands._replace(topk_weights=topk_weights)
+    save_for_backward(ctx, _Saved(operands, preactivation, scales, low))
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
@@ -188,36 +201,36 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     if dout is None:
         return {}
     saved, needed = saved_for_backward(ctx), fused_experts_op.needed(ctx)
-    operands, low, experts, rows = saved.operands, saved.low, saved.operands.experts, saved.operands.rows
-    needs_weights = "topk_weights" in needed
+    operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
+    needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
+    needs_weights = "topk_weights" in needed or needs_router
     needs_tokens = "tokens" in needed or (needs_weights and experts.weight_on_input)
-    is_traced = type(dout) is not Tensor
-    needs_weights |= operands.w_router is not None
-    hidden = _hidden_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, is_traced)
+    hidden = _hidden_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, type(dout) is not Tensor)
     del saved
     dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled = hidden
     del hidden
     gradients: dict[str, Tensor | None] = {}
     if needed & {"w_down", "b_down", "down_a", "down_b"}:
-        needs = _needs(needed, "down")
-        made = _down_op(dout, drows, weighted, down_low, operands.topk_weights, experts, rows, *needs)
+        made = _down_op(dout, drows, weighted, down_low, operands, *_needs(needed, "down"))
         gradients |= {"w_down": made.dw_down, "b_down": made.db_down, "down_a": made.ddown_a}
         gradients["down_b"] = None if made.ddown_b is None else made.ddown_b.transpose(1, 2)
     del weighted, drows, down_low
-    gradients["topk_weights"] = dtopk_weights
     needs = _needs(needed, "up")
+    made = None
     if needs_tokens and scaled[0] is not None:  # free dH in e4m3 before the gradients of weights
         made = _up_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, True, False, False, False)
-        gradients |= _of_input(experts, made, dtopk_weights)
+        gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
         needs_tokens = False
-    del scaled
+    del scaled, made
     if needs_tokens or any(needs):
         made = _up_op(dpreactivation, up_low, low, None, None, dtopk_weights, operands, needs_tokens, *needs)
         if needs_tokens:
-            gradients |= _of_input(experts, made, dtopk_weights)
+            gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
         gradients |= {"w_up": made.dw_up, "b_up": made.db_up, "up_a": made.dup_a}
         gradients["up_b"] = None if made.dup_b is None else made.dup_b.transpose(1, 2)
-    return gradients
+    if needs_router:
+        return gradients | _router_gradients(operands, dtopk_weights, gradients.get("tokens"), needed)
+    return gradients | {"topk_weights": dtopk_weights}
 
 
 def _needs(needed: set[str], projection: str) -> tuple[bool, bool, bool]:
@@ -226,8 +239,26 @@ def _needs(needed: set[str], projection: str) -> tuple[bool, bool, bool]:
     return f"w_{projection}" in needed, f"b_{projection}" in needed, not needed.isdisjoint(factors)
 
 
-def _of_input(experts: Experts, made: _UpGradients, dtopk_weights: Tensor) -> dict[str, Tensor | None]:
-    return {"tokens": made.dtokens, "topk_weights": made.dtopk_weights if experts.weight_on_input else dtopk_weights}
+def _of_input(made: _UpGradients, dtopk_weights: Tensor) -> Tensor:
+    return dtopk_weights if made.dtopk_weights is None else made.dtopk_weights
+
+
+def _router_gradients(
+    operands: ExpertOperands, dtopk_weights: Tensor, dtokens: Tensor | None, needed: set[str]
+) -> dict[str, Tensor | None]:
+    """The gradients of the router's operands, and that of the tokens through the experts and the router."""
+    router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
+    assert router is not None and topk_weights is not None and topk_experts is not None
+    if operands.fuses_router_gradient():
+        needed = needed - {"tokens"}
+    wanted = needed & {"tokens", "w_router", "logit_bias"}
+    if not wanted:
+        return {}
+    made = routing_gradients(operands.tokens, router, topk_weights, topk_experts, dtopk_weights, None, wanted)
+    gradients: dict[str, Tensor | None] = {"w_router": made.w_router, "logit_bias": made.logit_bias}
+    if made.tokens is not None:
+        gradients["tokens"] = made.tokens if dtokens is None else dtokens + made.tokens
+    return gradients
 
 
 fused_experts_op.register_autograd(_backward, setup_context=_setup)
@@ -255,14 +286,15 @@ def _hidden_op(
 ) -> _HiddenGradients:
     """A tracer cannot know whether `drows` is a copy, so it always gets the tensor, unwritten where GEMMs gather."""
     operands, preactivation, scales, _ = saved
-    tokens, topk_weights, _, _, rows, recompute, precision, _ = operands
-    experts = operands.computed()
+    tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
+    assert topk_weights is not None
+    is_own = operands.recompute or scales is not None  # not a saved tensor
     if preactivation is None:
         preactivation, *_ = activate(experts, rows, tokens, topk_weights)
     elif scales is not None:
         values = preactivation.view(torch.float8_e4m3fn)
         preactivation = launch_dequantize_rows(ScaledRows(values, scales), dout.dtype)
-    needs_scaled = precision is not None and needs_tokens
+    needs_scaled = operands.precision is not None and needs_tokens
     scaled = None
     if needs_scaled and can_scale_gradient(experts.kind(), experts.weights.w_down.shape[2]):
         scaled = empty_scaled_rows(dout, *preactivation.shape)
@@ -272,7 +304,7 @@ def _hidden_op(
         dout,
         topk_weights,
         preactivation,
-        overwrite=recompute or scales is not None,  # not a saved tensor
+        overwrite=is_own,
         needs_topk_weights=needs_topk_weights,
         scaled=scaled,
     )
@@ -280,17 +312,16 @@ def _hidden_op(
         scaled = launch_quantize_rows(made.dpreactivation)
     dpreactivation, weighted, dtopk_weights, drows, down_low, up_low = made
     if is_traced and needs_w_down and drows is None:
-        drows = empty_rows(dout, operands.num_rows(), dout.shape[1])
+        drows = empty_rows(dout, operands.num_rows, dout.shape[1])
     drows = drows if needs_w_down else None
-    return _HiddenGradients(
-        dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *(scaled or (None, None))
-    )
+    scaled = scaled or (None, None)
+    return _HiddenGradients(dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled)
 
 
 @_hidden_op.register_fake
 def _(dout, saved, needs_tokens, needs_topk_weights, needs_w_down, is_traced):
     operands = saved.operands
-    num_rows, d_up, adapters = operands.num_rows(), operands.d_up(), operands.experts.adapters
+    num_rows, d_up, adapters = operands.num_rows, operands.d_up, operands.experts.adapters
     needs_scaled = operands.precision is not None and needs_tokens
     return _HiddenGradients(
         empty_rows(dout, num_rows, d_up),
@@ -316,13 +347,12 @@ def _down_op(
     drows: Tensor | None,
     weighted: Tensor,
     down_low: Tensor | None,
-    topk_weights: Tensor,
-    experts: Experts,
-    rows: Rows,
+    operands: ExpertOperands,
     needs_weight: bool,
     needs_bias: bool,
     needs_factors: bool,
 ) -> _DownGradients:
+    experts, rows = operands.experts, operands.placed()
     dw = db = da = db_factor = None
     if needs_weight:
         if not copies_dout(experts, rows, rows.as_read(dout)):
@@ -331,7 +361,8 @@ def _down_op(
             drows = copy_dout(experts, rows, dout)
         dw = w_down_gradient(experts, rows, dout, drows, weighted)
     if needs_bias:
-        db = b_down_gradient(experts, rows, dout, topk_weights)
+        assert operands.topk_weights is not None
+        db = b_down_gradient(experts, rows, dout, operands.topk_weights)
     if needs_factors:
         assert down_low is not None
         da, db_factor = down_adapter_gradients(experts, rows, dout, weighted, down_low)
@@ -339,7 +370,8 @@ def _down_op(
 
 
 @_down_op.register_fake
-def _(dout, drows, weighted, down_low, topk_weights, experts, rows, needs_weight, needs_bias, needs_factors):
+def _(dout, drows, weighted, down_low, operands, needs_weight, needs_bias, needs_factors):
+    experts = operands.experts
     w_down, b_down = experts.weights.w_down, experts.weights.b_down
     dw = torch.empty_like(w_down, dtype=dout.dtype, requires_grad=False) if needs_weight else None
     db = dout.new_empty(b_down.shape) if needs_bias else None
@@ -374,7 +406,9 @@ def _up_op(
     needs_bias: bool,
     needs_factors: bool,
 ) -> _UpGradients:
-    tokens, topk_weights, experts, w_router, rows, *_ = operands
+    tokens, topk_weights, experts, rows = operands.tokens, operands.topk_weights, operands.experts, operands.placed()
+    assert topk_weights is not None
+    w_router = operands.router.w_router if operands.router is not None and operands.fuses_router_gradient() else None
     dtokens = dweights = db = da = db_factor = dw = None
     if needs_tokens:
         dhidden = dpreactivation

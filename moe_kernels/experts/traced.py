@@ -31,7 +31,6 @@ class ReferenceOperands(NamedTuple):
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K]
     experts: Experts
-    w_router: Tensor | None  # [E, D]
     permutation: Permutation
     batch_invariant: bool  # compute token by token
     precision: str | None  # with "fp8" and "fp8_saved" operands of products are rounded
@@ -57,11 +56,10 @@ _DIFFERENTIABLE = ReferenceGradients._fields
 
 def run_reference(operands: ReferenceOperands) -> Tensor:  # [T, D]
     """Compute `fused_experts` by the reference. Quantised weights are dequantised to the dtype of the tokens."""
-    tokens, topk_weights, experts, w_router, permutation, batch_invariant, precision = operands
+    tokens, topk_weights, experts, permutation, batch_invariant, precision = operands
     *stored, b_up, b_down = experts.weights
     w_up, w_down = (decode_weight(w, tokens.dtype) if isinstance(w, QuantizedWeight) else w for w in stored)
     options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input, "b_up": b_up, "b_down": b_down}
-    options |= {} if w_router is None else {"w_router": w_router}
     if any(factor is not None for factor in experts.adapters):
         options["adapters"] = ExpertAdapters(*experts.adapters)
     run = reference.fused_experts

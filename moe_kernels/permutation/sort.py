@@ -7,13 +7,14 @@ slot finds its row by comparing itself with all others.
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..gemm.tile_table import empty_tile_table, make_tile_table, table_blocks, write_tile_table
+from ..gemm.tile_table import empty_tile_table, make_tile_table, table_blocks, tile_capacity, write_tile_table
 from ..runtime.checks import check_dtype, check_shapes
 from ..runtime.dispatch import choose, once_per_form
 from ..runtime.launch import launch_kernel
@@ -22,17 +23,19 @@ from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort
 from ..types import Permutation, TileTable
 
 MAX_EXPERTS = 1024
+BLOCK_ROWS = 128  # default height of the tile table's blocks
 
 _FEW_SLOTS = 1024  # up to here, comparing all slots with all takes less time than two more launches
 _RANKED = 32  # slots whose rows one program finds
 _COMPARED = slots_compared_at_once
+_ALIGNED_INTEGERS = 4  # 16 bytes, which Triton's kernels are compiled for
 
 
 def sort_by_expert(
     topk_experts: Tensor,  # [T, K] int32
     num_experts: int,
     *,
-    block_rows: int = 128,
+    block_rows: int = BLOCK_ROWS,
     max_rows: int | None = None,
     implementation: str | None = None,
 ) -> Permutation:
@@ -107,21 +110,67 @@ def _sort_block(num_experts: int) -> tuple[int, int]:
 def _sort_op(
     topk_experts: Tensor, num_experts: int, block_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    results = _empty_sort(topk_experts, num_experts, block_rows)
+    _launch_sort(topk_experts, num_experts, block_rows, results)
+    return results
+
+
+class SortedSlots(NamedTuple):
+    """A permutation in one tensor, for a caller that bounds no rows. Its parts are views that start at 16 bytes."""
+
+    buffer: Tensor  # [N, 4] int32
+    slots_per_token: int
+    num_sorted_experts: int
+    rows_of_block: int
+
+    @classmethod
+    def empty(cls, topk_experts: Tensor, num_experts: int, block_rows: int = BLOCK_ROWS) -> SortedSlots:  # [T, K]
+        num_tokens, top_k = topk_experts.shape
+        total = sum(_padded_sizes(num_tokens, top_k, num_experts, block_rows))
+        buffer = topk_experts.new_empty(total // _ALIGNED_INTEGERS, _ALIGNED_INTEGERS)
+        return cls(buffer, top_k, num_experts, block_rows)
+
+    def sort(self, topk_experts: Tensor) -> Permutation:
+        """Write the permutation of these slots and return it."""
+        permutation = self.permutation(len(topk_experts))
+        offsets, slot_to_row, row_to_token, table = permutation
+        results = offsets, slot_to_row, row_to_token, *table[:4]
+        _launch_sort(topk_experts, self.num_sorted_experts, self.rows_of_block, results)
+        return permutation
+
+    def permutation(self, num_tokens: int) -> Permutation:
+        _, top_k, num_experts, block_rows = self
+        parts = self.buffer.view(-1).split(_padded_sizes(num_tokens, top_k, num_experts, block_rows))
+        shapes = _part_shapes(num_tokens, top_k, num_experts, block_rows)
+        views = [part[: prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        offsets, slot_to_row, row_to_token, *table = views
+        return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=block_rows))
+
+
+def _part_shapes(num_tokens: int, top_k: int, num_experts: int, block_rows: int) -> list[tuple[int, ...]]:
+    num_slots = num_tokens * top_k
+    capacity = tile_capacity(num_slots, num_experts, block_rows)
+    return [(num_experts,), (num_tokens, top_k), (num_slots,), (num_experts + 2,), (capacity, 2), (2,), (num_experts,)]
+
+
+def _padded_sizes(num_tokens: int, top_k: int, num_experts: int, block_rows: int) -> list[int]:
+    shapes = _part_shapes(num_tokens, top_k, num_experts, block_rows)
+    return [-(-prod(shape) // _ALIGNED_INTEGERS) * _ALIGNED_INTEGERS for shape in shapes]
+
+
+def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, results: tuple[Tensor, ...]) -> None:
+    """Write a permutation's tensors: offsets, slot_to_row, row_to_token and those of its tile table."""
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
-    offsets, slot_to_row, row_to_token, *tensors = _empty_sort(topk_experts, num_experts, block_rows)
-    table = TileTable(*tensors, block_rows=block_rows)
-    capacity = table.tiles.shape[0]
+    capacity = results[4].shape[0]
     blocks = table_blocks(num_experts)
     num_table_programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
-    results = offsets, slot_to_row, row_to_token, table.bounds, table.tiles, table.num_tiles, table.order
     sizes = num_slots, capacity, num_experts, top_k
     constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **blocks}
     if num_slots <= _FEW_SLOTS:
         grid = (num_table_programs + cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
-        return results
-    _count_and_place(topk_experts, results, sizes, constants, num_table_programs)
-    return results
+    else:
+        _count_and_place(topk_experts, results, sizes, constants, num_table_programs)
 
 
 def _count_and_place(

@@ -1,6 +1,7 @@
 """The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
 
-`softmax.py` has the kernel of the plain softmax; `scored.py` has the kernel of all other specs but two. SparseMixer and
+`softmax.py` has the kernel of the plain softmax; `scored.py` has the kernel of all other specs but two; `linear_op.py`
+has the op that includes the linear map. SparseMixer and
 norms other than the sum are plain PyTorch on the logits, under every implementation.
 """
 
@@ -18,8 +19,9 @@ from ..runtime.dispatch import choose, once_per_form, without_autocast
 from ..specs import RouterSpec
 from ..types import Routing
 from .linear import check_router_dtypes
-from .scored import score_settings, scored_linear_routing_op, scored_routing_op
-from .softmax import linear_routing_op, topk_routing_op
+from .linear_op import LinearRouter, linear_routing_op
+from .scored import score_settings, scored_routing_op
+from .softmax import topk_routing_op
 
 _LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SOFTMAX = RouterSpec()
@@ -104,19 +106,35 @@ def linear_routing(
             operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
             route = partial(reference.linear_routing, top_k=top_k, spec=spec, **operands)
             return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
-        if spec.logit_softcap is not None or not _in_kernel(spec):
-            logits = linear_routing_op(tokens, w_router, top_k, True, batch_invariant)[2]
+        if not is_one_op(spec):
+            plain = linear_router(_SOFTMAX, top_k, w_router, batch_invariant=batch_invariant)
+            logits = linear_routing_op(tokens, plain)[2]
             logits = logits if logit_bias is None else logits + logit_bias
             return topk_routing(logits, top_k, spec, selection_bias=selection_bias, implementation="triton")
-        if spec.is_softmax_of_logits and logit_bias is None:
-            topk_weights, topk_experts, logits = linear_routing_op(
-                tokens, w_router, top_k, spec.normalize, batch_invariant
-            )
-        else:
-            topk_weights, topk_experts, logits = scored_linear_routing_op(
-                tokens, w_router, logit_bias, selection_bias, batch_invariant, top_k, score_settings(spec)
-            )
+        biases = {"logit_bias": logit_bias, "selection_bias": selection_bias}
+        router = linear_router(spec, top_k, w_router, **biases, batch_invariant=batch_invariant)
+        topk_weights, topk_experts, logits = linear_routing_op(tokens, router)
         return Routing(topk_experts, topk_weights, logits)
+
+
+def is_one_op(spec: RouterSpec) -> bool:
+    """Return whether a kernel reads the logits of the linear map directly."""
+    return spec.logit_softcap is None and _in_kernel(spec)
+
+
+def linear_router(
+    spec: RouterSpec,
+    top_k: int,
+    w_router: Tensor,  # [E, D]
+    *,
+    logit_bias: Tensor | None = None,  # [E]
+    selection_bias: Tensor | None = None,  # [E]
+    batch_invariant: bool = False,
+) -> LinearRouter:
+    """Return the operands of `linear_routing_op`. Nothing is checked."""
+    is_softmax = spec.is_softmax_of_logits and logit_bias is None
+    settings = score_settings(spec)
+    return LinearRouter(w_router, logit_bias, selection_bias, top_k, is_softmax, batch_invariant, settings)
 
 
 def routing_weights(
@@ -168,6 +186,11 @@ def _check_linear(tokens: Tensor, w_router: Tensor) -> None:
     check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
     check_router_dtypes("linear_routing", tokens, w_router)
     check_same_device("linear_routing", tokens=tokens, w_router=w_router)
+
+
+def check_linear_router(tokens: Tensor, router: LinearRouter) -> None:
+    """Raise ValueError unless shapes, dtypes and devices of tokens and router fit each other."""
+    _check_linear(tokens, router.w_router)
 
 
 def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, operand: Tensor, num_experts: int) -> None:

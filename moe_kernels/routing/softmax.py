@@ -1,4 +1,4 @@
-"""The plain softmax router, as ops on logits and as ops that include the linear map, with their kernels.
+"""The plain softmax router as an op on logits, with its kernels.
 
     softmax, then top-k, then renormalise  =  top-k, then softmax:  w = softmax(chosen logits)     (normalize=True)
     softmax, then top-k:                                            w = softmax(all logits)[chosen] (normalize=False)
@@ -12,59 +12,16 @@ import torch
 from torch import Tensor
 
 from ..activation.functions import exp_negative
-from ..runtime.dispatch import without_autocast
 from ..runtime.launch import launch_kernel
 from ..runtime.ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
-from .linear import halves_dtype, router_gradients, router_logits, router_logits_op, store_gradient
+from .linear import store_gradient
 from .topk import choose_by_short_keys, choose_highest, key, ranked
-
-
-@registered_op("linear_routing")
-def linear_routing_op(
-    tokens: Tensor, w_router: Tensor, top_k: int, normalize: bool, batch_invariant: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = router_logits(tokens, w_router, None, batch_invariant)
-    return *_launch_topk(logits, top_k, normalize), logits
-
-
-@linear_routing_op.register_fake
-def _(tokens, w_router, top_k, normalize, batch_invariant):
-    shape = (tokens.shape[0], top_k)
-    logits = tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
-    return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
-
-
-def _linear_routing_setup(ctx, inputs, output):
-    tokens, w_router, _, ctx.normalize, ctx.batch_invariant = inputs
-    topk_weights, topk_experts, _ = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(tokens, w_router, topk_weights, topk_experts)
-
-
-def _linear_routing_backward(ctx, dweights, _, dlogits_direct):
-    tokens, w_router, topk_weights, topk_experts = ctx.saved_tensors
-    if dweights is None and dlogits_direct is None:
-        return (None,) * 5
-    with without_autocast(tokens):
-        if dweights is None:
-            dlogits = dlogits_direct
-        else:
-            logits = None if ctx.normalize else router_logits_op(tokens, w_router, None, ctx.batch_invariant)
-            split_dtype = halves_dtype(tokens, w_router)
-            dlogits = _topk_backward_op(
-                dweights, topk_weights, topk_experts, logits, dlogits_direct, w_router.shape[0], split_dtype
-            )
-        gradients = router_gradients(dlogits, tokens, w_router, ctx.needs_input_grad[:2], ctx.batch_invariant)
-        return *gradients, None, None, None
-
-
-linear_routing_op.register_autograd(_linear_routing_backward, setup_context=_linear_routing_setup)
 
 
 @registered_op("topk_routing")
 def topk_routing_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    return _launch_topk(logits, top_k, normalize)
+    return launch_topk(logits, top_k, normalize)
 
 
 @topk_routing_op.register_fake
@@ -84,14 +41,14 @@ def _topk_backward(ctx, dweights, _):
     logits, topk_weights, topk_experts = ctx.saved_tensors
     if dweights is None:
         return None, None, None
-    dlogits = _topk_backward_op(dweights, topk_weights, topk_experts, logits, None, ctx.num_experts, None)
+    dlogits = topk_backward_op(dweights, topk_weights, topk_experts, logits, None, ctx.num_experts, None)
     return dlogits.to(ctx.dtype), None, None
 
 
 topk_routing_op.register_autograd(_topk_backward, setup_context=_topk_setup)
 
 
-def _launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
@@ -161,7 +118,7 @@ def _topk_kernel(
 
 
 @registered_op("topk_routing_backward")
-def _topk_backward_op(
+def topk_backward_op(
     dweights: Tensor,  # [T, K]
     topk_weights: Tensor,
     topk_experts: Tensor,
@@ -204,7 +161,7 @@ def _topk_backward_op(
     return dlogits
 
 
-@_topk_backward_op.register_fake
+@topk_backward_op.register_fake
 def _(dweights, topk_weights, topk_experts, logits, dlogits_direct, num_experts, split_dtype):
     num_columns = num_experts if split_dtype is None else 2 * num_experts
     return dweights.new_empty(topk_experts.shape[0], num_columns, dtype=split_dtype)

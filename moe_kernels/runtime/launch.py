@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .triton import INTERPRET, triton
+from .triton import HAS_TRITON, INTERPRET, triton
 
 # Triton up to 3.9 fuses multiplications and additions by default, and 3.9 warns unless the option is set. 3.10 will not
 # fuse by default.
 FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enable_fp_fusion": True}
+
+_hooks = triton.knobs.runtime
 
 DESCRIPTOR_BYTES = 128  # device memory per program for a TMA descriptor made on the device
 
@@ -155,8 +157,7 @@ def are_launches_observed() -> bool:
 
 def need_single_launches() -> bool:
     """Return whether hooks of Triton, such as a profiler's, must see each launch."""
-    hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    return HAS_TRITON and bool(_hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls)
 
 
 def ensure_context(device: int) -> None:

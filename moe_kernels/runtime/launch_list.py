@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .launch import FUSION, ensure_context
-from .recording import Descriptor, RecordedLaunch, Ref
+from .recording import Descriptor, Form, RecordedLaunch, Ref
 from .triton import INTERPRET, triton
 
 Place = tuple[int, int]  # index of a tensor, and a byte offset in it
@@ -32,7 +31,7 @@ class LaunchList:
     Args:
         places: of each memory of the recording.
         scratch: memory for descriptors that a kernel makes, for each launch.
-        view: makes the tensor of a Ref, for the interpreter.
+        born: the form that each memory was made as, for the interpreter.
     """
 
     def __init__(
@@ -41,10 +40,10 @@ class LaunchList:
         places: dict[int, Place],
         scratch: Sequence[Place | None],
         device: torch.device,
-        view: Callable[[list[Any], Ref], Tensor],
+        born: Sequence[Form],
     ):
         self._launches = launches  # keeps the kernels loaded
-        self._view, self._places = view, places
+        self._born, self._places = born, places
         if INTERPRET:
             self.run = self._interpret
             return
@@ -54,8 +53,9 @@ class LaunchList:
 
     def run(self, memory: list[Any]) -> None:
         """Launch on the tensors in `memory`."""
-        ensure_context(self._device)
-        self._run(self._list, memory, self._stream(self._device))
+        device = self._device
+        ensure_context(device)
+        self._run(self._list, memory, self._stream(device))
 
     def _interpret(self, memory: list[Any]) -> None:
         for launch, _ in self._launches:
@@ -71,10 +71,10 @@ class LaunchList:
             return value
         place, offset = self._places[value.memory]
         base = memory[place]
-        if place == value.memory:
-            return self._view(memory, value)
-        first = offset + value.offset
         shape, strides, dtype = value.form
+        if place == value.memory and value.offset == 0 and value.form == self._born[place]:
+            return base
+        first = base.storage_offset() * base.element_size() + offset + value.offset
         return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), first // dtype.itemsize, shape, strides)
 
 
@@ -214,7 +214,16 @@ def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
     compiled, metadata = step.compiled, step.compiled.metadata
     num_warps, num_ctas, shared = compiled.packed_metadata[:3]
     cooperative, programmatic = (bool(getattr(metadata, name, False)) for name in _ATTRIBUTES)
-    return compiled.function, *(*step.launch.grid, 1, 1)[:3], num_warps, num_ctas, shared, cooperative, programmatic, first
+    return (
+        compiled.function,
+        *(*step.launch.grid, 1, 1)[:3],
+        num_warps,
+        num_ctas,
+        shared,
+        cooperative,
+        programmatic,
+        first,
+    )
 
 
 _ATTRIBUTES = ("launch_cooperative_grid", "launch_pdl")

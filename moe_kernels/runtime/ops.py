@@ -65,7 +65,7 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         signature = self._signature
         leaves = signature.flatten(*args)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
         if are_launches_observed():
             return self._function(*args)
@@ -75,7 +75,14 @@ class Op:
             return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
-        is_unseen = places.are_plain and _is_unseen(tensors)
+        # Modes see calls, and a profiler sees an op's name only through the dispatcher. Tensors whose values are not in
+        # their memory need it. All tensors are on one device.
+        is_unseen = places.are_plain and not (
+            torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+            or torch._C._len_torch_dispatch_stack()
+            or tensors[0].is_meta
+            or any([tensor.is_neg() for tensor in tensors])
+        )
         # No other dispatch key applies here, so calling what the dispatcher would call saves one pass of it.
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             call = _Call(leaves, places, tensors, is_unseen)
@@ -83,7 +90,7 @@ class Op:
             return results if signature.result is None else signature.result._make(results)
         with torch._C._AutoDispatchBelowAutograd():
             if is_unseen:
-                return on_device_of(tensors[0], self._replayed, leaves, places, tensors)
+                return self._replayed(leaves, places, tensors)
             return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
 
     def schema_arguments(self, *args: Any) -> tuple[Any, ...]:
@@ -116,7 +123,7 @@ class Op:
         leaves = self._signature.from_schema(*arguments)
         places = places_of(leaves)
         tensors = places.read(leaves)
-        return self._signature.to_tensors(on_device_of(tensors[0], self._replayed, leaves, places, tensors))
+        return self._signature.to_tensors(self._replayed(leaves, places, tensors))
 
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
@@ -138,7 +145,7 @@ class Op:
         signature = self._signature
         with torch._C._AutoDispatchBelowAutograd():
             if is_unseen:
-                output = on_device_of(tensors[0], self._replayed, leaves, places, tensors)
+                output = self._replayed(leaves, places, tensors)
             else:
                 output = signature.from_tensors(self.overload(*signature.to_schema(leaves)))
         if signature.has_packed:
@@ -154,18 +161,6 @@ class Op:
         if self._signature.has_packed:
             return *map(result.get, ctx.names), None
         return *result, None
-
-
-def _is_unseen(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the dispatcher would only call the function with these tensors.
-
-    Modes see calls, and a profiler sees an op's name only through the dispatcher. Tensors whose values are not in their
-    memory need it. All tensors are on one device.
-    """
-    profiles = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-    if profiles or torch._C._len_torch_dispatch_stack() or not tensors or tensors[0].is_meta:
-        return False
-    return not any([tensor.is_neg() for tensor in tensors])
 
 
 def check_tangents(op: str, values: Sequence[Any]) -> None:

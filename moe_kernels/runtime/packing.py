@@ -88,15 +88,16 @@ def _reader(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 class Packing:
     """Conversion between values and their leaves: NamedTuples are replaced by their fields, recursively.
 
-    A leaf has the name of its field, so field names must be unique. A weight that may be quantised has a leaf of its
-    own name, None if it is quantised, and leaves for the parts of a quantised weight: `w_up`, `w_up_values`, ...
+    A leaf has the name of its field, so field names must be unique. A NamedTuple that may be None has a leaf
+    more, `has_` and its name, which tells whether it is given. A weight that may be quantised has a leaf of its own
+    name, None if it is quantised, and leaves for the parts of a quantised weight: `w_up`, `w_up_values`, ...
     """
 
     def __init__(self, hints: dict[str, Any]):
         self.types: dict[str, Any] = {}  # of the leaves
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
-        packed = [self._visit(name, kind, name) for name, kind in hints.items()]
+        packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
         # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
         split = {"weight_to_leaves": _weight_to_leaves}
         join = {"weight_of_leaves": _weight_of_leaves, **self._kinds}
@@ -104,22 +105,36 @@ class Packing:
         self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", join)  # the inverse
         self.names = tuple(self.types)
 
-    def _visit(self, name: str, kind: Any, path: str) -> str:
-        """Add the leaves below `path`. Return the expression that packs them again."""
+    def _visit(self, name: str, kind: Any, path: str, absent: str) -> str:
+        """Add the leaves below `path`. Return the expression that packs them again.
+
+        Args:
+            absent: an expression that is true if a NamedTuple around `path` is None; empty if there is none.
+        """
         if kind in (Weight, QuantizedWeight):
+            assert not absent, name
             self.types |= {f"{name}{leaf}": leaf_type for leaf, leaf_type in _LEAVES.items()}
             self._paths.append(f"*weight_to_leaves({path})")
             return f"weight_of_leaves({', '.join(f'{name}{leaf}' for leaf in _LEAVES)})"
+        given = [part for part in get_args(kind) if is_packed(part)]
+        if given:
+            (kind,) = given
+            absent = f"{absent} or {path} is None" if absent else f"{path} is None"
+            self._add_leaf(f"has_{name}", bool, f"not ({absent})")
+            return f"{self._visit(name, kind, path, absent)} if has_{name} else None"
         if not is_packed(kind):
-            assert name not in self.types, name
-            self.types[name] = kind
-            self._paths.append(path)
+            self._add_leaf(name, kind, f"None if {absent} else {path}" if absent else path)
             return name
         constructor = f"kind_{len(self._kinds)}"
         self._kinds[constructor] = kind
         hints = get_type_hints(kind)
-        fields = [self._visit(field, hints[field], f"{path}.{field}") for field in kind._fields]
+        fields = [self._visit(field, hints[field], f"{path}.{field}", absent) for field in kind._fields]
         return f"{constructor}({', '.join(fields)})"
+
+    def _add_leaf(self, name: str, kind: Any, path: str) -> None:
+        assert name not in self.types, name
+        self.types[name] = kind
+        self._paths.append(path)
 
 
 class PackedSignature(Packing):

@@ -9,11 +9,12 @@ is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from .launch_list import LaunchList, scratch_bytes
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
@@ -35,12 +36,12 @@ class Record:
     """Repeats a recording on tensors of the same form as its inputs. Any thread may call it at any time."""
 
     def __init__(self, recording: Recording, outputs: Sequence[Tensor | None]):
+        self._born = [memory.form for memory in recording.memories]
         refs = [None if tensor is None else recording.ref(tensor, in_call=True) for tensor in outputs]
-        self.device = recording.device
-        self._outputs = refs
+        self._outputs = [None if ref is None else self._reader(ref) for ref in refs]
+        self._device = recording.device
         self._num_places = len(recording.memories) + 1  # the last one is the block
         self.num_launches = sum(isinstance(step, RecordedLaunch) for step in recording.steps)
-        self._born = [memory.form for memory in recording.memories]
         plan = _Plan(recording)
         self._segments = [
             _Segment(allocations, self._runner(recording, first, last, plan), dead)
@@ -49,45 +50,61 @@ class Record:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         memory: list[Any] = [*inputs, *[None] * (self._num_places - len(inputs))]
-        device = self.device
+        device = self._device
         for allocations, run, dead in self._segments:
             for place, (shape, strides, dtype) in allocations:
                 memory[place] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             run(memory)
             for place in dead:
                 memory[place] = None
-        return [None if ref is None else self._tensor(memory, ref) for ref in self._outputs]
+        return [None if read is None else read(memory) for read in self._outputs]
 
-    def _tensor(self, memory: list[Any], ref: Ref) -> Tensor:
-        tensor = memory[ref.memory]
-        if ref.offset == 0 and ref.form == self._born[ref.memory]:
-            return tensor
-        shape, strides, dtype = ref.form
-        first = tensor.storage_offset() * tensor.element_size() + ref.offset
-        return torch.empty(0, dtype=dtype, device=tensor.device).set_(
-            tensor.untyped_storage(), first // dtype.itemsize, shape, strides
-        )
+    def _reader(self, ref: Ref) -> Callable[[list[Any]], Tensor]:
+        """Return the function that finds or makes the tensor of a Ref."""
+        place, offset, form = ref
+        born = self._born[place]
+        if offset == 0 and form == born:
+            return itemgetter(place)
+
+        def view(memory: list[Any]) -> Tensor:
+            tensor = memory[place]
+            first = (tensor.storage_offset() * tensor.element_size() + offset) // form.dtype.itemsize
+            if form.dtype == born.dtype:
+                return tensor.as_strided(form.shape, form.strides, first)
+            empty = torch.empty(0, dtype=form.dtype, device=tensor.device)
+            return empty.set_(tensor.untyped_storage(), first, form.shape, form.strides)
+
+        return view
 
     def _runner(self, recording: Recording, first: int, last: int, plan: _Plan) -> Callable[[list[Any]], None]:
         steps = recording.steps[first:last]
         if isinstance(steps[0], RecordedCall):
             return self._caller(steps[0])
-        return LaunchList(steps, plan.places, plan.scratch[first:last], self.device, self._tensor).run  # pyright: ignore[reportArgumentType]  # launches
+        return LaunchList(steps, plan.places, plan.scratch[first:last], self._device, self._born).run  # pyright: ignore[reportArgumentType]  # launches
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
-        function, given, results = call
+        function, (args, kwargs), results = call
+        read = [self._argument(value) for value in args]
+        read_named = {name: self._argument(value) for name, value in kwargs.items()}
 
         def run(memory: list[Any]) -> None:
-            args, kwargs = tree_map_only(Ref, lambda ref: self._tensor(memory, ref), given, is_leaf=_is_ref)
-            made = function(*args, **kwargs)
-            for place, tensor in zip(results, (made,) if len(results) == 1 else made, strict=False):
-                memory[place] = tensor
+            named = {name: part(memory) for name, part in read_named.items()}
+            made = function(*[part(memory) for part in read], **named)
+            if len(results) == 1:
+                memory[results[0]] = made
+            else:
+                for place, tensor in zip(results, made, strict=False):
+                    memory[place] = tensor
 
         return run
 
-
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, Ref)
+    def _argument(self, value: Any) -> Callable[[list[Any]], Any]:
+        if isinstance(value, Ref):
+            return self._reader(value)
+        if isinstance(value, list):
+            parts = [self._argument(part) for part in value]
+            return lambda memory: [read(memory) for read in parts]
+        return lambda _: value
 
 
 class _Plan:
@@ -151,7 +168,7 @@ class _Plan:
                 cuts.add(at)
         bounds = sorted(cuts)
         segments = []
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             allocations = [
                 (index, memory.form)
                 for index, memory in own.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class Recording(TorchDispatchMode):
         for tensor in inputs:
             self._add("caller", tensor)
         spans = sorted((m.address, m.address + m.form.num_bytes) for m in self.memories if m.form.num_bytes)
-        if any(first[1] > second[0] for first, second in zip(spans, spans[1:], strict=False)):
+        if any(first[1] > second[0] for first, second in pairwise(spans)):
             self.obstacle = "operands share memory"
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +42,23 @@ class Replayed:
         _all.append(self)
 
     def __call__(self, leaves: tuple[Any, ...], places: Places, tensors: tuple[Tensor, ...]) -> Any:
-        settings = _settings(tensors[0])
+        """Compute on the GPU of the first tensor, because Triton launches on the current one."""
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(leaves, places, tensors)
+        settings = _settings(device)
         if settings is None:
             return self._function(leaves)
         of_tensors = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
         form = (settings, places.number, places.read_others(leaves), *of_tensors)
         program = self._forms.get(form)
         if isinstance(program, _Program):
-            return program(tensors)
+            outputs = program.record(tensors)
+            return outputs[0] if program.make is None else program.make(outputs)
         if program is None:
             self._keep(form, _NEW)
-        elif program is _NEW and not _is_capturing(tensors[0]):
+        elif program is _NEW and not (device >= 0 and torch.cuda.is_current_stream_capturing()):
             return self._record(form, leaves, tensors)
         return self._function(leaves)
 
@@ -75,16 +81,9 @@ class Replayed:
         return [None if isinstance(program, _Program) else program for program in self._forms.values()]
 
 
-class _Program:
-    """A record, and how its outputs become the function's result."""
-
-    def __init__(self, record: Record, result: Any):
-        self.record = record
-        self._make = None if isinstance(result, Tensor) else getattr(type(result), "_make", tuple)
-
-    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
-        outputs = self.record(tensors)
-        return outputs[0] if self._make is None else self._make(outputs)
+class _Program(NamedTuple):
+    record: Record
+    make: Callable[[list[Tensor | None]], Any] | None  # makes the function's result of outputs; None: it is a tensor
 
 
 def _program(recording: Recording, result: Any) -> str | _Program:
@@ -93,7 +92,9 @@ def _program(recording: Recording, result: Any) -> str | _Program:
         record = None if recording.obstacle else Record(recording, outputs)
     except NotRecordable as error:
         return str(error)
-    return recording.obstacle or _Program(record, result)  # pyright: ignore[reportArgumentType]  # not None
+    if record is None or recording.obstacle:
+        return recording.obstacle or ""
+    return _Program(record, None if isinstance(result, Tensor) else getattr(type(result), "_make", tuple))
 
 
 def clear_records() -> None:
@@ -102,16 +103,13 @@ def clear_records() -> None:
         replayed.clear()
 
 
-def _settings(tensor: Tensor) -> tuple[Any, ...] | None:
+def _settings(device: int) -> tuple[Any, ...] | None:
     """Return the settings of PyTorch that a form includes; None where nothing is recorded or replayed."""
-    if _single_launches or not (tensor.is_cuda or INTERPRET) or need_single_launches():
+    if _single_launches or (device < 0 and not INTERPRET) or need_single_launches():
         return None
     is_deterministic = torch._C._get_deterministic_algorithms()
     if is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory():
         return None  # replays do not poison the parts of a block
-    autocast = torch.is_autocast_enabled(tensor.device.type) and torch.get_autocast_dtype(tensor.device.type)
-    return fp32_precision("cuda", "matmul"), is_deterministic, autocast, tensor.device
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    kind = "cuda" if device >= 0 else "cpu"
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return device, fp32_precision("cuda", "matmul"), is_deterministic, autocast

@@ -56,7 +56,7 @@ class LocalDispatcher:
         permutation = sort_by_expert(
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
         )
-        return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets, slots.w_router)
+        return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
         """Start to bring the experts' outputs back to their tokens."""

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import Activation, Permutation
-from moe_kernels.experts.fused import PRECISIONS, RECOMPUTE, check_fp8_sizes, compute_experts
+from moe_kernels.experts.fused import (
+    PRECISIONS,
+    RECOMPUTE,
+    RoutedExperts,
+    check_fp8_sizes,
+    compute_experts,
+    compute_routed,
+)
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 
 from ..checks import check_choice, check_positive
 from ..precision import call_with_autocast_rules
+from ..routing.router import TopKRouter
 from .fp8_weights import KeptForms
 from .lora import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
 from .lora_dropout import compute_with_dropout
@@ -47,7 +55,6 @@ class ExpertRows(NamedTuple):
     topk_weights: Tensor  # [T, K] float32
     permutation: Permutation | None  # of the slots; None with a plan
     offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
-    w_router: Tensor | None = None  # [E, D]: compute the router's gradient, too; see `router_gradient.py`
     plan: ChunkPlan | None = None  # None for one call of `fused_experts`
     route: Any = None  # what the dispatcher needs to bring the outputs back
 
@@ -174,7 +181,19 @@ class GroupedExperts(nn.Module):
         self._check(rows, adapters)
         weights = self._weights()
         compute = partial(self._compute, rows, adapters, weights)
-        return call_with_autocast_rules(compute, rows.tokens, *weights, rows.w_router)
+        return call_with_autocast_rules(compute, rows.tokens, *weights)
+
+    def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
+        """Compute router and experts as one op: see `whole_op.py` for where that is right."""
+        adapters, parts = active_adapters(self.lora, None), self._weights()
+        self._check_precision(adapters)
+
+        def compute(tokens: Tensor, w_router: Tensor, *operands: Any) -> RoutedExperts:
+            weights = ExpertWeights(*operands)
+            settings = self._settings(adapters, parts, weights)
+            return compute_routed(tokens, router.operands(w_router), weights, **settings)
+
+        return call_with_autocast_rules(compute, tokens, router.weight, *parts)
 
     def _check(self, rows: ExpertRows, adapters: list[ActiveAdapter]) -> None:
         dtype = rows.topk_weights.dtype
@@ -186,6 +205,9 @@ class GroupedExperts(nn.Module):
         if any_dropout(adapters) and (self.batch_invariant or rows.plan is not None):
             option = "batch_invariant" if self.batch_invariant else "the overlapped dispatcher"
             raise ValueError(f"GroupedExperts: {option} needs adapters without dropout in training, got dropout")
+        self._check_precision(adapters)
+
+    def _check_precision(self, adapters: list[ActiveAdapter]) -> None:
         if self.precision is not None and adapters:
             raise NotImplementedError(
                 f"GroupedExperts: precision={self.precision!r} takes no adapters; merge them, or set precision to None"
@@ -197,9 +219,9 @@ class GroupedExperts(nn.Module):
         adapters: list[ActiveAdapter],
         parts: ExpertWeights,
         tokens: Tensor,  # [T, D]
-        *operands: Any,  # `parts` and w_router, as autocast changed them
+        *operands: Any,  # `parts`, as autocast changed them
     ) -> Tensor:  # [T, D]
-        weights, w_router = ExpertWeights(*operands[:-1]), operands[-1]
+        weights = ExpertWeights(*operands)
         if rows.plan is not None:
             return rows.plan(tokens, rows.topk_weights, weights, joined([factors for factors, _ in adapters]))
         assert rows.permutation is not None
@@ -219,17 +241,21 @@ class GroupedExperts(nn.Module):
             rows.topk_weights,
             rows.permutation,
             weights,
-            w_router=w_router,
-            adapters=joined([factors for factors, _ in adapters]),
-            activation=self.activation,
-            weight_on_input=self.weight_on_input,
-            recompute=self.recompute,
             reserved_sms=self.reserved_sms,
-            batch_invariant=self.batch_invariant,
-            precision=self.precision,
-            forms=self._forms(parts, weights),
             implementation=self.implementation,
+            **self._settings(adapters, parts, weights),
         )
+
+    def _settings(self, adapters: list[ActiveAdapter], parts: ExpertWeights, weights: ExpertWeights) -> dict[str, Any]:
+        return {
+            "adapters": joined([factors for factors, _ in adapters]),
+            "activation": self.activation,
+            "weight_on_input": self.weight_on_input,
+            "recompute": self.recompute,
+            "batch_invariant": self.batch_invariant,
+            "precision": self.precision,
+            "forms": self._forms(parts, weights),
+        }
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
         """Return the kept e4m3 forms of the weights; None without `precision`, or where the op is to make them."""

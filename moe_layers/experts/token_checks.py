@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..precision import autocast_is_enabled
 from .grouped import GroupedExperts
-from .router_gradient import is_called_as_written
+from .whole_op import is_called_as_written
 
 
 def check_tokens(

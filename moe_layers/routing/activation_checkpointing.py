@@ -29,7 +29,6 @@ def routing_ops() -> list[Any]:
     kernels, layers = torch.ops.moe_kernels, torch.ops.moe_layers
     return [
         kernels.linear_routing.default,
-        kernels.scored_linear_routing.default,
         kernels.topk_routing.default,
         kernels.scored_routing.default,
         torch.ops.aten.sort.stable,  # the choice of the reference

@@ -24,7 +24,6 @@ class Slots(NamedTuple):
     logits: Tensor  # [T, E]
     max_rows: int | None = None  # upper bound on the slots that reach an expert; None for T * K
     chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before the capacity; None without a capacity
-    w_router: Tensor | None = None  # [E, D]: the experts compute the router's gradient, see `router_gradient.py`
 
     @property
     def choices(self) -> Tensor:  # [T, K] int32

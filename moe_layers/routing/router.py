@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_kernels import RouterSpec, Routing, linear_routing, routing_weights
+from moe_kernels.routing.linear_op import LinearRouter
+from moe_kernels.routing.routers import linear_router
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ..checks import check_choice, check_kind, check_positive
@@ -104,16 +106,15 @@ class TopKRouter(nn.Module):
         return self._spec
 
     @property
-    def is_softmax_of_chosen(self) -> bool:
-        """Return whether the weights are a softmax over the chosen experts' logits, which are linear in the tokens."""
-        return (
-            self._spec.is_plain_softmax
-            and self._spec.normalize
-            and self.assignment is None
-            and self.noise is None
-            and self.input_scale is None
-            and self.per_expert_scale is None
-        )
+    def is_linear(self) -> bool:
+        """Return whether nothing happens before the linear map or after the choice of `linear_routing`."""
+        parts = self.assignment, self.noise, self.input_scale, self.per_expert_scale
+        return all([part is None for part in parts])
+
+    def operands(self, weight: Tensor) -> LinearRouter:  # [E, D]
+        """Return the operands of an op that routes as a linear router with this weight."""
+        biases = {"logit_bias": self.bias, "selection_bias": self.selection_bias}
+        return linear_router(self._spec, self.top_k, weight, **biases, batch_invariant=self.batch_invariant)
 
     @property
     def num_slots(self) -> int | None:

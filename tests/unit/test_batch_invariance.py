@@ -17,7 +17,9 @@ from moe_kernels import (
 )
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.batch_invariance import ASSUMED_ROWS, canonical_layout, invariant_linear, invariant_product
-from moe_kernels.routing.softmax import linear_routing_op
+from moe_kernels import RouterSpec
+from moe_kernels.routing.linear_op import linear_routing_op
+from moe_kernels.routing.routers import linear_router
 from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import CapacityFactor, ExpertChoice, MoEFeedForward, RoundRobinAssignment, RouterNoise
 
@@ -300,7 +302,8 @@ def test_opcheck(device):
     tokens, weight = (make_tokens(rows, device, torch.float32).requires_grad_() for rows in (5, 3))
     matrix = make_tokens(D, device, torch.float32, d_model=3).requires_grad_()
     torch.library.opcheck(invariant_product.overload, (tokens, matrix, torch.float32))
-    torch.library.opcheck(linear_routing_op.overload, (tokens, weight, 2, False, True))
+    router = linear_router(RouterSpec(normalize=False), 2, weight, batch_invariant=True)
+    torch.library.opcheck(linear_routing_op.overload, linear_routing_op.schema_arguments(tokens, router))
 
 
 def test_linear_gradcheck_of_reference():

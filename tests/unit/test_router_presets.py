@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec, linear_routing, reference, topk_routing
-from moe_kernels.routing.scored import score_settings, scored_linear_routing_op, scored_routing_op
+from moe_kernels.routing.linear_op import linear_routing_op
+from moe_kernels.routing.routers import linear_router
+from moe_kernels.routing.scored import score_settings, scored_routing_op
 from moe_kernels.routing.scored_kernels import launch_backward
 from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
@@ -256,13 +258,13 @@ def test_small_scores_keep_their_precision(device):
 def test_opcheck(name, device):
     spec = SPECS[name]
     logits, bias = draw(spec, 6, device=device)
-    torch.library.opcheck(scored_routing_op.overload, (logits.requires_grad_(), bias, 2, *score_settings(spec)))
+    scored = scored_routing_op.schema_arguments(logits.requires_grad_(), bias, 2, score_settings(spec))
+    torch.library.opcheck(scored_routing_op.overload, scored)
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(12, 4, device=device, requires_grad=True)
     logit_bias = torch.randn(12, device=device, requires_grad=True)
-    torch.library.opcheck(
-        scored_linear_routing_op.overload, (tokens, w_router, logit_bias, bias, False, 2, *score_settings(spec))
-    )
+    router = linear_router(spec, 2, w_router, logit_bias=logit_bias, selection_bias=bias)
+    torch.library.opcheck(linear_routing_op.overload, linear_routing_op.schema_arguments(tokens, router))
 
 
 def test_compiles_without_graph_break(device):

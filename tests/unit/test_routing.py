@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_kernels import RouterSpec, linear_routing, reference, topk_routing
-from moe_kernels.routing.softmax import linear_routing_op, topk_routing_op
+from moe_kernels.routing.linear_op import linear_routing_op
+from moe_kernels.routing.routers import linear_router
+from moe_kernels.routing.softmax import topk_routing_op
 from moe_kernels.testing import CASES, check_accuracy, make_inputs
 
 from ..dtypes import DTYPES
@@ -205,7 +207,8 @@ def test_opcheck(normalize, device):
     torch.library.opcheck(topk_routing_op.overload, (logits, 2, normalize))
     tokens = torch.randn(6, 4, device=device, requires_grad=True)
     w_router = torch.randn(5, 4, device=device, requires_grad=True)
-    torch.library.opcheck(linear_routing_op.overload, (tokens, w_router, 2, normalize, False))
+    router = linear_router(RouterSpec(normalize=normalize), 2, w_router)
+    torch.library.opcheck(linear_routing_op.overload, linear_routing_op.schema_arguments(tokens, router))
 
 
 def test_compiles_without_graph_break(device):

@@ -15,14 +15,13 @@ from transformers.integrations.moe import ExpertsInterface
 from moe_kernels import (
     Activation,
     ExpertAdapters,
-    Permutation,
     apply_activation,
     combine,
     grouped_gemm,
     permute,
     sort_by_expert,
 )
-from moe_kernels.experts.fused import compute_experts
+from moe_kernels.experts.fused import compute_chosen
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
 from moe_kernels.types import ExpertWeights, ScaledForms, Weight
 
@@ -174,15 +173,15 @@ def experts_forward(
     parameters, w_down = spec.up_parameters(self), spec.w_down(self)
     changes = getattr(self, CHANGES, None)
     adapters = spec.adapters(changes) if changes else None
-    permutation = sort_by_expert(top_k_index.int(), w_down.shape[0], implementation=spec.implementation)
+    top_k_index = top_k_index.int()
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
 
     def experts(tokens: Tensor, w_up: Any, w_down: Any, *biases: Tensor) -> Tensor:
         with rebuilt_in_backward(w_up, parameters, spec.w_up) if spec.copies else nullcontext():
-            return compute_experts(
+            return compute_chosen(
                 tokens,
+                top_k_index,
                 top_k_weights,
-                permutation,
                 ExpertWeights(w_up, w_down, *biases),
                 adapters=adapters,
                 activation=spec.activation,
@@ -192,7 +191,7 @@ def experts_forward(
                 implementation=spec.implementation,
             )
 
-    normed = partial(_normed_experts, self, top_k_weights, permutation)
+    normed = partial(_normed_experts, self, top_k_index, top_k_weights)
     weights: tuple[Any, ...] = (spec.w_up(*parameters), w_down, *spec.biases(self))
     return call_with_autocast_rules(normed if spec.normed else experts, hidden_states, *weights).to(hidden_states.dtype)
 
@@ -209,11 +208,12 @@ def _forms(experts: Any, parts: tuple[Any, ...], weights: tuple[Any, Any]) -> Sc
 
 
 def _normed_experts(
-    self: Any, top_k_weights: Tensor, permutation: Permutation, tokens: Tensor, w_up: Tensor, w_down: Tensor
+    self: Any, top_k_index: Tensor, top_k_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
 ) -> Tensor:
     """Compute experts whose outputs are normed: a norm does not commute with the weights, which the fused op applies
     before the down projection."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
+    permutation = sort_by_expert(top_k_index, w_down.shape[0], implementation=spec.implementation)
     product = partial(grouped_gemm, offsets=permutation.offsets, implementation=spec.implementation)
     rows = permute(tokens, permutation, implementation=spec.implementation)
     preactivation = product(rows, w_up.transpose(1, 2))

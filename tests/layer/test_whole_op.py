@@ -1,4 +1,4 @@
-"""The gradient of the tokens through the routing weights: from the experts' op, or by autograd alone."""
+"""Router, sort and experts as one op, beside the same parts one by one."""
 
 from functools import partial
 
@@ -7,30 +7,38 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_kernels import Activation, RouterSpec, linear_routing, reference, sort_by_expert
-from moe_kernels.experts.fused import compute_experts
-from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
+from moe_kernels import Activation, RouterSpec, reference, sort_by_expert
+from moe_kernels.experts.fused import compute_routed
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.router_gradient import launch_combine_with_router
-from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
-from moe_kernels.routing import softmax
+from moe_kernels.routing import linear_op
+from moe_kernels.routing.routers import linear_router
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_kernels.types import ExpertWeights
-from moe_layers import BalanceLosses, RouterNoise, RoutingReplay, TopKRouter, save_routing
+from moe_layers import BalanceLosses, LoRA, RouterNoise, RoutingReplay, TopKRouter, save_routing
 from moe_layers.balance.routing_statistics import RoutingObserver
-from moe_layers.experts.router_gradient import can_fuse_router_gradient
+from moe_layers.experts.whole_op import runs_as_one_op
 
 from ..dtypes import DTYPES
 from ..gpu import waiting_is_an_error
 from ..layers import moe_layer
 from ..tiers import default_tier
 
-
-def experts_op(tokens, weights, permutation, w_up, w_down, *, b_up=None, b_down=None, **options):
-    return compute_experts(tokens, weights, permutation, ExpertWeights(w_up, w_down, b_up, b_down), **options)
+PLAIN = RouterSpec()
 
 
-triton_experts = partial(experts_op, implementation="triton")
+def one_op(tokens, w_router, w_up, w_down, *biases, top_k, spec=PLAIN):
+    router = linear_router(spec, top_k, w_router)
+    return compute_routed(tokens, router, ExpertWeights(w_up, w_down, *biases)).out
+
+
+def composed(tokens, w_router, w_up, w_down, *biases, top_k):
+    routed = reference.linear_routing(tokens, w_router, top_k)
+    permutation = reference.sort_by_expert(routed.topk_experts, len(w_up))
+    given = dict(zip(("b_up", "b_down"), biases, strict=False))
+    return reference.fused_experts(tokens, routed.topk_weights, permutation, w_up, w_down, **given)
 
 
 def draw(case, dtype, device, seed=0, *, biases=False):
@@ -42,33 +50,15 @@ def draw(case, dtype, device, seed=0, *, biases=False):
     return inputs.tokens, w_router.to(dtype), inputs.w_up, inputs.w_down, *(b.to(dtype) for b in drawn if biases)
 
 
-def whole(tokens, w_router, w_up, w_down, *biases, experts, op, passes_on):
-    """Compute router and experts for a given choice, because another dtype may choose other experts."""
-    logits = (tokens.detach() if passes_on else tokens).float() @ w_router.float().T
-    if tokens.dtype == torch.float64:
-        logits = tokens @ w_router.T
-    weights = logits.gather(1, experts.long()).softmax(1)
-    permutation = reference.sort_by_expert(experts, len(w_up))
-    given = dict(zip(("b_up", "b_down"), biases, strict=False)) | ({"w_router": w_router} if passes_on else {})
-    return op(tokens, weights, permutation, w_up, w_down, **given)
-
-
-def choice(case, dtype, device, seed=0):
-    tokens, w_router, *_ = draw(case, dtype, device, seed)
-    return reference.linear_routing(tokens, w_router, case.top_k).topk_experts
-
-
-@pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", default_tier([*CASES, "aligned"], {"ordinary", "odd_sizes"}))
 @pytest.mark.parametrize("biases", default_tier([False, True], [True]))
-def test_the_op_gives_tokens_the_gradient_of_both_parts(biases, case, dtype, op, device):
+def test_tokens_get_the_gradient_through_experts_and_router(biases, case, dtype, device):
     aligned = Case(300, 512, 256, 6, 3) if device == "cuda" else Case(60, 128, 64, 6, 3)  # interpreted
     case = CASES.get(case, aligned)
-    experts = choice(case, dtype, device)
     check_accuracy(
-        partial(whole, experts=experts, op=op, passes_on=True),
-        partial(whole, experts=experts, op=reference.fused_experts, passes_on=False),
+        partial(one_op, top_k=case.top_k),
+        partial(composed, top_k=case.top_k),
         partial(draw, case, dtype, device, biases=biases),
         ("out", "dtokens", "dw_router", "dw_up", "dw_down", *["db_up", "db_down"] * biases),
     )
@@ -77,33 +67,21 @@ def test_the_op_gives_tokens_the_gradient_of_both_parts(biases, case, dtype, op,
 def test_worked_by_hand(device):
     # Two experts: d/dx of w * a(x) + (1 - w) * b(x) by finite differences, for one token of one number.
     w_up, w_down = torch.tensor([[[2.0], [3.0]], [[1.0], [1.0]]]), torch.tensor([[[1.0]], [[10.0]]])
-    w_router, experts = torch.tensor([[0.5], [-0.25]]), torch.tensor([[0, 1]], dtype=torch.int32)
+    w_router = torch.tensor([[0.5], [-0.25]])
     operands = [t.double() for t in (w_router, w_up, w_down)]
-    run = partial(whole, experts=experts, op=reference.fused_experts, passes_on=False)
+    run = partial(composed, top_k=2)
     high, low = (run(torch.tensor([[1 + step]], dtype=torch.float64), *operands).item() for step in (1e-4, -1e-4))
     tokens = torch.ones(1, 1, device=device, requires_grad=True)
-    operands = [t.to(device) for t in (w_router, w_up, w_down)]
-    whole(tokens, *operands, experts=experts.to(device), op=triton_experts, passes_on=True).sum().backward()
+    one_op(tokens, *(t.to(device) for t in (w_router, w_up, w_down)), top_k=2).sum().backward()
     assert tokens.grad.item() == pytest.approx((high - low) / 2e-4, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"w_router": torch.zeros(4, 64)}, r"w_router must be \[E, D\] with E=8, D=64, got \[4, 64\]"),
-        ({"w_router": torch.zeros(8, 64).half()}, "w_router"),
-        ({"weight_on_input": True}, "weight_on_input=True"),
-        ({"batch_invariant": True}, "batch_invariant=True"),
-        ({"permutation": sort_by_expert(torch.zeros(72, 2).int(), 8, max_rows=100)}, "100 rows of 144 slots"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
-)
-def test_errors(changes, message):
-    tokens, w_router, w_up, w_down = draw(CASES["ordinary"], torch.float32, "cpu")
-    operands = {"permutation": reference.sort_by_expert(choice(CASES["ordinary"], torch.float32, "cpu"), 8)}
-    operands |= {"w_router": w_router, **changes}
-    with pytest.raises(ValueError, match=message):
-        experts_op(tokens, torch.zeros(72, 2), w_up=w_up, w_down=w_down, **operands)
+def test_errors(device):
+    tokens, w_router, w_up, w_down = draw(CASES["ordinary"], torch.float32, device)
+    with pytest.raises(ValueError, match=r"linear_routing: w_router must be \[E, D\] with D=64, got \[8, 63\]"):
+        one_op(tokens, w_router[:, 1:], w_up, w_down, top_k=2)
+    with pytest.raises(ValueError, match="fused_experts: w_down must be"):
+        one_op(tokens, w_router, w_up, w_down[1:], top_k=2)
 
 
 def test_dropped_slots_and_nan_rows_add_nothing(device):
@@ -141,21 +119,18 @@ def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
 def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):
     """The tokens get no gradient through a product with the gradient of all logits."""
     layer, x, needs = make_layer(device), make_x(device), []
-    gradients = softmax.router_gradients
-    monkeypatch.setattr(softmax, "router_gradients", lambda *args: needs.append(args[3]) or gradients(*args))
+    gradients = linear_op.router_gradients
+    monkeypatch.setattr(linear_op, "router_gradients", lambda *args: needs.append(args[3]) or gradients(*args))
     layer(x).sum().backward()
     assert needs == [(False, True)] and x.grad is not None
 
 
 @pytest.mark.gpu
 def test_never_waits(device):
-    case = Case(4096, 512, 512, 8, 2)
-    experts = choice(case, torch.bfloat16, device)
-    tokens, w_router, *weights = (leaf.requires_grad_() for leaf in draw(case, torch.bfloat16, device))
-    topk_weights = torch.full(experts.shape, 0.5, device=device)
-    permutation = sort_by_expert(experts, case.num_experts)
+    operands = [leaf.requires_grad_() for leaf in draw(Case(4096, 512, 512, 8, 2), torch.bfloat16, device)]
     with waiting_is_an_error():
-        triton_experts(tokens, topk_weights, permutation, *weights, w_router=w_router).sum().backward()
+        for _ in range(3):  # launched, recorded, replayed
+            one_op(*operands, top_k=2).sum().backward()
 
 
 def make_layer(device, **options):
@@ -169,7 +144,7 @@ def make_x(device):
     return x.requires_grad_()
 
 
-def tokens_of_the_router(monkeypatch):
+def calls_of_the_router(monkeypatch):
     """Record the router's input without a hook, which would change the data flow."""
     seen, forward = [], TopKRouter.forward
     monkeypatch.setattr(
@@ -220,6 +195,12 @@ def biased_and_frozen(layer):
     frozen(layer)
 
 
+def adapted(layer, dropout):
+    layer.add_lora(LoRA(rank=2, alpha=4, dropout=dropout))
+    for parameter in layer.experts.lora.parameters():
+        nn.init.normal_(parameter, std=0.2)
+
+
 def other_forward(part):
     def change(layer):
         module = getattr(layer, part)
@@ -232,12 +213,12 @@ def frozen(layer):
     layer.router.weight.requires_grad_(False)
 
 
-# Layer options, changes to the layer, call options, and whether the experts compute the router's gradient.
+# Layer options, changes to the layer, call options, and whether one op computes router and experts.
 SITUATIONS = {
     "plain": ({}, None, {}, True),
     "shared": ({"shared_d_ff": 16}, None, {}, True),
     "biases": ({"bias": True, "activation": "gpt_oss"}, biased, {}, True),
-    "observed": ({}, observed, {}, True),
+    "observed": ({}, observed, {}, False),
     "frozen": ({}, frozen, {}, True),
     "biases_and_frozen": ({"bias": True}, biased_and_frozen, {}, True),
     "other_observer": ({}, noted, {}, False),
@@ -245,13 +226,19 @@ SITUATIONS = {
     "experts_forward": ({}, other_forward("experts"), {}, False),
     "recompute": ({"recompute": "up"}, None, {}, True),
     "reference": ({"implementation": "reference"}, None, {}, False),
-    "probabilities": ({"router": RouterSpec.softmax(normalize=False)}, None, {}, False),
+    "probabilities": ({"router": RouterSpec.softmax(normalize=False)}, None, {}, True),
     "losses": ({"balance_losses": BalanceLosses(switch=0.1, z=0.1)}, None, {}, False),
     "capacity": ({"capacity": 2}, None, {}, False),
     "zero_experts": ({"num_zero_experts": 2}, None, {}, False),
     "latent": ({"latent_dim": 16}, None, {}, False),
     "noise": ({"noise": RouterNoise(input_jitter=0.1)}, None, {}, False),
-    "batch_invariant": ({"batch_invariant": True}, None, {}, False),
+    "batch_invariant": ({"batch_invariant": True}, None, {}, True),
+    "sigmoid": ({"router": RouterSpec.deepseek_v3(2, 1)}, nn.Module.eval, {}, True),
+    "counted": ({"router": RouterSpec.deepseek_v3(2, 1)}, None, {}, False),
+    "bias_of_logits": ({"router": RouterSpec(logit_bias=True)}, None, {}, True),
+    "weight_on_input": ({"router": RouterSpec.llama4(), "top_k": 1}, None, {}, True),
+    "lora": ({}, partial(adapted, dropout=0.0), {}, True),
+    "dropout": ({}, partial(adapted, dropout=0.5), {}, False),
     "other_router": ({}, with_other_router, {}, False),
     "router_hook": ({}, hooked("router", "register_forward_hook"), {}, False),
     "router_pre_hook": ({}, hooked("router", "register_forward_pre_hook"), {}, False),
@@ -276,40 +263,32 @@ def gradients(layer, x, given):
 
 
 @pytest.mark.parametrize("name", default_tier(SITUATIONS, QUICK))
-def test_layers_pass_it_on_only_where_that_is_all(name, device, monkeypatch):
-    options, change, given, passes_on = SITUATIONS[name]
+def test_one_op_runs_only_where_nothing_reads_the_routing(name, device, monkeypatch):
+    options, change, given, is_one_op = SITUATIONS[name]
     layer, x = make_layer(device, **options), make_x(device)
     if change is not None:
         change(layer)
     given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-    seen = tokens_of_the_router(monkeypatch)
+    calls = calls_of_the_router(monkeypatch)
     torch.manual_seed(2)
     out, actual = gradients(layer, x, given)
-    assert seen[0].requires_grad != passes_on
-    monkeypatch.setattr("moe_layers.feed_forward.can_fuse_router_gradient", lambda *_: False)
+    assert len(calls) == (0 if is_one_op else 1)
+    monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)
     torch.manual_seed(2)
     expected_out, expected = gradients(layer, x, given)
-    assert seen[1].requires_grad and torch.equal(out, expected_out)
+    assert torch.equal(out, expected_out)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_nothing_is_passed_on_without_a_gradient(device):
-    layer, x = make_layer(device), make_x(device).view(21, 32)
-    assert can_fuse_router_gradient(layer, x)
-    assert not can_fuse_router_gradient(layer, x.detach())
-    with torch.no_grad():
-        assert not can_fuse_router_gradient(layer, x)
 
 
 def test_hooks_on_all_modules_count(device):
     layer, x = make_layer(device), make_x(device).view(21, 32)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert not can_fuse_router_gradient(layer, x)
+        assert not runs_as_one_op(layer, x)
     finally:
         handle.remove()
-    assert can_fuse_router_gradient(layer, x)
+    assert runs_as_one_op(layer, x)
 
 
 def test_a_loss_that_a_hook_adds_reaches_the_tokens(device):
@@ -326,7 +305,7 @@ def test_a_loss_that_a_hook_adds_reaches_the_tokens(device):
 @pytest.mark.parametrize("context", [{}, {"context_fn": save_routing}], ids=len)
 def test_a_captured_forward_may_be_recomputed_outside(context, device):
     layer, x = make_layer(device), make_x(device)
-    (expected,) = torch.autograd.grad(layer(x).sin().sum(), x)
+    (expected,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False, **context).sin().sum(), x)
     with RoutingReplay().capture(layer):
         out = checkpoint(layer, x, use_reentrant=False, **context)
     (dx,) = torch.autograd.grad(out.sin().sum(), x)
@@ -334,20 +313,20 @@ def test_a_captured_forward_may_be_recomputed_outside(context, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
-def test_compiles_without_graph_break(device):
+def test_compiles_without_graph_break(device, monkeypatch):
     layer, x = make_layer(device), make_x(device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     wanted = [x, *layer.parameters()]
-    actual, expected = (torch.autograd.grad(run(x).sin().sum(), wanted) for run in (compiled, layer))
+    actual = torch.autograd.grad(compiled(x).sin().sum(), wanted)
+    monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)  # compiled code runs the parts
+    expected = torch.autograd.grad(layer(x).sin().sum(), wanted)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_opcheck(device):
-    case = Case(6, 8, 4, 3, 2)
-    tokens, w_router, w_up, w_down = (leaf.requires_grad_() for leaf in draw(case, torch.float32, device))
-    routed = linear_routing(tokens.detach(), w_router.detach(), 2)
-    permutation = reference.sort_by_expert(routed.topk_experts, 3)
+    operands = [leaf.requires_grad_() for leaf in draw(Case(6, 8, 4, 3, 2), torch.float32, device)]
+    tokens, w_router, w_up, w_down = operands
     experts = Experts.of(ExpertWeights(w_up, w_down), Activation("swiglu"))
-    rows, weights = Rows.of(permutation, reserved_sms=0), routed.topk_weights.requires_grad_()
-    operands = ExpertOperands(tokens, weights, experts, w_router.detach(), rows, False)
-    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
+    for spec in (PLAIN, RouterSpec.softmax(normalize=False)):
+        given = ExpertOperands(tokens, experts, router=linear_router(spec, 2, w_router))
+        torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(given))

@@ -1,0 +1,78 @@
+"""The operands of the expert feed-forward's op and of the ops of its gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..gemm.batch_invariance import ASSUMED_ROWS
+from ..permutation.sort import SortedSlots
+from ..routing.linear_op import LinearRouter
+from ..types import ScaledForms
+from .rows import Rows
+from .steps import Experts
+
+
+class ExpertOperands(NamedTuple):
+    """Operands of forward and backward. What a call has no use for is None.
+
+    Forward gets the position of the rows in one of three ways: `rows` from the caller, a choice of experts to sort, or
+    a router that chooses. Backward gets what forward found: `topk_weights`, and `rows` or `sorted_slots`.
+    """
+
+    tokens: Tensor  # [T, D]
+    experts: Experts
+    topk_weights: Tensor | None = None  # [T, K] float32 contiguous
+    topk_experts: Tensor | None = None  # [T, K] int32 contiguous
+    router: LinearRouter | None = None
+    rows: Rows | None = None
+    sorted_slots: SortedSlots | None = None
+    batch_invariant: bool = False
+    recompute: bool = False  # compute H again in backward
+    precision: str | None = None
+    forms: ScaledForms | None = None  # of the weights, with a precision
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.weights.w_up.shape[0]
+
+    @property
+    def d_up(self) -> int:
+        return self.experts.weights.w_up.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        if self.rows is not None:
+            return self.rows.row_to_token.shape[0]
+        return self.tokens.shape[0] * self.top_k
+
+    @property
+    def top_k(self) -> int:
+        if self.router is not None:
+            return self.router.top_k
+        assert self.topk_weights is not None
+        return self.topk_weights.shape[1]
+
+    def computed(self) -> Experts:
+        """The experts as the GEMMs of rows read them."""
+        return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
+
+    def placed(self) -> Rows:
+        """The rows in expert order, of the caller or of `sorted_slots`."""
+        if self.rows is not None:
+            return self.rows
+        assert self.sorted_slots is not None
+        assumed_rows = ASSUMED_ROWS if self.batch_invariant else None
+        _, slot_to_row, row_to_token, table = self.sorted_slots.permutation(self.tokens.shape[0])
+        return Rows(slot_to_row, row_to_token, table, assumed_rows=assumed_rows)
+
+    def fuses_router_gradient(self) -> bool:
+        """Whether the sum of a token's rows adds the gradient through the routing weights: see router_gradient.py."""
+        router, experts = self.router, self.experts
+        return (
+            router is not None
+            and router.is_softmax_of_chosen
+            and router.w_router.dtype == self.tokens.dtype
+            and not (experts.weight_on_input or self.batch_invariant)
+        )

@@ -1,0 +1,105 @@
+"""The linear router as one op: logits, choice and weights, and their gradients. It keeps no [T, E] tensor.
+
+`softmax.py` has the kernels of the plain softmax, `scored.py` those of all other routers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.dispatch import without_autocast
+from ..runtime.ops import registered_op
+from .linear import halves_dtype, router_gradients, router_logits, router_logits_op
+from .scored import scored_backward_op
+from .scored_kernels import ScoreSettings, launch_forward
+from .softmax import launch_topk, topk_backward_op
+
+
+class LinearRouter(NamedTuple):
+    """The operands and settings of a router without its tokens."""
+
+    w_router: Tensor  # [E, D]
+    logit_bias: Tensor | None  # [E]
+    selection_bias: Tensor | None  # [E]
+    top_k: int
+    is_softmax: bool  # a softmax over the logits chooses and weighs
+    invariant_logits: bool  # batch-invariant
+    settings: ScoreSettings
+
+    @property
+    def is_softmax_of_chosen(self) -> bool:
+        """Return whether the weights are a softmax over the logits of the chosen experts, linear in the tokens."""
+        return self.is_softmax and self.settings.normalize and self.logit_bias is None
+
+
+class RouterGradients(NamedTuple):
+    tokens: Tensor | None  # [T, D]
+    w_router: Tensor | None  # [E, D]
+    logit_bias: Tensor | None  # [E]
+
+
+@registered_op("linear_routing")
+def linear_routing_op(tokens: Tensor, router: LinearRouter) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights [T, K], experts [T, K] and logits [T, E]."""
+    logits = router_logits(tokens, router.w_router, router.logit_bias, router.invariant_logits)
+    if router.is_softmax:
+        return *launch_topk(logits, router.top_k, router.settings.normalize), logits
+    return *launch_forward(logits, router.selection_bias, router.top_k, router.settings), logits
+
+
+@linear_routing_op.register_fake
+def _(tokens, router):
+    shape = (tokens.shape[0], router.top_k)
+    logits = tokens.new_empty(tokens.shape[0], router.w_router.shape[0], dtype=torch.float32)
+    return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, LinearRouter], output: tuple[Tensor, ...]) -> None:
+    tokens, ctx.router = inputs[0], inputs[1]._replace(w_router=None, logit_bias=None)  # pyright: ignore[reportArgumentType]  # saved below
+    topk_weights, topk_experts, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(tokens, inputs[1].w_router, inputs[1].logit_bias, topk_weights, topk_experts)
+
+
+def _backward(ctx: Any, dweights: Tensor | None, _: Tensor | None, dlogits: Tensor | None) -> dict[str, Tensor | None]:
+    if dweights is None and dlogits is None:
+        return {}
+    tokens, w_router, logit_bias, *choice = ctx.saved_tensors
+    router, needed = ctx.router._replace(w_router=w_router, logit_bias=logit_bias), linear_routing_op.needed(ctx)
+    with without_autocast(tokens):
+        return routing_gradients(tokens, router, *choice, dweights, dlogits, needed)._asdict()
+
+
+linear_routing_op.register_autograd(_backward, setup_context=_setup)
+
+
+def routing_gradients(
+    tokens: Tensor,  # [T, D]
+    router: LinearRouter,
+    topk_weights: Tensor,  # [T, K]
+    topk_experts: Tensor,  # [T, K]
+    dweights: Tensor | None,  # [T, K]
+    dlogits: Tensor | None,  # [T, E]: a gradient to add
+    needed: set[str],
+) -> RouterGradients:
+    """The needed gradients, by the names of the result. The logits are computed again where they are needed."""
+    w_router, logit_bias = router.w_router, router.logit_bias
+    if dweights is not None:
+        logits = None
+        if not router.is_softmax_of_chosen:
+            logits = router_logits_op(tokens, w_router, logit_bias, router.invariant_logits)
+        split_dtype = halves_dtype(tokens, w_router)
+        if router.is_softmax:
+            choice, num_experts = (topk_weights, topk_experts), w_router.shape[0]
+            dlogits = topk_backward_op(dweights, *choice, logits, dlogits, num_experts, split_dtype)
+        else:
+            dlogits = scored_backward_op(dweights, topk_experts, logits, dlogits, split_dtype, router.settings)
+    assert dlogits is not None
+    dlogit_bias = None
+    if "logit_bias" in needed and logit_bias is not None:
+        dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
+    needs = "tokens" in needed, "w_router" in needed
+    return RouterGradients(*router_gradients(dlogits, tokens, w_router, needs, router.invariant_logits), dlogit_bias)
