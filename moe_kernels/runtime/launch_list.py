@@ -213,20 +213,8 @@ def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
     """What `make_list` takes for each kernel."""
     compiled, metadata = step.compiled, step.compiled.metadata
     num_warps, num_ctas, shared = compiled.packed_metadata[:3]
-    cooperative, programmatic = (bool(getattr(metadata, name, False)) for name in _ATTRIBUTES)
-    return (
-        compiled.function,
-        *(*step.launch.grid, 1, 1)[:3],
-        num_warps,
-        num_ctas,
-        shared,
-        cooperative,
-        programmatic,
-        first,
-    )
-
-
-_ATTRIBUTES = ("launch_cooperative_grid", "launch_pdl")
+    attributes = [bool(getattr(metadata, name, False)) for name in ("launch_cooperative_grid", "launch_pdl")]
+    return compiled.function, *(*step.launch.grid, 1, 1)[:3], num_warps, num_ctas, shared, *attributes, first
 
 
 @functools.cache

@@ -149,6 +149,8 @@ class PackedSignature(Packing):
         result = hints.pop("return")
         super().__init__(hints)
         self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
+        if not self.has_packed:  # calls may omit arguments that have default values
+            self.flatten = self.pack = lambda *arguments: arguments
         self.result = result if is_packed(result) else None
         fields = get_type_hints(result) if self.result else {}
         self._is_optional = [kind != Tensor for kind in fields.values()]
@@ -164,7 +166,7 @@ class PackedSignature(Packing):
         if not self.has_packed:
             return leaves
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tensors, ", ".join(["..." if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves])
+        return tensors, ", ".join(map(_leaf_to_string, leaves))
 
     def from_schema(self, *arguments: Any) -> tuple[Any, ...]:
         """Return the leaves: the inverse of `to_schema`."""
@@ -187,6 +189,12 @@ class PackedSignature(Packing):
             return results
         pairs = zip(results, self._is_optional, strict=True)
         return self.result(*[None if optional and tensor.dim() == 1 else tensor for tensor, optional in pairs])
+
+
+def _leaf_to_string(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return "..."
+    return repr(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)  # a size of a model, such as its top_k
 
 
 @functools.lru_cache(maxsize=4096)

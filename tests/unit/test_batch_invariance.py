@@ -17,7 +17,6 @@ from moe_kernels import (
 )
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.batch_invariance import ASSUMED_ROWS, canonical_layout, invariant_linear, invariant_product
-from moe_kernels import RouterSpec
 from moe_kernels.routing.linear_op import linear_routing_op
 from moe_kernels.routing.routers import linear_router
 from moe_kernels.testing import assert_accurate, check_accuracy

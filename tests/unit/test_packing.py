@@ -80,7 +80,8 @@ def test_schema_of_packed_parameters_has_the_tensors_that_exist():
     assert signature.schema == "(Tensor[] tensors, str others) -> (Tensor, Tensor)"
     leaves = signature.flatten(*given)
     tensors, others = signature.to_schema(leaves)
-    assert tensors == [given[0], given[1].tokens, given[1].inner.weight] and others == "..., ..., ..., None, 2.0, True, 3"
+    assert tensors == [given[0], given[1].tokens, given[1].inner.weight]
+    assert others == "..., ..., ..., None, 2.0, True, 3"
     back = signature.pack(*signature.from_schema(tensors, others))
     assert back == given
     result = run(*given)
