@@ -240,7 +240,7 @@ TABLE_HEAD = (
     "ms",
     "share of the dense bound",
     "with skewed routing",
-    "times as fast as `grouped_mm`",
+    "times as fast as compiled `grouped_mm`",
     "saved MiB (`grouped_mm`)",
     "peak MiB (`grouped_mm`)",
 )

@@ -17,11 +17,16 @@ from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text()
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 
 
+def load(name):
+    return json.loads((RESULTS / name).read_text())
+
+
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1300
+    assert len(README.split()) <= 1300
 
 
 def test_api_reference_holds_every_public_name():
@@ -42,64 +47,113 @@ def test_layer_tables_equal_their_results_files():
     tables = re.findall(r"<!-- table: (\S+) -->\n\n((?:\|.*\n)+)", PERFORMANCE)
     assert len(tables) == 8
     for name, table in tables:
-        assert table == markdown_table(json.loads((RESULTS / name).read_text())), name
+        assert table == markdown_table(load(name)), name
 
 
 def mean(values):
     return sum(values) / len(values)
 
 
-def test_sonicmoe_table_equals_its_results_file():
-    results = json.loads((RESULTS / "h200_d0550fb_beside_sonicmoe.json").read_text())
-    layers = {name: result for name, result in results.items() if isinstance(result, dict)}
+def span(values):
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def only(rows, **wanted):
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    return row
+
+
+def test_sonicmoe_numbers_equal_their_results_file():
+    layers = {name: result for name, result in load("sonicmoe_h100_7547394.json").items() if isinstance(result, dict)}
     assert len(layers) == 7
+    passes = ("inf", "fwd", "fwdbwd")
+    ratios = {name: {p: mean(r["sonic2"][p]) / mean(r["ours"][p]) for p in passes} for name, r in layers.items()}
     for name, result in layers.items():
-        ours, sonic, dense = result["ours"], result["sonic"], result["dense"]
+        ours, sonic, dense = result["ours"], result["sonic2"], result["dense"]
         cells = [f"{name} ({', '.join(map(str, result['shape']))})"]
-        cells += [f"{mean(ours[which]):.2f} / {mean(sonic[which]):.2f}" for which in ("inf", "fwd", "fwdbwd")]
-        cells.append(" / ".join(f"{mean(sonic[which]) / mean(ours[which]):.2f}" for which in ("fwd", "fwdbwd")))
+        cells += [f"{mean(ours[which]):.2f} / {mean(sonic[which]):.2f}" for which in passes]
+        cells.append(" / ".join(f"{ratios[name][which]:.2f}" for which in passes))
         cells.append(f"{mean(dense['fwd']):.2f} / {mean(dense['fwdbwd']):.2f}")
         cells += [f"{ours[key]:.0f} / {sonic[key]:.0f}" for key in ("saved_mib", "peak_mib")]
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, name
+    inference, forward, both = (span([r[which] for r in ratios.values()]) for which in passes)
+    assert f"the ratios are {both}, in forward {forward}, in inference {inference}." in PERFORMANCE
+    six = {which: span([r[which] for name, r in ratios.items() if name != "7b-fine"]) for which in passes}
+    assert f"they are {six['fwdbwd']}, {six['fwd']} and {six['inf']}." in PERFORMANCE
+    sonic = "| SonicMoE, hub version 2, H100 |"
+    assert f"{sonic} seven layers; forward alone | {both}; {forward} |\n" in README
+    assert six["fwdbwd"] == six["fwd"] and f"{sonic} six without fine-grained | {six['fwd']}, both |\n" in README
 
 
-def test_readmes_numbers_are_in_the_results():
-    readme = (ROOT / "README.md").read_text()
-    layers = json.loads((RESULTS / re.search(r"results/(layer_\w+)\.png", readme)[1]).with_suffix(".json").read_text())
-    found = {(row["shape"], row["implementation"]): row for row in layers if row["routing"] == "even"}  # with backward
-    assert {row["pass"] for row in found.values()} == {"forward+backward"}
-    speedups = [found[name, "torch_grouped_mm"]["ms"] / found[name, "triton"]["ms"] for name, _ in found]
-    assert f"{min(speedups):.2f} to {max(speedups):.2f} times as fast as a compiled layer of `grouped_mm`" in readme
-    assert f"| our speedup | 1 | {min(speedups):.2f}-{max(speedups):.2f} |" in readme
-    saved = [found["qwen3-30b-a3b", name]["saved_mib"] for name in ("triton", "torch_grouped_mm")]
-    assert f"saves {saved[0]:.0f} MiB for backward instead of {saved[1]:.0f}." in readme
-    lora = json.loads((RESULTS / "huggingface_lora_h200_24e7441.json").read_text())
-    wanted = {"pass": "block forward+backward", "implementation": "moe_layers"}
-    (row,) = (row for row in lora if wanted.items() <= row.items())
-    assert f"with PEFT's adapters on its experts runs {row['times_as_fast']:.2f} times as fast" in readme
-    sonic = json.loads((RESULTS / "h200_d0550fb_beside_sonicmoe.json").read_text())
-    ratios = [mean(r["sonic"]["fwdbwd"]) / mean(r["ours"]["fwdbwd"]) for r in sonic.values() if isinstance(r, dict)]
-    assert f"| {min(ratios):.2f}-{max(ratios):.2f}¹ |" in readme
-    model = json.loads((RESULTS / "huggingface_h200_6d70fd1.json").read_text())
-    ours = {row["pass"]: row["times_as_fast"] for row in model if row["implementation"] == "moe_layers"}
-    assert f"| {ours['block forward+backward']:.2f} (block) |" in readme
-    assert f"Qwen3-MoE's step {ours['training step']:.2f} times as fast" in readme
-    parallel = json.loads((RESULTS / "expert_parallel_h200_3bff595.json").read_text())
-    wanted = {
-        "shape": "qwen3-235b",
-        "ep": 2,
-        "routing": "even",
-        "pass": "forward+backward",
-        "implementation": "allgather",
-    }
-    (row,) = (row for row in parallel if wanted.items() <= row.items())
-    assert f"Qwen3-235B's layer on 2 GPUs runs {row['times_baseline']:.2f} times as fast" in readme
+def baseline_over_ours(name, which="forward+backward"):
+    """Return the ratio of each layer of a results file against compiled `grouped_mm`, with even routing."""
+    rows = [row for row in load(name) if row["routing"] == "even" and row["pass"] == which]
+    ms = {(row["shape"], row["implementation"]): row["ms"] for row in rows}
+    return {shape: base / ms[shape, "triton"] for (shape, form), base in ms.items() if form == "torch_grouped_mm"}
+
+
+def test_readmes_ratios_to_compiled_layers_are_in_the_results():
+    name = re.search(r"results/(layer_\w+)\.png", README)[1] + ".json"
+    ratios = span(baseline_over_ours(name).values())
+    assert f"{ratios} times as fast as compiled `grouped_mm` on seven layers" in README
+    assert f"| `grouped_mm`, compiled | seven layers, 8192 to 32768 tokens | {ratios} |" in README
+    ratios = span(baseline_over_ours("layer_h100_ddf3e9d_seven.json").values())
+    assert f"| `grouped_mm`, compiled, H100 | the seven, 16384 and 65536 tokens | {ratios} |" in README
+    saved = [
+        only(load(name), shape="qwen3-30b-a3b", routing="even", implementation=form, **{"pass": "forward+backward"})
+        for form in ("triton", "torch_grouped_mm")
+    ]
+    ours, baseline = (f"{row['saved_mib']:.0f}" for row in saved)
+    assert f"saves {ours} MiB for backward; compiled `grouped_mm` saves {baseline}." in README
+    split = []
+    for shape in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"):
+        split.append(1 / only(load(f"lora_h200_c384e63_{shape}.json"), form="grouped_mm_split")["lora_over_form"])
+    assert f"| split LoRA of `grouped_mm`, compiled | three layers | {span(split)} |" in README
+    assert f"our adapters is {span(split)} times" in PERFORMANCE
+
+
+def test_every_layer_slower_than_its_baseline_is_named():
+    """README and the page list the layers that are slower than compiled `grouped_mm` with backward."""
+    slower = {}
+    for name in re.findall(r"<!-- table: (\S+) -->", PERFORMANCE):
+        for shape, ratio in baseline_over_ours(name).items():
+            if ratio < 0.995:
+                slower.setdefault(shape, {})[name] = f"{ratio:.2f}"
+    text = README[README.index("layers were slower than compiled") :].partition("\n\n")[0].replace("\n", " ")
+    assert len(slower) == 4 and text.count("(0.") == len(slower)
+    for shape, ratios in slower.items():
+        files = " and ".join(f"{ratio} (`{name}`)" for name, ratio in ratios.items())
+        assert f"* {shape}: {files}" in PERFORMANCE, shape
+        assert re.search(rf"{re.sub('-t[0-9]+$', '', shape)}[\w ]* \({', '.join(ratios.values())}", text), shape
+    again = baseline_over_ours("layer_h100_608d34b.json")["gpt-oss-20b"]
+    assert f"in another run {again:.2f})" in text
+
+
+def test_readmes_ratios_to_eager_models_are_in_the_results():
+    for name, baseline in [
+        ("huggingface_h200_6d70fd1.json", "transformers' `grouped_mm`, eager"),
+        ("huggingface_lora_h200_24e7441.json", "the same with PEFT's adapters, eager"),
+    ]:
+        ours = {row["pass"]: row["times_as_fast"] for row in load(name) if row["implementation"] == "moe_layers"}
+        ratios = f"{ours['block forward+backward']:.2f}; {ours['training step']:.2f}"
+        assert f"| {baseline} | Qwen3-MoE: block; training step | {ratios} |" in README
+    wanted = {"shape": "qwen3-235b", "ep": 2, "routing": "even", "implementation": "allgather"}
+    row = only(load("expert_parallel_h200_3bff595.json"), **wanted, **{"pass": "forward+backward"})
+    ratio = f"{row['times_baseline']:.2f}"
+    assert f"| `grouped_mm` with all-to-all, eager | Qwen3-235B, two GPUs | {ratio} |" in README
+    ratios = span([row["times_as_fast"] for row in load("vllm_experts_h100_1864657.json")])
+    assert f"| vLLM's Triton kernel, H100 | experts' forward in CUDA graphs | {ratios} |" in README
     published = ARCHITECTURES.keys() - {OWN_MODEL_TYPE}
-    assert f"{len(published)} architectures load" in readme
+    assert f"{len(published)} architectures load" in README
+
+
+def test_readme_states_the_time_of_the_tests():
+    seconds = re.findall(r"default tier\*\* of the tests took (\d+) s", (RESULTS / "LOG.md").read_text())[-1]
+    assert f"The tests take about {int(seconds) / 60:.1f} minutes on two idle CPU cores." in README
 
 
 def test_account_table_equals_its_results_file():
-    steps = explain(json.loads((RESULTS / "account_h100_f13c729.json").read_text()))
+    steps = explain(load("account_h100_f13c729.json"))
     assert len(steps) == 7
     for step in steps:
         points = {line["stage"]: line["points"] for line in step["stages"]}
@@ -116,14 +170,14 @@ def test_rule_of_thumb_table_equals_its_results_files():
     assert len(rows) == 5
     for tokens, layers, *bounds, name in rows:
         sums = {}
-        for row in json.loads((RESULTS / name).read_text()):
+        for row in load(name):
             assert row["T"] in (int(tokens), int(tokens) * 8)  # an expert-parallel share has eight times the tokens
             if row["form"] != "copies" and row["times_ms"]:
                 rule, best = sums.get(row["shape"], (0.0, 0.0))
                 sums[row["shape"]] = rule + row["rule_ms"], best + row["table_ms"]
         ratios = [rule / best for rule, best in sums.values()]
         assert len(ratios) == int(layers) and bounds == [f"{min(ratios):.3f}", f"{max(ratios):.3f}"]
-    rows = json.loads((RESULTS / "rule_of_thumb_h100_ddf3e9d_copies.json").read_text())
+    rows = load("rule_of_thumb_h100_ddf3e9d_copies.json")
     copies = [row["ratio"] for row in rows]
     assert f"took {min(copies):.3f} to {max(copies):.3f} of the fastest choice's time" in PERFORMANCE
     kernel = next(k for k in get_kernels() if isinstance(k.metadata.design, WarpSpecializedDesign))
@@ -133,7 +187,7 @@ def test_rule_of_thumb_table_equals_its_results_files():
 
 
 def test_vllm_table_equals_its_results_file():
-    rows = json.loads((RESULTS / "vllm_experts_h100_1864657.json").read_text())
+    rows = load("vllm_experts_h100_1864657.json")
     assert len(rows) == 12
     for row in rows:
         times = f"{1e3 * row['ours_ms']:.0f} | {1e3 * row['vllm_ms']:.0f}"
@@ -142,7 +196,7 @@ def test_vllm_table_equals_its_results_file():
 
 
 def test_quantised_decoding_table_equals_its_results_file():
-    rows = json.loads((RESULTS / "quantized_h200_6d70fd1.json").read_text())
+    rows = load("quantized_h200_6d70fd1.json")
     found = {(row["shape"], row["num_tokens"], row["form"]): row for row in rows if row["case"] == "decode"}
     assert len(found) == 24
     for shape, num_tokens in {key[:2] for key in found}:
@@ -153,7 +207,7 @@ def test_quantised_decoding_table_equals_its_results_file():
 
 
 def test_fp8_tables_equal_their_results_files():
-    rows = json.loads((RESULTS / "fp8_h100_bef970e.json").read_text())
+    rows = load("fp8_h100_bef970e.json")
     found = {(row["shape"], row["implementation"], row["pass"]): row for row in rows if row["case"] == "layer"}
     passes = ("forward", "forward+backward")
     for shape in {key[0] for key in found}:
@@ -162,7 +216,7 @@ def test_fp8_tables_equal_their_results_files():
             cells.append(" / ".join(f"{found[shape, form, which]['over_bf16']:.2f}" for which in passes))
         cells.append(" / ".join(f"{found[shape, form, 'forward']['saved_mib']:.0f}" for form in ("bf16", "fp8_saved")))
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE
-    curves = fp8_convergence.curves_of(json.loads((RESULTS / "fp8_convergence_h100.json").read_text()))
+    curves = fp8_convergence.curves_of(load("fp8_convergence_h100.json"))
     guide = (ROOT / "docs" / "guides" / "fp8.md").read_text()
     for precision in ("bfloat16", "fp8", "float32"):
         losses = [curves[precision, seed][2000] for seed in range(3)]
