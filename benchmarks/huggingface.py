@@ -227,7 +227,7 @@ def routing_steps(model: nn.Module, batch: Tensor) -> dict[str, Callable[[], Non
     return {f"{OURS} observed": observed, f"{OURS} replayed": replayed}
 
 
-def peak_mib(run: Callable[[], None], model: nn.Module) -> float:
+def peak_mib(run: Callable[[], object], model: nn.Module) -> float:
     run()  # the first call makes the optimizer states
     model.zero_grad()
     torch.cuda.synchronize()

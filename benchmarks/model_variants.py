@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -105,8 +105,19 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile(backend="inductor" if model.device.type == "cuda" else "aot_eager")
 
 
-def captured(run: Callable[[], Tensor], model: nn.Module, pool: Any) -> tuple[Callable[[], Tensor], float]:
-    """Return a replay of `run`, and the MiB at peak while it was captured.
+class Captured(NamedTuple):
+    """A pass in a CUDA graph: its replay, MiB at peak during the capture, and the graph's memory pool."""
+
+    replay: Callable[[], Tensor]
+    peak_mib: float
+    pool: tuple[int, int]
+
+
+def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] | None) -> Captured:
+    """Capture `run`.
+
+    Args:
+        pool: of another graph that never runs at the same time; None for a new one.
 
     Raises:
         RuntimeError: the pass waits for the GPU.
@@ -116,7 +127,7 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: Any) -> tuple[Ca
     with torch.cuda.stream(stream):
         for _ in range(2):
             run()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave its traces in the allocator
         try:
             run()
         finally:
@@ -133,4 +144,4 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: Any) -> tuple[Ca
         graph.replay()
         return result
 
-    return replay, (torch.cuda.max_memory_allocated() - before) / MIB
+    return Captured(replay, (torch.cuda.max_memory_allocated() - before) / MIB, graph.pool())
