@@ -7,8 +7,9 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Row = dict[str, Any]
 Task = tuple[Row, Callable[[], list[Row]]]  # values that all rows of a measurement share, and the measurement
 
@@ -19,6 +20,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write, after every measurement")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --output and measure what it lacks")
     parser.add_argument("--time-limit-s", type=float, help="start no measurement that may end later; default: no limit")
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result and None, or None and the error, which takes the place of the times of a failing variant."""
+    try:
+        return function(), None
+    except Exception as error:  # of any kind: other libraries, compilers and missing memory fail in many ways
+        return None, f"{type(error).__name__}: {error}"[:500]
 
 
 class ResultsFile:

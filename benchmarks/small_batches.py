@@ -1,32 +1,50 @@
 """The layer with few tokens: launches, host time per call, and a forward replayed as a CUDA graph.
 
     python -m benchmarks.small_batches --commit $(git rev-parse --short HEAD) --output benchmarks/results/small.json
+    python -m benchmarks.small_batches --host --commit COMMIT --output benchmarks/results/host.json
 
 Host time is the CPU time of the calling thread between the first and the last call of a batch, without waiting for the
 GPU. Autograd runs in the calling thread. `*_wall_us` is the time on the clock of the same calls with autograd's own
 thread. The bound of a replayed forward is the time to read the weights of every chosen expert once at the speed of a
 large copy.
+
+`--host` times only the calls of three layers: the layer as it is and compiled, `grouped_mm` compiled, and a dense MLP
+of two `nn.Linear` and a SiLU with the same d_model and d_ff. They take turns in one run. `host_us` is the time on the
+clock per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to the dense MLP's. A form that
+fails has an `error` instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from moe_layers import MoEFeedForward
 
 from . import results_file
+from .baselines import TorchGroupedMM
 from .layer import PASSES, environment, make_layer, make_tokens, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
-from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
+from .results_file import attempt
+from .shapes import PUBLISHED, SHAPES, TINY, Shape
+from .timing import copy_bytes_per_ms, host_us, in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 8, 64, 256, 512, 1024, 4096)
+HOST_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("small", 64, 512, 256, 16, 4),
+        dataclasses.replace(SHAPES["qwen3-30b-a3b"], num_tokens=512),
+        dataclasses.replace(PUBLISHED["granite-3.0-3b-a800m"], num_tokens=4096),
+    )
+}
+KNOWN = {**SHAPES, TINY.name: TINY, **HOST_SHAPES}
+DENSE = "dense_mlp"
 
 
 def count_launches(function: Callable[[], object]) -> int:
@@ -37,21 +55,6 @@ def count_launches(function: Callable[[], object]) -> int:
         function()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
-
-
-def host_us(
-    function: Callable[[], object], clock: Callable[[], float], device: str, *, batch: int = 20, rounds: int = 15
-) -> float:
-    """Return median microseconds of `clock` per call, while the GPU's queue never fills up."""
-    samples = []
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = clock()
-        for _ in range(batch):
-            function()
-        samples.append((clock() - begin) / batch)
-    return 1e6 * statistics.median(samples)
 
 
 def chosen_bytes(
@@ -75,8 +78,8 @@ def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
             function()
     row = {"shape": shape.name, "T": shape.num_tokens}
     with torch.autograd.set_multithreading_enabled(False):
-        row |= {f"{name}_cpu_us": host_us(run[name], time.thread_time, device) for name in PASSES}
-    row |= {f"{name}_wall_us": host_us(run[name], time.perf_counter, device) for name in PASSES}
+        row |= {f"{name}_cpu_us": us for name, us in host_us(run, time.thread_time, device).items()}
+    row |= {f"{name}_wall_us": us for name, us in host_us(run, time.perf_counter, device).items()}
     launches, replay = dict.fromkeys(PASSES), {}
     with torch.no_grad():
         num_bytes = chosen_bytes(layer, layer.router(tokens).topk_experts) + layer.router.weight.nbytes
@@ -99,20 +102,66 @@ def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
     ]
 
 
+def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
+    """Return one row per form and pass. Compiled forms run eagerly without a GPU."""
+    torch._dynamo.reset()  # frees the layer of the last shape
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer = make_layer(shape, device, dtype)
+    tokens = make_tokens(layer, shape, "even", dtype)
+    sizes = {"device": device, "dtype": dtype}
+    dense = nn.Sequential(
+        nn.Linear(shape.d_model, shape.d_ff, **sizes), nn.SiLU(), nn.Linear(shape.d_ff, shape.d_model, **sizes)
+    )
+    modules = {DENSE: dense, "moe_layers": layer}
+    for name, module in {"moe_layers_compiled": layer, "grouped_mm_compiled": TorchGroupedMM(layer)}.items():
+        modules[name] = torch.compile(module, disable=device == "cpu")
+    run, errors = {}, {}
+    for name, module in modules.items():
+        functions = passes(module, tokens)
+        functions = {"inference": torch.no_grad()(functions["forward"]), **functions}
+        _, errors[name] = attempt(partial(_call_thrice, functions))
+        if errors[name] is None:
+            run |= {f"{name}/{which}": function for which, function in functions.items()}
+    found = host_us(run, time.perf_counter, device, rounds=rounds)
+    rows = []
+    for name in modules:
+        for which in ("inference", *PASSES):
+            us, dense_us = found.get(f"{name}/{which}"), found[f"{DENSE}/{which}"]
+            letters = dict(zip("TDFEK", dataclasses.astuple(shape)[1:6], strict=True))
+            row = {"shape": shape.name, **letters, "pass": which, "implementation": name, "host_us": us}
+            rows.append({**row, "over_dense": None if us is None else us / dense_us, "error": errors[name]})
+    return rows
+
+
+def _call_thrice(functions: dict[str, Callable[[], object]]) -> None:
+    for function in functions.values():
+        for _ in range(3):  # compile and warm up
+            function()
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=["qwen3-30b-a3b", "mixtral-8x7b"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS)
+    parser.add_argument("--host", action="store_true", help="time the calls of layers next to a dense MLP's only")
+    parser.add_argument("--shapes", nargs="+", choices=list(KNOWN), help="default: two layers; with --host three")
+    parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS, help="not with --host")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=15, help="with --host; each calls every form 20 times")
     results_file.add_options(parser)
     options = parser.parse_args(arguments)
-    bytes_per_ms = copy_bytes_per_ms(options.device)
     tasks = []
-    for name in options.shapes:
-        for num_tokens in options.tokens:
-            shape = dataclasses.replace(TINY if name == TINY.name else SHAPES[name], num_tokens=num_tokens)
-            measure = partial(bench_small, shape, options.device, bytes_per_ms)
-            tasks.append(({"shape": name, "T": num_tokens}, measure))
+    if options.host:
+        shapes = [KNOWN[name] for name in options.shapes or HOST_SHAPES]
+        tasks = [
+            ({"shape": shape.name}, partial(bench_host, shape, options.device, options.rounds)) for shape in shapes
+        ]
+    else:
+        bytes_per_ms = copy_bytes_per_ms(options.device)
+        for name in options.shapes or ("qwen3-30b-a3b", "mixtral-8x7b"):
+            for num_tokens in options.tokens:
+                shape = dataclasses.replace(KNOWN[name], num_tokens=num_tokens)
+                measure = partial(bench_small, shape, options.device, bytes_per_ms)
+                tasks.append(({"shape": name, "T": num_tokens}, measure))
     for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
         print_rows(rows, list(rows[0]))
 

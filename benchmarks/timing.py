@@ -31,6 +31,29 @@ def time_interleaved(
     return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
 
 
+def host_us(
+    functions: dict[str, Callable[[], object]],
+    clock: Callable[[], float],
+    device: str,
+    *,
+    batch: int = 20,
+    rounds: int = 15,
+) -> dict[str, float]:
+    """Return median microseconds of `clock` per call of every function, in turns, without waiting for the GPU.
+
+    The GPU is idle when a turn begins. `batch` calls of a turn must not fill its queue.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for name in turns(list(functions), rounds):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = clock()
+        for _ in range(batch):
+            functions[name]()
+        samples[name].append(1e6 * (clock() - begin) / batch)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
 def turns(names: list[str], rounds: int) -> Iterator[str]:
     """Yield every name once per round, in an order that differs between rounds but is the same in every run.
 

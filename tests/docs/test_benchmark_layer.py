@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import layer as benchmark
-from benchmarks import results_file
+from benchmarks import results_file, small_batches
 from benchmarks.baselines import TorchGroupedMM, dense_gemms, grouped_mm_takes
 from benchmarks.layer import check_layer, compare, markdown_table, num_checked
 from benchmarks.results_file import ResultsFile
@@ -135,6 +136,26 @@ def test_small_runs_write_results_files(tmp_path):
     )
     (row,) = json.loads((tmp_path / "small.json").read_text())
     assert row["T"] == 1 and 0 < row["forward_cpu_us"] < row["forward+backward_cpu_us"]
+
+
+def test_host_times_are_taken_next_to_a_dense_mlp(tmp_path, monkeypatch):
+    def no_layer(layer):
+        return torch.nn.Linear(1, 1)
+
+    reference = partial(MoEFeedForward, implementation="reference")
+    monkeypatch.setattr(benchmark, "MoEFeedForward", reference)
+    monkeypatch.setattr(small_batches, "TorchGroupedMM", no_layer)
+    small = ["--host", "--shapes", "tiny", "--device", "cpu", "--rounds", "1"]
+    small_batches.main([*small, "--commit", "abc", "--output", str(tmp_path / "host.json")])
+    rows = json.loads((tmp_path / "host.json").read_text())
+    names = ["dense_mlp", "moe_layers", "moe_layers_compiled", "grouped_mm_compiled"]
+    assert [(r["implementation"], r["pass"]) for r in rows] == [
+        (name, which) for name in names for which in ("inference", *benchmark.PASSES)
+    ]
+    *timed, _, _, failed = rows
+    assert failed["host_us"] is failed["over_dense"] is None and "RuntimeError: mat1 and mat2" in failed["error"]
+    assert all(r["over_dense"] > 0 and r["error"] is None and r["T"] == 40 for r in timed[:9])
+    assert [r["over_dense"] for r in rows[:3]] == [1, 1, 1] and rows[0]["commit"] == "abc"
 
 
 def test_shapes_without_baseline_are_in_the_tables():

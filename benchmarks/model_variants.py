@@ -1,0 +1,147 @@
+"""Models of transformers by name, with random weights, and copies that compute their experts in different ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from moe_layers.integrations.transformers import enable
+
+from .huggingface import OURS
+from .layer import MIB
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration, and sizes
+    "qwen3-30b-a3b": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    ),
+    "gpt-oss-20b": (
+        "GptOssConfig",
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+    ),
+    "olmoe-1b-7b": (
+        "OlmoeConfig",
+        {"hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16},
+    ),
+    "tiny": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"norm_topk_prob": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+    ),
+}
+VOCABULARY = 32000
+ATTENTION = "causal_without_mask"  # in transformers' registry of attention functions
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [B, H, S, d]
+    key: Tensor,  # [B, G, L, d]
+    value: Tensor,  # [B, G, L, d]
+    attention_mask: None,
+    scaling: float,
+    s_aux: Tensor | None = None,  # [H]
+    **options,
+) -> tuple[Tensor, None]:  # [B, S, H, d]
+    """Compute causal attention of whole sequences, or of one new token. `s_aux` are the logits of gpt-oss's sinks."""
+    if s_aux is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
+    # A sink is a key in front of the others: 0 but for one more column, where each query holds the sink's logit.
+    # Kernels want widths that are multiples of 8, and as many queries as keys: a query in front is dropped afterwards.
+    length, width = query.shape[2:]
+    logits = (s_aux / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = functional.pad(torch.cat([query, logits], -1), (0, 7, int(length > 1), 0))
+    sink = functional.pad(key.new_ones(*key.shape[:2], 1, 1), (width, 7))
+    key = torch.cat([sink, functional.pad(key, (0, 8))], 2)
+    value = functional.pad(value, (0, 8, 1, 0))
+    out = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=True
+    )
+    return out[:, :, -length:, :width].transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register(ATTENTION, attend)
+
+
+def make_model(name: str, num_layers: int, device: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    kind, sizes = MODELS[name]
+    if kind == "GptOssConfig":
+        sizes = {**sizes, "layer_types": ["full_attention"] * num_layers}
+    shared = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, kind)(**sizes, **shared, num_hidden_layers=num_layers)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+
+
+def draw_tokens(batch: int, length: int, device: str) -> Tensor:  # [B, S]
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randint(VOCABULARY, (batch, length), device=device, generator=generator)
+
+
+def with_experts(base: nn.Module, name: str, implementation: str | None) -> nn.Module:
+    """Return a copy of the model that shares its parameters, and computes the experts by an implementation."""
+    model = copy.deepcopy(base, {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())})
+    if name == OURS:
+        enable(model, implementation=implementation)
+    else:
+        model.set_experts_implementation(name)
+    return model
+
+
+def compile_layers(model: nn.Module) -> None:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in inner.model.layers:
+        layer.compile(backend="inductor" if model.device.type == "cuda" else "aot_eager")
+
+
+class Captured(NamedTuple):
+    """A pass in a CUDA graph: its replay, MiB at peak during the capture, and the graph's memory pool."""
+
+    replay: Callable[[], Tensor]
+    peak_mib: float
+    pool: tuple[int, int]
+
+
+def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] | None) -> Captured:
+    """Capture `run`.
+
+    Args:
+        pool: of another graph that never runs at the same time; None for a new one.
+
+    Raises:
+        RuntimeError: the pass waits for the GPU.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+        torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave its traces in the allocator
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, graph = torch.cuda.memory_allocated(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return Captured(replay, (torch.cuda.max_memory_allocated() - before) / MIB, graph.pool())

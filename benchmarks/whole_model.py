@@ -1,0 +1,241 @@
+"""A whole model of transformers with its own experts implementations, and with ours.
+
+    python -m benchmarks.whole_model --commit $(git rev-parse --short HEAD) --output benchmarks/results/model.json
+    python -m benchmarks.whole_model --model gpt-oss-20b --layers 4 --modes eager compiled --training lora
+
+The model has the width of the published one, few layers, a vocabulary of 32,000 and random weights. Modes are eager,
+each decoder layer compiled, and one CUDA graph of the whole pass. Full training is that of all parameters; LoRA trains
+PEFT's adapters of the experts and of attention. A training step is forward, backward and a fused AdamW, whose learning
+rate of 0 keeps the weights. `generate` decodes greedily with a dynamic cache after a prompt.
+
+Implementations share the parameters and take turns in rounds. `host_ms` is the time on the clock of one call that
+begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory allocated
+before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest implementation of
+transformers in the same rows.
+
+Every implementation is first checked against float32, as in `benchmarks.huggingface`. Before each timing, the loss and
+the norm of the gradient must agree with those of transformers' default in eager mode. An implementation that fails has
+an `error` instead of times; a pass that waits for the GPU is refused before its capture. Attention is causal and has no
+mask, because transformers makes a whole mask in a captured graph. Every layer of gpt-oss-20b sees the whole sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+
+from . import results_file
+from .huggingface import OURS, check_step, peak_mib, with_adapters
+from .layer import environment, print_rows
+from .model_variants import MODELS, captured, compile_layers, draw_tokens, make_model, with_experts
+from .results_file import Row, Task, attempt
+from .timing import Timing, host_us, time_interleaved
+
+MODES = ("eager", "compiled", "graph")
+GENERATE = "generate"
+PASSES = ("forward+backward", "training step", GENERATE)
+CHECKED_TOKENS = 1024
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]  # by LoRA, next to the experts
+EMPTY = dict.fromkeys((*Timing._fields, "tokens_per_s", "host_ms", "peak_mib", "times_as_fast"))
+
+
+@dataclass
+class Measurement:
+    """One pass in one mode, which all implementations compute with the parameters of `base`."""
+
+    base: nn.Module
+    which: str  # of PASSES
+    mode: str
+    tokens: Tensor  # [B, S]
+    options: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        on_gpu = self.tokens.is_cuda
+        trained = [parameter for parameter in self.base.parameters() if parameter.requires_grad]
+        self.pool = None  # of the graphs: each needs temporary memory only while it runs
+        self.optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True, capturable=on_gpu)
+        self.base.train(self.which != GENERATE)
+
+    def run(self, model: nn.Module) -> Tensor:
+        """Return the loss, or the generated tokens."""
+        if self.which == GENERATE:
+            new = {"max_new_tokens": self.options.new, "min_new_tokens": self.options.new, "do_sample": False}
+            mask = torch.ones_like(self.tokens)
+            return model.generate(self.tokens, attention_mask=mask, pad_token_id=0, use_cache=True, **new)
+        self.optimizer.zero_grad()
+        loss = model(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        if self.which == "training step":
+            self.optimizer.step()
+        return loss.detach()
+
+    def values(self, model: nn.Module, run: Callable[[], Tensor]) -> dict[str, float]:
+        """Return the loss and the gradients' norm of one call; with `generate` the loss of the prompts."""
+        if self.which == GENERATE:
+            with torch.no_grad():
+                return {"loss": model(input_ids=self.tokens, labels=self.tokens).loss.item()}
+        loss = run().item()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32).item() for gradient in gradients]
+        return {"loss": loss, "gradient_norm": math.hypot(*norms)}
+
+    def prepare(self, name: str, wanted: dict[str, float]) -> tuple[Callable[[], Tensor], float | None]:
+        """Return a checked call, and its MiB at peak on a GPU.
+
+        Raises:
+            AssertionError: its values are not the wanted ones.
+        """
+        model = with_experts(self.base, name, self.options.implementation)
+        if self.mode == "compiled":
+            compile_layers(model)
+        run, peak = partial(self.run, model), None
+        if self.mode == "graph":
+            run, peak, self.pool = captured(run, model, self.pool)
+        else:
+            for _ in range(10 if self.mode == "compiled" else 2):  # with PEFT's wrappers many calls compile
+                run()
+        unit = max(torch.finfo(self.base.dtype).eps, 1e-5)
+        limits = {"loss": unit / 8, "gradient_norm": unit}
+        for key, value in self.values(model, run).items():
+            error = abs(value / wanted[key] - 1)
+            assert error <= limits[key], f"{key}: {value} differs by {error:.2e} from {wanted[key]}"
+        if peak is None and self.tokens.is_cuda:
+            peak = peak_mib(run, model)
+        model.zero_grad()
+        return run, peak
+
+
+def checked_model(options: argparse.Namespace, training: str) -> tuple[nn.Module, dict[str, str | None]]:
+    """Return the model, and by implementation the error of its check or None."""
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    base = make_model(options.model, options.layers, options.device, dtype)
+    if training == "lora":
+        base = with_adapters(base, options.rank, ADAPTED)
+    exact = copy.deepcopy(base).to(torch.float64 if dtype == torch.float32 else torch.float32)
+    exact.set_experts_implementation("eager")
+    tokens = draw_tokens(1, CHECKED_TOKENS, options.device)
+    errors = {}
+    for name in options.implementations:
+
+        def check(name: str = name) -> None:
+            try:
+                check_step(base, with_experts(base, name, options.implementation), exact, tokens)
+            except torch.OutOfMemoryError:  # batched_mm copies the weights of every slot; its timed calls are checked
+                if name == OURS:
+                    raise
+
+        _, errors[name] = attempt(check)
+        base.zero_grad()
+        free_memory()
+    return base, errors
+
+
+def bench(
+    shared: Row, make: Callable[[], tuple[nn.Module, dict[str, str | None]]], options: argparse.Namespace
+) -> list[Row]:
+    torch._dynamo.reset()  # frees the models of the last measurement
+    base, errors = make()
+    free_memory()
+    rows = {name: {**shared, "implementation": name, **EMPTY, "error": errors[name]} for name in errors}
+    generates, tokens = shared["pass"] == GENERATE, draw_tokens(shared["batch"], shared["length"], options.device)
+    measurement = Measurement(base, shared["pass"], shared["mode"], tokens, options)
+    plain = Measurement(base, GENERATE if generates else PASSES[0], "eager", tokens, options)
+    wanted, error = attempt(lambda: plain.values(base, partial(plain.run, base)))
+    if wanted is None:  # transformers' default has no memory for this pass, so there is nothing to check others with
+        return [{**row, "error": row["error"] or error} for row in rows.values()]
+    base.zero_grad()
+    runs, host = {}, {}
+    # All implementations are forms of the same compiled code, so each gets the usual number of compilations.
+    with torch._dynamo.config.patch(recompile_limit=8 * len(rows)):
+        for name in [name for name, row in rows.items() if row["error"] is None]:
+            prepared, rows[name]["error"] = attempt(partial(measurement.prepare, name, wanted))
+            if prepared is not None:
+                runs[name], rows[name]["peak_mib"] = prepared
+            base.zero_grad()
+            free_memory()
+        turns = {"rounds": options.rounds, "round_ms": options.round_ms}
+        timings, error = attempt(partial(time_interleaved, runs, options.device, **turns))
+        if timings is not None and not generates:  # generate waits for each token
+            host = host_us(runs, time.perf_counter, options.device, batch=1, rounds=5 * options.rounds)
+    base.zero_grad()
+    if timings is None:
+        return [{**row, "error": row["error"] or error} for row in rows.values()]
+    num_tokens = shared["batch"] * (options.new if generates else shared["length"])
+    best_ms = min((timing.ms for name, timing in timings.items() if name != OURS), default=None)
+    for name, timing in timings.items():
+        rows[name] |= {**timing._asdict(), "tokens_per_s": 1e3 * num_tokens / timing.ms}
+        rows[name] |= {"host_ms": host[name] / 1e3 if host else None}
+        rows[name] |= {"times_as_fast": None if best_ms is None else best_ms / timing.ms}
+    return list(rows.values())
+
+
+def free_memory() -> None:
+    if torch.cuda.is_available():
+        gc.collect()  # modules with hooks are cycles
+        torch.cuda.empty_cache()
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    checked = lru_cache(maxsize=1)(partial(checked_model, options))
+    for training in options.training:
+        cases = [(mode, which, size) for mode in options.modes for size in options.tokens for which in options.passes]
+        cases = [case for case in cases if case[1] != GENERATE]
+        if GENERATE in options.passes and training == "full":
+            cases += [("eager", GENERATE, (batch, options.prompt)) for batch in options.batch]
+        for mode, which, (batch, length) in cases:
+            about = {"model": options.model, "layers": options.layers, "training": training, "mode": mode}
+            shared = {**about, "pass": which, "batch": batch, "length": length}
+            yield shared, partial(bench, shared, partial(checked, training), options)
+
+
+def size(text: str) -> tuple[int, int]:
+    batch, length = text.split("x")
+    return int(batch), int(length)
+
+
+COLUMNS = ("training", "mode", "pass", "batch", "length", "implementation", *EMPTY, "error")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    theirs = [name for name in ALL_EXPERTS_FUNCTIONS.valid_keys() if name != OURS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(1, 1024), (1, 4096), (4, 4096)])
+    parser.add_argument("--training", nargs="+", choices=["full", "lora"], default=["full", "lora"])
+    parser.add_argument("--rank", type=int, default=16, help="of LoRA")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of training")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="of generate")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of generate")
+    parser.add_argument("--new", type=int, default=32, help="new tokens per prompt of generate")
+    names = [OURS, "eager", *theirs]
+    parser.add_argument("--implementations", nargs="+", choices=names, default=names)
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=500.0, help="least milliseconds per timing and round")
+    results_file.add_options(parser)
+    options = parser.parse_args(arguments)
+    constants = {"transformers": transformers.__version__, "peft": peft.__version__}
+    constants |= environment(options.device, options.commit)
+    for rows in results_file.ResultsFile.of(options, constants).measure(tasks(options)):
+        print_rows(rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
