@@ -23,9 +23,8 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     if isinstance(layer, str):
         found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]
     else:
-        found = [block for block in blocks if block.layer == layer]
-        main = [block for block in found if not set(_BESIDE) & set(block.prefix.split("."))]
-        found = main or found
+        main = [block for block in blocks if not _stacks_beside(block.prefix)]
+        found = [block for block in main or blocks if block.layer == layer]
     if len(found) == 1:
         return found[0]
     if found:
@@ -33,6 +32,43 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
         raise ValueError(f"checkpoint: layer {layer} must name one MoE block; say which by its prefix: {prefixes}")
     where = first_three(block.prefix for block in blocks) or "none"
     raise ValueError(f"checkpoint: {files.directory} has no MoE block in layer {layer!r}; its MoE blocks: {where}")
+
+
+def block_of_module(prefixes: list[str], module: str) -> str:
+    """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
+
+    transformers renames some parts of the names on disk. So the block may have the same layer, else the same number in
+    a stack of another name if no other stack may be meant.
+
+    Raises:
+        ValueError: there is no such block, or more than one.
+    """
+    name = module[: module.rfind(".") + 1]
+    layer = [prefix for prefix in prefixes if layer_path(prefix) == layer_path(name)]
+    number = [
+        prefix
+        for prefix in prefixes
+        if layer_path(prefix)[1] == layer_path(name)[1]
+        and ("mtp" in _stacks_beside(prefix)) == ("mtp" in _stacks_beside(name))
+    ]
+    found = [prefix for prefix in prefixes if prefix == name] or layer or number
+    if len(found) != 1 or _stacks_beside(found[0]) != _stacks_beside(name):
+        raise ValueError(
+            f"checkpoint: {module} must have the stack of layers and the number of one MoE block, "
+            f"got a checkpoint with {first_three(found or prefixes) or 'none'}"
+        )
+    return found[0]
+
+
+def layer_path(name: str) -> tuple[str, str]:
+    """Return the name of a stack of layers and the number in it: "model.layers" and "0"."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[:at]), ".".join(parts[at : at + 1])
+
+
+def _stacks_beside(name: str) -> set[str]:
+    return {part for part in name.split(".") if part in _BESIDE}
 
 
 def choose_layout(
