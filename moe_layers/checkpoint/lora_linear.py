@@ -37,7 +37,10 @@ def linear_adapters(loaded: PeftAdapter) -> dict[str, LinearAdapter]:
     others += [module for module, factors in modules.items() if len(factors) < 2]
     others += [m for m in modules if targets_below(m.removeprefix(ROOT), loaded.config) - {"weight"}]
     if others:
-        raise ValueError(f"lora: only lora_A and lora_B of experts and linear layers merge, got {first_three(others)}")
+        raise ValueError(
+            f"lora: only lora_A and lora_B of experts and linear layers merge, got {first_three(others)}; "
+            "PEFT's merge_and_unload merges all"
+        )
     return {
         f"{module}.weight": _adapter(module, factors["A"], factors["B"], loaded.config)
         for module, factors in modules.items()

@@ -19,7 +19,7 @@ from .lora import ROOT, AdapterReport, PeftAdapter, read_peft_adapter
 from .lora_config import check_mergeable
 from .lora_linear import LinearAdapter, linear_adapters, merged_weight
 from .quantization import float8_block
-from .recognition import block_of_module, layer_path
+from .recognition import block_of_module, stack_of
 from .stored import Stored, describe, group_names
 from .survey import BlockSurvey, survey
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
@@ -120,7 +120,7 @@ def _expert_outputs(
     for key, adapters in layers.items():
         module = key.removeprefix(ROOT)
         prefix = block_of_module(list(blocks), module)
-        stack, stored_stack = layer_path(module)[0], layer_path(prefix)[0]
+        stack, stored_stack = stack_of(module), stack_of(prefix)
         changed = {output.name: output for output in _merged(blocks[prefix], adapters)}
         if changed.keys() & outputs.keys() or stacks.setdefault(stack, stored_stack) != stored_stack:
             raise ValueError(
@@ -136,7 +136,7 @@ def _by_stored_name(adapters: dict[str, LinearAdapter], stacks: dict[str, str]) 
     found: dict[str, LinearAdapter] = {}
     for key, adapter in adapters.items():
         name = key.removeprefix(ROOT)
-        stack = layer_path(name)[0]
+        stack = stack_of(name)
         stored_name = stacks.get(stack, stack) + name.removeprefix(stack)
         if stored_name in found:
             raise ValueError(f"lora: {stored_name} must be changed by one adapter, got {key} and another")

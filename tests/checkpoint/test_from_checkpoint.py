@@ -302,20 +302,21 @@ def test_layers_beside_the_model_are_told_apart(tmp_path):
     assert same_state(layer, MoEFeedForward.from_checkpoint(golden.directory, 1))
 
 
-def test_a_number_means_no_layer_of_another_stack(tmp_path):
-    """Layer 0 of this model has no experts, that of multi-token prediction has."""
+@pytest.mark.parametrize("stack", ["mtp.layers", "mtp", "model.visual.blocks"])
+def test_a_number_means_no_layer_of_another_stack(stack, tmp_path):
+    """Layer 0 of this model has no experts, that of the other stack has."""
 
-    def add_mtp(tensors):
+    def add_stack(tensors):
         for name in list(tensors):
             if ".layers.1.mlp." in name:
-                tensors[name.replace("model.layers.1.", "mtp.layers.0.")] = tensors[name] + 1
+                tensors[name.replace("model.layers.1.", f"{stack}.0.")] = tensors[name] + 1
 
-    copy_case("qwen3_next", tmp_path, add_mtp)
-    with pytest.raises(ValueError, match=r"no MoE block in layer 0; its MoE blocks: mtp\.layers\.0\.mlp\., model"):
+    copy_case("qwen3_next", tmp_path, add_stack)
+    with pytest.raises(ValueError, match=rf"no MoE block in layer 0; its MoE blocks: {stack}\.0\.mlp\., model"):
         MoEFeedForward.from_checkpoint(tmp_path, 0)
-    layer = MoEFeedForward.from_checkpoint(tmp_path, "mtp.layers.0.mlp")
-    layer.save_checkpoint(tmp_path / "mtp")
-    assert same_state(layer, MoEFeedForward.from_checkpoint(tmp_path / "mtp", 0))
+    layer = MoEFeedForward.from_checkpoint(tmp_path, f"{stack}.0.mlp")
+    layer.save_checkpoint(tmp_path / "saved")
+    assert same_state(layer, MoEFeedForward.from_checkpoint(tmp_path / "saved", 0))
 
 
 def test_each_part_of_a_model_has_its_own_configuration(tmp_path):

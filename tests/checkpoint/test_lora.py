@@ -13,6 +13,7 @@ from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.__main__ import main
 from moe_layers.checkpoint.lora import read_peft_adapter, write_adapter
 from moe_layers.checkpoint.lora_merge import merge_adapter
+from moe_layers.checkpoint.recognition import block_of_module
 
 from .golden import Golden
 from .test_convert import read_model, same
@@ -344,12 +345,15 @@ THINKER, TALKER, INNER = "thinker.model.layers", "talker.model.layers", "model.l
         (["model.layers", "mtp.layers"], "mtp.layers", "mtp.layers"),
         ([THINKER, TALKER], TALKER, TALKER),
         ([INNER, "mtp.layers"], "model.layers", INNER),
-        (["language_model.model.layers", "vision.layers.3.layers"], INNER, "language_model.model.layers"),
+        (["language_model.model.layers", "vision.layers"], INNER, "language_model.model.layers"),
         ([THINKER, TALKER], "model.layers", None),
         ([THINKER], TALKER, None),
         (["model.layers"], "mtp.layers", None),
         (["mtp.layers"], "model.layers", None),
         (["encoder.layers", "decoder.layers"], "model.layers", None),
+        (["model.layers"], "model.visual.blocks", None),
+        (["layers", "mtp"], "model.layers", "layers"),
+        (["model.encoder.layers", "model.decoder.layers"], "decoder.block", "model.decoder.layers"),
     ],
 )
 def test_merge_changes_one_stack_of_layers(stored, adapted, changed, tmp_path):
@@ -374,10 +378,28 @@ def test_merge_changes_one_stack_of_layers(stored, adapted, changed, tmp_path):
     assert not before and not wanted
 
 
+@pytest.mark.parametrize(
+    "prefix, module",
+    [
+        ("towers.0.layers.5.mlp.", "towers.0.layers.3.mlp.experts"),
+        ("towers.0.layers.5.mlp.", "other.0.layers.3.mlp.experts"),
+        ("model.layers.0.mlp.", "experts"),
+        ("mlp.", "model.layers.0.mlp.experts"),
+    ],
+)
+def test_all_numbers_of_a_name_count(prefix, module):
+    with pytest.raises(ValueError, match=rf"{module} must have .* got a checkpoint with {prefix}"):
+        block_of_module([prefix], module)
+    renamed = module.replace("3", "5").replace("mlp", "block_sparse_moe")
+    assert block_of_module([renamed.removesuffix("experts")], module.replace("3", "5")) == renamed.removesuffix(
+        "experts"
+    )
+
+
 @pytest.mark.parametrize("layers", [(2, 2), (3, 2)], ids=["one block", "one stack"])
 def test_merge_refuses_stacks_that_would_become_one(layers, tmp_path):
     tensors = make_model(tmp_path / "model", [INNER])
-    tensors |= {name.replace(f"{INNER}.2", "other.layers.3"): tensor + 1 for name, tensor in tensors.items()}
+    tensors |= {name.replace(f"{INNER}.2", "blocks.3"): tensor + 1 for name, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model/model.safetensors")
     for stack, layer in zip(("model.layers", INNER if layers[0] == 2 else "model.layers"), layers, strict=True):
         make_adapter(tmp_path / f"{stack}.{layer}", 10, 7, stack=stack, layers=(layer,))
