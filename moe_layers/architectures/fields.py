@@ -81,8 +81,15 @@ class ModelConfig:
         return names[0], default
 
 
-def read_config(values: dict, layer: int) -> ModelConfig:
-    """Return the configuration of the language model, which composite models keep in a nested object."""
+def read_config(values: dict, layer: int, prefix: str = "") -> ModelConfig:
+    """Return the configuration of the language model, which composite models keep in a nested object.
+
+    A block's prefix may name another part of the model, as "talker." names `talker_config`.
+    """
+    for part in prefix.split("."):
+        own = values.get(f"{part}_config")
+        if isinstance(own, dict) and own.get("model_type"):
+            values = own
     queue, found = [values], []
     while queue:
         value = queue.pop(0)

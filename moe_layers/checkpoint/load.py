@@ -113,8 +113,8 @@ def _load(
     with CheckpointFiles(directory if hub is None else hub.download_names()) as files:
         values = read_json(files.directory / CONFIG)
         block = select_block(files, layer)
-        model_config = read_config(values, block.layer)
-        config = MoEConfig.from_hf(values, block.layer)
+        model_config = read_config(values, block.layer, block.prefix)
+        config = MoEConfig.from_hf(model_config.values, block.layer)
         experts = _checked_experts(experts, config)
         _require(block.tensors(experts), files, hub)
         module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)

@@ -16,28 +16,25 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_kernels import ExpertAdapters
 
 from .files import read_json
-
-Number = TypeVar("Number", int, float)
+from .lora_config import check_plain, rank_and_scale, targets, targets_below
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ORIENTATIONS = ("0.19", "0.18")
 ADAPTER_LAYOUTS = ("peft", "vllm_3d", "per_expert")
 
-_WRAPPED = re.compile(
-    r"(?P<prefix>(?:.*\.)?layers\.(?P<layer>\d+)\..*?experts)(?P<inner>(\.base_layer)*)\.lora_[AB]\.weight$"
-)
-_ROOT = "base_model.model."
+ROOT = "base_model.model."  # of PEFT's keys
+_WRAPPED = re.compile(r"(?P<prefix>(?:.*\.)?experts)(?P<inner>(\.base_layer)*)\.lora_[AB]\.weight")
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in the order of the module
 
 
 @dataclass(frozen=True)
@@ -74,16 +71,14 @@ class PeftAdapter:
     """An adapter file.
 
     Attributes:
-        layers: adapters by layer number, gate rows first.
-        prefixes: name of the experts module in PEFT's keys, by layer number.
-        gated: the up parameter holds gate and up rows.
+        layers: adapters, gate rows first, by the full name of the experts module in PEFT's keys.
+        gated: those of these names whose up parameter holds gate and up rows.
         others: tensors that adapt other modules, by name.
         config: the values of adapter_config.json.
     """
 
-    layers: dict[int, ExpertAdapters]
-    prefixes: dict[int, str]
-    gated: bool
+    layers: dict[str, ExpertAdapters]
+    gated: frozenset[str]
     others: dict[str, Tensor]
     config: dict
     report: AdapterReport
@@ -93,18 +88,17 @@ class PeftAdapter:
 class _Pair:
     """The two tensors of one parameter."""
 
-    layer: int
     prefix: str
     parameter: str
     names: tuple[str, str]
     a: Tensor
     b: Tensor
     rank: int
-    alpha: float
+    scale: float
 
     @property
     def full_name(self) -> str:
-        return f"{self.prefix.removeprefix(_ROOT)}.{self.parameter}"
+        return f"{self.prefix.removeprefix(ROOT)}.{self.parameter}"
 
 
 def read_peft_adapter(
@@ -129,69 +123,73 @@ def read_peft_adapter(
     pairs = _pairs(tensors, config)
     found, told_by = _orientation(pairs, config, orientation)
     layers, shapes = {}, {}
-    for layer in sorted({pair.layer for pair in pairs}):
-        of_layer = [pair for pair in pairs if pair.layer == layer]
-        layers[layer] = _adapters(of_layer, found, interleaved, bool(config.get("use_rslora")))
+    for prefix, of_layer in _by_prefix(pairs).items():
+        layers[prefix] = _adapters(of_layer, found, interleaved)
         for pair in of_layer:
             a, b = _read(pair, found)
             shapes[pair.full_name] = (*a.shape[:2], b.shape[1], a.shape[2])
     used = {pair.full_name: pair.names for pair in pairs}
-    known = {name for names in used.values() for name in names}
+    known = {name for pair in pairs for name in pair.names}
     others = {name: tensor for name, tensor in tensors.items() if name not in known}
     report = AdapterReport(str(directory), found, told_by, used, tuple(others), shapes)
-    gated = any(pair.parameter == "gate_up_proj" for pair in pairs)
-    return PeftAdapter(layers, {pair.layer: pair.prefix for pair in pairs}, gated, others, config, report)
+    gated = frozenset(pair.prefix for pair in pairs if pair.parameter == "gate_up_proj")
+    return PeftAdapter(layers, gated, others, config, report)
 
 
 def _read_files(directory: Path) -> tuple[dict, dict[str, Tensor]]:
     config = read_json(directory / ADAPTER_CONFIG)
     if not (directory / ADAPTER_FILE).is_file():
         raise ValueError(f"lora: {directory} must hold {ADAPTER_FILE}, which is missing")
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise ValueError(f"lora: {directory} must hold plain LoRA, got {config.get('peft_type')} or DoRA")
+    check_plain(config)
     return config, load_file(directory / ADAPTER_FILE)
 
 
 def _pairs(tensors: dict[str, Tensor], config: dict) -> list[_Pair]:
-    depths: dict[tuple[int, str], set[int]] = {}
+    depths: dict[str, set[int]] = {}
     for name in tensors:
         if match := _WRAPPED.fullmatch(name):
-            where = int(match["layer"]), match["prefix"]
-            depths.setdefault(where, set()).add(match["inner"].count(".base_layer"))
+            depths.setdefault(match["prefix"], set()).add(match["inner"].count(".base_layer"))
     if not depths:
         raise ValueError("lora: the file must hold adapters of expert parameters, got none")
     pairs = []
-    for (layer, prefix), found in sorted(depths.items()):
-        parameters = _parameters(f"{prefix.removeprefix(_ROOT)}.", config)
+    for prefix, found in sorted(depths.items(), key=lambda item: _numbers_in_order(item[0])):
+        parameters = _parameters(prefix.removeprefix(ROOT), config)
         if found != set(range(len(parameters))):
-            raise ValueError(f"lora: {prefix} must have one wrapper for each of {parameters}, got {len(found)}")
+            raise ValueError(
+                f"lora: {prefix} must have one wrapper for each of {parameters}, which target_parameters in "
+                f"{ADAPTER_CONFIG} names, got {len(found)}"
+            )
         for depth, parameter in enumerate(_outermost_first(prefix, parameters, tensors)):
             key = f"{prefix}{'.base_layer' * depth}"
             names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
             if missing := [name for name in names if name not in tensors]:
                 raise ValueError(f"lora: {missing[0]} is missing")
-            full_name = f"{prefix.removeprefix(_ROOT)}.{parameter}"
-            rank = _of_pattern(config, "rank_pattern", full_name, config["r"])
-            alpha = _of_pattern(config, "alpha_pattern", full_name, config["lora_alpha"])
+            full_name = f"{prefix.removeprefix(ROOT)}.{parameter}"
+            rank, scale = rank_and_scale(config, full_name)
             a, b = (tensors[name] for name in names)
             if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or len(a) % rank:
                 raise ValueError(
                     f"lora: {names[0]} must be [E r, n] with r = {rank} and {names[1]} [m, r E], "
                     f"got {list(a.shape)} and {list(b.shape)}"
                 )
-            pairs.append(_Pair(layer, prefix, parameter, names, a, b, rank, alpha))
+            pairs.append(_Pair(prefix, parameter, names, a, b, rank, scale))
     return pairs
+
+
+def _numbers_in_order(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts layer 2 before layer 10."""
+    return [(len(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _by_prefix(pairs: list[_Pair]) -> dict[str, list[_Pair]]:
+    return {prefix: list(group) for prefix, group in groupby(pairs, key=lambda pair: pair.prefix)}
 
 
 def _parameters(experts: str, config: dict) -> list[str]:
     """Return the adapted parameters of experts in the order of the module: up before down."""
-    targets = [
-        t for t in config.get("target_parameters") or () if ("." + experts).endswith("." + t.rpartition(".")[0] + ".")
-    ]
-    names = {target.rpartition(".")[2] for target in targets}
-    if unknown := names - {"gate_up_proj", "up_proj", "down_proj"}:
-        raise NotImplementedError(f"lora: adapters of {sorted(unknown)} are not read, only those of expert weights")
-    return [name for name in ("gate_up_proj", "up_proj", "down_proj") if name in names]
+    if unknown := sorted(targets_below(experts, config) - {*_PARAMETERS}):
+        raise NotImplementedError(f"lora: adapters of {unknown} are not read, only those of expert weights")
+    return [name for name in _PARAMETERS if targets(f"{experts}.{name}", config)]
 
 
 def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tensor]) -> list[str]:
@@ -205,12 +203,6 @@ def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tens
     # An order and an orientation fit together at most once, because 2F is not F.
     is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
     return parameters if is_swapped else usual
-
-
-def _of_pattern(config: dict, kind: str, name: str, default: Number) -> Number:
-    """Return the first value whose pattern matches the end of a name, as PEFT does."""
-    patterns = config.get(kind) or {}
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
 def _orientation(pairs: list[_Pair], config: dict, asked: str | None) -> tuple[str, str]:
@@ -231,17 +223,22 @@ def _orientation(pairs: list[_Pair], config: dict, asked: str | None) -> tuple[s
 
 
 def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
-    """Compare F and D of a layer's gated up and down parameters. Both orientations cannot fit, since 2F is not F."""
-    sizes = {pair.parameter: (pair.a.shape[1], len(pair.b)) for pair in pairs if pair.layer == pairs[0].layer}
-    if not {"gate_up_proj", "down_proj"} <= sizes.keys():
-        return None
-    up, down = sizes["gate_up_proj"], sizes["down_proj"]
-    if (found := _fitting_orientation(up, down)) is None:
-        raise ValueError(
-            f"lora: the adapters must be of weights [E, 2F, D] and [E, D, F], got widths {up[0]}, {up[1]} of "
-            f"gate_up_proj and {down[0]}, {down[1]} of down_proj"
-        )
-    return found
+    """Compare F and D of gated up and down parameters. Both orientations cannot fit, since 2F is not F."""
+    told: dict[str, str] = {}  # a layer by orientation
+    for prefix, of_layer in _by_prefix(pairs).items():
+        sizes = {pair.parameter: (pair.a.shape[1], len(pair.b)) for pair in of_layer}
+        if not {"gate_up_proj", "down_proj"} <= sizes.keys():
+            continue
+        up, down = sizes["gate_up_proj"], sizes["down_proj"]
+        if (found := _fitting_orientation(up, down)) is None:
+            raise ValueError(
+                f"lora: the adapters of {prefix} must be of weights [E, 2F, D] and [E, D, F], got widths {up[0]}, "
+                f"{up[1]} of gate_up_proj and {down[0]}, {down[1]} of down_proj"
+            )
+        told.setdefault(found, prefix)
+    if len(told) > 1:
+        raise ValueError(f"lora: a file must have one orientation, got {' and '.join(map(': '.join, told.items()))}")
+    return next(iter(told), None)
 
 
 def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | None:
@@ -251,8 +248,8 @@ def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | No
     return "0.18" if up == (2 * down[1], down[0]) else None
 
 
-def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool, rslora: bool) -> ExpertAdapters:
-    scales = {pair.alpha / (pair.rank**0.5 if rslora else pair.rank) for pair in pairs}
+def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool) -> ExpertAdapters:
+    scales = {pair.scale for pair in pairs}
     if len(scales) > 1:
         raise NotImplementedError(f"lora: all parameters of a layer must have one scale, got {sorted(scales)}")
     factors: dict[str, Tensor] = {}
@@ -296,11 +293,12 @@ def write_adapter(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"lora: {directory} must be an empty directory or not exist")
     tensors = dict(adapter.others)
-    for layer, adapters in adapter.layers.items():
+    for prefix, adapters in adapter.layers.items():
+        gated = prefix in adapter.gated
         if layout == "per_expert":
-            tensors |= _per_expert(adapter.prefixes[layer], adapters, adapter.gated)
+            tensors |= _per_expert(prefix, adapters, gated)
         else:
-            tensors |= _peft(adapter.prefixes[layer], adapters, orientation, interleaved and adapter.gated)
+            tensors |= _peft(prefix, adapters, orientation, interleaved and gated)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_FILE, {"format": "pt"}
@@ -320,9 +318,9 @@ def _check_layout(adapter: PeftAdapter, layout: str, orientation: str) -> None:
         return
     if orientation != "0.19":
         raise ValueError(f"lora: layout {layout!r} has orientation '0.19', got {orientation!r}")
-    for layer, adapters in adapter.layers.items():
+    for prefix, adapters in adapter.layers.items():
         if adapters.up_a is None or adapters.down_a is None:
-            raise ValueError(f"lora: layout {layout!r} needs adapters of both weights, layer {layer} has one")
+            raise ValueError(f"lora: layout {layout!r} needs adapters of both weights, {prefix} has one")
 
 
 def _peft(prefix: str, adapters: ExpertAdapters, orientation: str, interleaved: bool) -> dict[str, Tensor]:
@@ -360,12 +358,11 @@ def _per_expert_config(adapter: PeftAdapter) -> dict:
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise NotImplementedError("lora: layout 'per_expert' is not written with rank_pattern or alpha_pattern")
     own = ["gate_proj", "up_proj", "down_proj"] if adapter.gated else ["up_proj", "down_proj"]
-    targets = config.get("target_modules") or []
-    modules = [targets] if isinstance(targets, str) else list(targets)
-    return {**config, "target_parameters": None, "target_modules": [*modules, *(n for n in own if n not in modules)]}
-
-
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:  # [out, in]
-    """Return weight + scale * b @ a, computed in float32 (float64 stays) and rounded once."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(dtype) + scale * (b.to(dtype) @ a.to(dtype))).to(weight.dtype)
+    modules = config.get("target_modules") or []
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    of_experts = [f"{prefix}.{name}" for prefix in adapter.layers for name in _PARAMETERS]
+    parameters = [
+        t for t in config["target_parameters"] if not any(f".{name}".endswith(f".{t}") for name in of_experts)
+    ]
+    modules += [name for name in own if name not in modules]
+    return {**config, "target_parameters": parameters or None, "target_modules": modules}

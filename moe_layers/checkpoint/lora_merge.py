@@ -1,4 +1,4 @@
-"""Adds the adapters of experts to the weights of a checkpoint, shard by shard."""
+"""Adds the adapters of experts and linear layers to the weights of a checkpoint, shard by shard."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch import Tensor
 from moe_kernels import ExpertAdapters
 
 from ..architectures import read_config
+from ..checks import first_three
 from .convert import ExpertReader, Output, copy_other_files, copy_output, only_layout
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Sizes, published_layouts
-from .lora import AdapterReport, PeftAdapter, merged_weight, read_peft_adapter
+from .lora import ROOT, AdapterReport, PeftAdapter, read_peft_adapter
+from .lora_config import check_mergeable
+from .lora_linear import LinearAdapter, linear_adapters, merged_weight
 from .quantization import float8_block
-from .stored import describe, group_names
+from .recognition import block_of_module, stack_of
+from .stored import Stored, describe, group_names
 from .survey import BlockSurvey, survey
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
 
@@ -30,18 +34,18 @@ def merge_adapter(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[list[Output]], Iterable[Output]] = iter,
 ) -> AdapterReport:
-    """Write the model in `source` to `target` with PEFT's adapter added to the experts' weights.
+    """Write the model in `source` to `target` with PEFT's adapter added to the weights of experts and linear layers.
 
     Each sum is computed in float32 and rounded once to the dtype of the weight. Names, layout and all other tensors
-    stay as they are. Memory holds the adapter, one output shard and one expert's matrix of the source.
+    stay as they are. Memory holds the adapter, one output shard and one matrix of the source.
 
     Args:
         orientation: of the adapter, as in `read_peft_adapter`.
         progress: wraps the list of tensors to be written, as tqdm does.
 
     Raises:
-        ValueError: the adapter also changes other modules, or does not fit the model's blocks; the model is quantised;
-            or `target` already holds files.
+        ValueError: the adapter holds more than experts and linear layers, or does not fit the model; the model is
+            quantised; or `target` already holds files.
         NotImplementedError: the experts' tensors also hold zero experts.
     """
     with CheckpointFiles(source) as files:
@@ -78,29 +82,77 @@ class _MergedReader(ExpertReader):
 
 def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[Output]:
     """Return all tensors of the merged checkpoint. All errors are found here, before anything is written."""
-    if loaded.others:
-        raise ValueError(f"lora: the adapter must be of experts alone, it also has {next(iter(loaded.others))}")
-    blocks = {found.block.layer: found for found in survey(files)}
-    if missing := sorted(loaded.layers.keys() - blocks.keys()):
-        raise ValueError(
-            f"lora: {files.directory} must have experts in layers {missing[:3]}, which the adapter changes"
-        )
-    changed: dict[str, Output] = {}
-    for layer, adapters in loaded.layers.items():
-        changed |= {output.name: output for output in _merged(blocks[layer], adapters)}
+    check_mergeable(loaded.config)
+    experts, stacks = _expert_outputs(survey(files), loaded.layers)
+    linear = _by_stored_name(linear_adapters(loaded), stacks)
+    if twice := sorted(linear.keys() & experts.keys()):
+        raise ValueError(f"lora: a weight must be changed by one adapter, got several of {first_three(twice)}")
     float8 = float8_block(values, read_config(values, 0))
     outputs, problems = [], []
     for name, group in sorted(group_names(files.file_of).items()):
         stored = describe(files, name, group, float8, problems)
-        if stored is not None and stored.encoding != "plain":
-            raise ValueError(
-                f"lora: the model must not be quantised, got {name} in {stored.encoding}; convert it first"
-            )
-        if stored is not None:
-            outputs.append(changed.get(name) or copy_output(stored, stored.dtype))
+        if stored is None:
+            continue
+        is_changed = name in experts or name in linear
+        if stored.encoding != "plain" or (is_changed and not stored.dtype.is_floating_point):
+            kind = stored.dtype if stored.encoding == "plain" else stored.encoding
+            raise ValueError(f"lora: the model must not be quantised, got {name} in {kind}; convert it first")
+        if name in linear:
+            outputs.append(_merged_linear(stored, linear.pop(name)))
+        else:
+            outputs.append(experts.get(name) or copy_output(stored, stored.dtype))
     if problems:
-        raise ValueError(f"checkpoint: {files.directory}:\n  " + "\n  ".join(problems))
+        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
+    if linear:
+        raise ValueError(
+            f"lora: {files.directory} must hold the weights that the adapter changes, got no {first_three(linear)}"
+        )
     return outputs
+
+
+def _expert_outputs(
+    surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
+) -> tuple[dict[str, Output], dict[str, str]]:
+    """Return the changed weights of experts by name, and the names of stacks of layers on disk by those of PEFT."""
+    blocks = {found.block.prefix: found for found in surveys}
+    outputs: dict[str, Output] = {}
+    stacks: dict[str, str] = {}
+    for key, adapters in layers.items():
+        module = key.removeprefix(ROOT)
+        prefix = block_of_module(list(blocks), module)
+        stack, stored_stack = stack_of(module), stack_of(prefix)
+        changed = {output.name: output for output in _merged(blocks[prefix], adapters)}
+        if changed.keys() & outputs.keys() or stacks.setdefault(stack, stored_stack) != stored_stack:
+            raise ValueError(
+                "lora: a block must have the adapters of one module, and a stack of layers those of one stack; "
+                f"got {key} for {prefix}, which has others"
+            )
+        outputs |= changed
+    return outputs, stacks
+
+
+def _by_stored_name(adapters: dict[str, LinearAdapter], stacks: dict[str, str]) -> dict[str, LinearAdapter]:
+    """Rename the weights of adapters as the stacks of layers that hold them."""
+    found: dict[str, LinearAdapter] = {}
+    for key, adapter in adapters.items():
+        name = key.removeprefix(ROOT)
+        stack = stack_of(name)
+        stored_name = stacks.get(stack, stack) + name.removeprefix(stack)
+        if stored_name in found:
+            raise ValueError(f"lora: {stored_name} must be changed by one adapter, got {key} and another")
+        found[stored_name] = adapter
+    return found
+
+
+def _merged_linear(stored: Stored, adapter: LinearAdapter) -> Output:
+    a, b, scale = adapter
+    if stored.shape != (len(b), a.shape[1]):
+        raise ValueError(f"lora: the adapter of {stored.name} {list(stored.shape)} is of {[len(b), a.shape[1]]}")
+
+    def make(files: CheckpointFiles) -> Tensor:
+        return merged_weight(stored.read(files, None, "cpu"), a, b, scale)
+
+    return Output(stored.name, stored.shape, stored.dtype, make)
 
 
 def _merged(found: BlockSurvey, adapters: ExpertAdapters) -> Iterator[Output]:

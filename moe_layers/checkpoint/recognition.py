@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from ..checks import first_three
 from .blocks import Block, find_blocks, matching_layouts
 from .files import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
 
-# Parts of a model whose layers are numbered separately from those of the language model or encoder.
-_BESIDE = ("mtp", "decoder", "talker", "code_predictor")
+# Names have any of these words in front of a layer's number. Others tell parts of a model that count their own layers.
+_COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
+_COMMON |= {"layers", "layer", "blocks", "block", "h"}
+_FIRST = {"thinker", "encoder"}  # the parts in which a number alone counts the layers
 
 
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
@@ -23,9 +27,8 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     if isinstance(layer, str):
         found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]
     else:
-        found = [block for block in blocks if block.layer == layer]
-        main = [block for block in found if not set(_BESIDE) & set(block.prefix.split("."))]
-        found = main or found
+        main = [block for block in blocks if _part(block.prefix) <= _FIRST]
+        found = [block for block in main or blocks if block.layer == layer]
     if len(found) == 1:
         return found[0]
     if found:
@@ -33,6 +36,41 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
         raise ValueError(f"checkpoint: layer {layer} must name one MoE block; say which by its prefix: {prefixes}")
     where = first_three(block.prefix for block in blocks) or "none"
     raise ValueError(f"checkpoint: {files.directory} has no MoE block in layer {layer!r}; its MoE blocks: {where}")
+
+
+def block_of_module(prefixes: list[str], module: str) -> str:
+    """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
+
+    transformers renames some parts of the names on disk. So the block may have another name in the same layer, else the
+    same number in a stack of layers whose name differs in common words.
+
+    Raises:
+        ValueError: there is no such block, or more than one.
+    """
+    name = module[: module.rfind(".") + 1]
+    numbered = [prefix for prefix in prefixes if _numbers(prefix) == _numbers(name)]
+    layer = [prefix for prefix in numbered if stack_of(prefix) == stack_of(name)]
+    number = [prefix for prefix in numbered if _part(prefix) == _part(name)]
+    found = [prefix for prefix in layer if prefix == name] or layer or number
+    if len(found) != 1:
+        raise ValueError(
+            f"checkpoint: {module} must have the stack of layers and the number of one MoE block, "
+            f"got a checkpoint with {first_three(found or prefixes) or 'none'}"
+        )
+    return found[0]
+
+
+def stack_of(name: str) -> str:
+    """Return the name of a stack of layers: "model.layers" for "model.layers.0.mlp."."""
+    return ".".join(takewhile(lambda part: not part.isdigit(), name.split(".")))
+
+
+def _numbers(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.isdigit()]
+
+
+def _part(name: str) -> set[str]:
+    return set(stack_of(name).split(".")) - _COMMON
 
 
 def choose_layout(

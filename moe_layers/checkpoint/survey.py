@@ -58,7 +58,7 @@ def survey(files: CheckpointFiles) -> list[BlockSurvey]:
 
 
 def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSurvey:
-    config = read_config(values, block.layer)
+    config = read_config(values, block.layer, block.prefix)
     described = _described(files, block, float8_block(values, config))
     architecture = ARCHITECTURES.get(config.model_type)
     num_zero = architecture.num_zero_experts(config) if architecture else 0

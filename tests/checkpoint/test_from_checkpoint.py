@@ -302,6 +302,41 @@ def test_layers_beside_the_model_are_told_apart(tmp_path):
     assert same_state(layer, MoEFeedForward.from_checkpoint(golden.directory, 1))
 
 
+@pytest.mark.parametrize("stack", ["mtp.layers", "mtp", "model.visual.blocks"])
+def test_a_number_means_no_layer_of_another_stack(stack, tmp_path):
+    """Layer 0 of this model has no experts, that of the other stack has."""
+
+    def add_stack(tensors):
+        for name in list(tensors):
+            if ".layers.1.mlp." in name:
+                tensors[name.replace("model.layers.1.", f"{stack}.0.")] = tensors[name] + 1
+
+    copy_case("qwen3_next", tmp_path, add_stack)
+    with pytest.raises(ValueError, match=rf"no MoE block in layer 0; its MoE blocks: {stack}\.0\.mlp\., model"):
+        MoEFeedForward.from_checkpoint(tmp_path, 0)
+    layer = MoEFeedForward.from_checkpoint(tmp_path, f"{stack}.0.mlp")
+    layer.save_checkpoint(tmp_path / "saved")
+    assert same_state(layer, MoEFeedForward.from_checkpoint(tmp_path / "saved", 0))
+
+
+def test_each_part_of_a_model_has_its_own_configuration(tmp_path):
+    def rename(tensors):
+        for name in list(tensors):
+            tensor = tensors.pop(name)
+            tensors |= {f"thinker.{name}": tensor, f"talker.{name}": tensor + 1}
+
+    golden = copy_case("qwen3_moe", tmp_path, rename)
+    texts = {part: {**golden.config, "num_experts_per_tok": top_k} for part, top_k in (("thinker", 2), ("talker", 3))}
+    config = {f"{part}_config": {"model_type": f"omni_{part}", "text_config": text} for part, text in texts.items()}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "omni", **config}))
+    for layer, prefix, top_k in [(1, "thinker", 2), ("talker.model.layers.1.mlp", "talker", 3)]:
+        loaded, report = MoEFeedForward.from_checkpoint(tmp_path, layer, return_report=True)
+        assert report.prefix == f"{prefix}.model.layers.1.mlp." and loaded.config.top_k == top_k
+        loaded.save_checkpoint(tmp_path / prefix)
+        again = MoEFeedForward.from_checkpoint(tmp_path / prefix, 1)
+        assert again.config == loaded.config and same_state(again, loaded)
+
+
 def test_parameters_are_aligned_and_contiguous():
     layer = MoEFeedForward.from_checkpoint(GOLDEN / "llama4", 1)
     assert all(parameter.is_contiguous() and parameter.data_ptr() % 16 == 0 for parameter in layer.parameters())

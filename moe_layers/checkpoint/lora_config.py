@@ -1,0 +1,65 @@
+"""The settings of PEFT's adapter_config.json that tell the meaning of an adapter's factors."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+# Settings with which the factors of PEFT's files mean something else, or are not all.
+_VARIANTS = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+# Values of init_lora_weights with which PEFT leaves the weights of the model as they are.
+_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+def check_plain(config: dict) -> None:
+    """Raise ValueError unless the adapter is LoRA, and none of its variants."""
+    variants = [name for name in _VARIANTS if config.get(name)]
+    if config.get("peft_type") != "LORA" or variants:
+        raise ValueError(f"lora: an adapter must be plain LoRA, got {config.get('peft_type')} with {variants}")
+
+
+def check_mergeable(config: dict) -> None:
+    """Raise ValueError unless the adapter is to be added to the model's weights [out, in] as they are on disk."""
+    got = {name: config[name] for name in ("fan_in_fan_out", "layer_replication") if config.get(name)}
+    if (initial := config.get("init_lora_weights")) not in _INITIAL:
+        got["init_lora_weights"] = initial
+    if got:
+        raise ValueError(
+            f"lora: merge adds adapters to unchanged weights [out, in], got {got}; PEFT's save_pretrained converts "
+            "adapters with such init_lora_weights, given path_initial_model_for_weight_conversion"
+        )
+
+
+def targets(name: str, config: dict) -> bool:
+    """Return whether target_parameters names a parameter: in full, or by the end of its name, as PEFT reads it."""
+    return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
+
+
+def targets_below(module: str, config: dict) -> set[str]:
+    """Return the parameters that target_parameters names together with their module."""
+    named = [target.rpartition(".") for target in config.get("target_parameters") or ()]
+    return {name for owner, _, name in named if owner and f".{module}".endswith(f".{owner}")}
+
+
+def rank_and_scale(config: dict, name: str) -> tuple[int, float]:
+    """Return the rank and the scale of a module's adapter, or of a parameter's."""
+    rank = _of_pattern(config, "rank_pattern", name, config["r"])
+    alpha = _of_pattern(config, "alpha_pattern", name, config["lora_alpha"])
+    return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _of_pattern(config: dict, kind: str, name: str, default: Number) -> Number:
+    """Return the first value whose pattern matches the end of a name, as PEFT does."""
+    patterns = config.get(kind) or {}
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
