@@ -7,7 +7,12 @@ from torch import Tensor
 
 from .. import reference
 from ..types import QuantizedWeight, Weight
-from .dispatch import FLOAT8, FLOAT8_CC
+from .dispatch import FLOAT8, FLOAT8_CC, is_traced
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Return whether a check may read values: on the CPU, and not while a graph is traced, where there are none."""
+    return tensor.device.type == "cpu" and not is_traced(tensor)
 
 
 def check_shapes(

@@ -10,6 +10,7 @@ from ..processes import ROOT, run_python
 # deferred and type-only imports.
 FLOORS = {
     "moe_kernels": [
+        ["errors"],
         ["runtime.triton", "specs", "types"],
         ["reference"],
         ["reference_fp8"],
@@ -39,6 +40,7 @@ FLOORS = {
 # Internal modules of `moe_kernels` that `moe_layers` may import in addition to the public names.
 INTERNAL = {
     "moe_kernels.activation.functions",
+    "moe_kernels.errors",
     "moe_kernels.specs",
     "moe_kernels.experts.chunked",
     "moe_kernels.experts.fused",

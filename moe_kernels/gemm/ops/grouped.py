@@ -82,7 +82,7 @@ def grouped_gemm(
         NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
     """
     out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
-    check_values("grouped_gemm", offsets, a.shape[0])
+    check_values("grouped_gemm", "offsets", offsets, a.shape[0])
     if out is not None:
         check_out("grouped_gemm", out, a, b, bias, row_scale, scale_a, scale_b)
     elif a.dtype == FLOAT8:
@@ -130,7 +130,7 @@ def grouped_gemm_wgrad(
         ValueError: as for `grouped_gemm`, or the operands are float8.
     """
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
-    check_values("grouped_gemm_wgrad", offsets, a.shape[0])
+    check_values("grouped_gemm_wgrad", "offsets", offsets, a.shape[0])
     if out is not None:
         check_out("grouped_gemm_wgrad", out, a, dout)
     if choose("grouped_gemm_wgrad", implementation, a) == "reference":
