@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_kernels import RouterSpec, Routing, linear_routing, routing_weights
+from moe_kernels.routing.routers import check_experts
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ..checks import check_choice, check_kind, check_positive
@@ -146,17 +147,21 @@ class TopKRouter(nn.Module):
         """Choose and weigh experts.
 
         Args:
-            topk_experts: experts to weigh instead of choosing any; None, the default, chooses.
+            topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On
+                a GPU and in compiled code, which cannot check them, ids that no expert has become -1.
             token_mask: False for padding, which an assignment leaves out. A router without an assignment ignores it.
 
         Raises:
-            ValueError: a shape, dtype or device disagrees with the signature or the parameters.
+            ValueError: a shape, dtype or device disagrees with the signature or the parameters, or an id on the CPU is
+                beyond the experts.
         """
         if topk_experts is not None:
             self._check_replayed(topk_experts, len(tokens))
+            topk_experts = torch.where(topk_experts < self.num_experts, topk_experts, -1)
         routed = call_with_autocast_rules(self._route, self._prepared(tokens), self.weight)
         if topk_experts is None and self.assignment is not None:
             routed = self.assignment(routed, self.spec, token_mask)
+            check_experts(type(self.assignment).__name__, routed.topk_experts, self.num_experts)
         elif topk_experts is None and self.training and self.noise is not None and self.noise.gumbel:
             choose = self.noise.choose
             topk_experts = choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
@@ -178,6 +183,7 @@ class TopKRouter(nn.Module):
             raise ValueError(
                 f"TopKRouter: topk_experts must be {[num_tokens, self.num_slots]}, got {list(topk_experts.shape)}"
             )
+        check_experts("TopKRouter", topk_experts, self.num_experts)
 
     def _prepared(self, tokens: Tensor) -> Tensor:  # [T, D]
         """Return the input of the linear map: with noise in training mode, and normalised if the settings say so."""
