@@ -128,6 +128,12 @@ class RouterSpec:
         is_normalized = self.normalize and norm == (1.0, 0.0, 0.0)
         return self.score == "softmax" and is_normalized and self.sparsemixer_jitter is None
 
+    @property
+    def single_weight_is_one(self) -> bool:
+        """Return whether a token's only expert has weight 1 for any logits, up to `scale`: the norm is its score."""
+        # Published epsilons and minimums, from 1e-20 to 1e-6, only avoid a division by zero.
+        return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None
+
     def check_sizes(self, owner: str, num_experts: int, top_k: int) -> None:
         """Raise ValueError unless this router can choose `top_k` of `num_experts`."""
         if not 1 <= top_k <= num_experts:

@@ -49,8 +49,8 @@ def combine(
     Accumulates in float32 and rounds once, to `rows.dtype`. Deterministic. Differentiable in `rows` and `topk_weights`.
 
     Args:
-        slot_to_row: contains each row index at most once, -1 for dropped slots. Only the CPU checks that its rows exist:
-            on a GPU the check would need a host synchronisation.
+        slot_to_row: contains each row index at most once, -1 for dropped slots. Row indices are checked on
+            the CPU alone, because on a GPU a check would need a host synchronisation.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -41,6 +42,9 @@ class TopKRouter(nn.Module):
         batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
         init_std: standard deviation of the weight at initialisation.
         implementation: "triton", "reference", or None to choose by device.
+
+    Warns:
+        RuntimeWarning: `top_k` is 1 and `router` normalises the weights: each weight is 1 and has no gradient.
 
     Raises:
         ValueError: a size is not positive, `router` cannot choose `top_k` of `num_experts`, or `router` does not
@@ -82,6 +86,13 @@ class TopKRouter(nn.Module):
         if noise is not None:
             check_kind("TopKRouter", "noise", noise, RouterNoise)
             noise.check("TopKRouter", spec, self.assignment is not None)
+        if num_experts > 1 and self.num_slots == 1 and spec.single_weight_is_one:
+            warnings.warn(
+                "TopKRouter: with top_k=1 a normalised weight is 1 for any logits, so that only auxiliary losses train "
+                "the router. To train it, pass router=RouterSpec.softmax(normalize=False), as in Switch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.batch_invariant = batch_invariant
         self.init_std = init_std
         self.implementation = implementation
