@@ -1,7 +1,9 @@
 """Multiply packed groups of rows by one shared matrix, check the products, and time them against a dense product.
 
-python examples/jagged_gemm.py                       # on a GPU; without one, a small matrix in the interpreter
-python examples/jagged_gemm.py --rows 5 0 70 --columns 24
+    python examples/jagged_gemm.py
+    python examples/jagged_gemm.py --rows 5 0 70 --columns 24
+
+Without a GPU the kernels run in Triton's interpreter, on smaller matrices.
 """
 
 from __future__ import annotations

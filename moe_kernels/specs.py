@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from .errors import first_three
+
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2_sum")
 SELECTION_BIASES = (None, "score", "logit")
@@ -237,6 +239,7 @@ ACTIVATION_KINDS = {
     "gelu_tanh": ActivationKind(gated=False),
     "silu": ActivationKind(gated=False),
 }
+KNOWN_ACTIVATIONS = f"{first_three(map(repr, ACTIVATION_KINDS))} (all: help(moe_kernels.Activation))"
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,7 @@ class Activation:
 
     def __post_init__(self):
         if self.name not in ACTIVATION_KINDS:
-            raise ValueError(f"activation must be one of {sorted(ACTIVATION_KINDS)}, got {self.name!r}")
+            raise ValueError(f"activation must be one of {KNOWN_ACTIVATIONS}, got {self.name!r}")
         kind = ACTIVATION_KINDS[self.name]
         for number in ("limit", "alpha"):
             value, published = getattr(self, number), getattr(kind, number)
@@ -309,5 +312,5 @@ def as_activation(op: str, activation: str | Activation) -> Activation:
     if isinstance(activation, Activation):
         return activation
     if activation not in ACTIVATION_KINDS:
-        raise ValueError(f"{op}: activation must be one of {sorted(ACTIVATION_KINDS)}, got {activation!r}")
+        raise ValueError(f"{op}: activation must be one of {KNOWN_ACTIVATIONS}, got {activation!r}")
     return Activation(activation)

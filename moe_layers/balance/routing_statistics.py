@@ -29,7 +29,7 @@ class RoutingStatistics(NamedTuple):
     num_padding_tokens: int
     tokens_per_expert: Tensor  # [E] int64
     dropped_per_expert: Tensor  # [E] int64: slots beyond the expert's capacity
-    dead_experts: tuple[int, ...]  # experts that got no token
+    dead_experts: tuple[int, ...]  # experts that got no token; none before the first token
     entropy: float  # of the softmax over all experts: mean over tokens, in nats; ln E is the maximum
     margin: float  # from the last chosen expert to the best other one: mean over tokens
     smallest_margin: float  # 0 is a tie; negative, apart from rounding, only for a replayed choice
@@ -127,7 +127,7 @@ class RoutingObserver:
             num_padding_tokens=num_all - num_tokens,
             tokens_per_expert=tokens,
             dropped_per_expert=chosen - tokens,
-            dead_experts=tuple((tokens == 0).nonzero().flatten().tolist()),
+            dead_experts=tuple((tokens == 0).nonzero().flatten().tolist()) if num_tokens else (),
             entropy=entropy / max(num_tokens, 1),
             margin=margin / max(num_tokens, 1),
             smallest_margin=smallest.item(),

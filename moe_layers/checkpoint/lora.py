@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe_kernels import ExpertAdapters
 
+from ..checks import first_three
 from .files import read_json
 
 Number = TypeVar("Number", int, float)
@@ -190,7 +191,9 @@ def _parameters(experts: str, config: dict) -> list[str]:
     ]
     names = {target.rpartition(".")[2] for target in targets}
     if unknown := names - {"gate_up_proj", "up_proj", "down_proj"}:
-        raise NotImplementedError(f"lora: adapters of {sorted(unknown)} are not read, only those of expert weights")
+        raise NotImplementedError(
+            f"lora: adapters of {first_three(sorted(unknown))} are not read, only those of expert weights"
+        )
     return [name for name in ("gate_up_proj", "up_proj", "down_proj") if name in names]
 
 
@@ -254,7 +257,9 @@ def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | No
 def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool, rslora: bool) -> ExpertAdapters:
     scales = {pair.alpha / (pair.rank**0.5 if rslora else pair.rank) for pair in pairs}
     if len(scales) > 1:
-        raise NotImplementedError(f"lora: all parameters of a layer must have one scale, got {sorted(scales)}")
+        raise NotImplementedError(
+            f"lora: all parameters of a layer must have one scale, got {first_three(sorted(scales))}"
+        )
     factors: dict[str, Tensor] = {}
     for pair in pairs:
         a, b = _read(pair, orientation)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_kernels import ExpertAdapters
 
 from ..architectures import read_config
+from ..checks import first_three
 from .convert import ExpertReader, Output, copy_other_files, copy_output, only_layout
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Sizes, published_layouts
@@ -83,7 +84,7 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
     blocks = {found.block.layer: found for found in survey(files)}
     if missing := sorted(loaded.layers.keys() - blocks.keys()):
         raise ValueError(
-            f"lora: {files.directory} must have experts in layers {missing[:3]}, which the adapter changes"
+            f"lora: {files.directory} must have experts in layers {first_three(missing)}, which the adapter changes"
         )
     changed: dict[str, Output] = {}
     for layer, adapters in loaded.layers.items():

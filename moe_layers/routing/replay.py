@@ -126,7 +126,8 @@ class RoutingReplay:
                     stack.enter_context(router.captures(adder(name)))
             yield
         if not captured:
-            raise ValueError(f"RoutingReplay.capture: some router of the model must run, got none of {list(routers)}")
+            names = first_three(map(repr, routers))
+            raise ValueError(f"RoutingReplay.capture: some router of the model must run, got none of [{names}]")
 
     @contextmanager
     def replay(self, model: nn.Module) -> Iterator[None]:
@@ -144,7 +145,7 @@ class RoutingReplay:
         if missing or unexpected:
             raise ValueError(
                 f"RoutingReplay.replay: the record must hold the model's routers, "
-                f"got none of {missing} and unexpected {unexpected}"
+                f"got none of [{first_three(map(repr, missing))}] and unexpected [{first_three(map(repr, unexpected))}]"
             )
         replays = [_Replay(name, router, self.choices[name]) for name, router in routers.items()]
         _prepare(replays)
