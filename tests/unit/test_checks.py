@@ -35,9 +35,9 @@ def counted():
 def test_errors_show_three_items():
     assert (first_three([]), first_three("abc"), first_three(range(9), " ")) == ("", "a, b, c", "0 1 2 and 6 more")
     tensors = {name: torch.zeros(2, device=("cpu", "meta")[name > "b"]) for name in "abcdefg"}
-    with pytest.raises(ValueError, match="on one device, got a cpu, c meta, d meta, and 3 more$"):
+    with pytest.raises(ValueError, match=r"on one device, got a cpu, c meta, d meta, and 3 more$"):
         check_same_device("op", **tensors)
-    with pytest.raises(ValueError, match="dtype, got a torch.float32, b torch.float16$"):
+    with pytest.raises(ValueError, match=r"dtype, got a torch.float32, b torch.float16$"):
         check_same_dtype("op", a=torch.zeros(2), b=torch.zeros(2).half(), c=torch.zeros(2))
 
 
