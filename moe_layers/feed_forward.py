@@ -305,6 +305,9 @@ class MoEFeedForward(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerRouting]:  # [..., D]
         """Send each token through its experts.
 
+        Shapes: x [..., D], token_mask [...] bool, sequence_lengths [N] int32 or int64, topk_experts [T, K] int32,
+        router_input [..., D]; result [..., D].
+
         Args:
             return_routing: return (y, LayerRouting). Gradients flow through its weights and logits.
             token_mask: False for padding. Routed experts do not compute padding, and counts and losses leave it out.

@@ -27,6 +27,8 @@ def permute(
 
     Differentiable: the gradient of a token is the sum over its rows. The gradient of padding rows is ignored.
 
+    Shapes: tokens [T, D]; result [R, D].
+
     Raises:
         ValueError: a shape disagrees with the signature.
     """
@@ -47,6 +49,8 @@ def combine(
     """Sum each token's K expert outputs times their routing weights. Dropped slots and padding rows add nothing.
 
     Accumulates in float32 and rounds once, to `rows.dtype`. Deterministic. Differentiable in `rows` and `topk_weights`.
+
+    Shapes: rows [R, D], topk_weights [T, K] float32, slot_to_row [T, K] int32; result [T, D].
 
     Args:
         slot_to_row: contains each row index at most once, -1 for dropped slots. Row indices are checked on

@@ -39,6 +39,8 @@ def topk_routing(
     ties. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN.
     Deterministic. Differentiable in `logits`. The result's logits are the scored ones: capped if the spec has a cap.
 
+    Shapes: logits [T, E], selection_bias [E].
+
     Args:
         spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings applied before the logits
             (input_norm_epsilon, logit_bias) or after the weights (per_expert_scale, weight_on_input) have no effect.
@@ -80,6 +82,8 @@ def linear_routing(
     recomputes the logits if backward needs them, so no [T, E] tensor is kept. The gradient of the logits is float32,
     and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
     `logit_bias`, through weights and logits.
+
+    Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E].
 
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
@@ -128,6 +132,8 @@ def routing_weights(
 
     An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Plain PyTorch on every
     device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a softmax.
+
+    Shapes: logits [T, E], topk_experts [T, K] int32; result [T, K] float32.
 
     Args:
         logits: those of a `Routing`, that is, as scored.

@@ -69,6 +69,8 @@ class RoutingReplay:
         Tokens beyond the end of an array, such as the last one of a sequence, which the engine never runs, and padding
         have -1: a transformers model keeps its own choice for them. A batch in several forwards takes a record each.
 
+        Shapes: attention_mask [B, S].
+
         Args:
             rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. Layers
                 are those with experts, or all layers of the model, of which those without experts are ignored.

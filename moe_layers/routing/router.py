@@ -157,6 +157,8 @@ class TopKRouter(nn.Module):
     ) -> Routing | Slots:
         """Choose and weigh experts.
 
+        Shapes: tokens [T, D], topk_experts [T, K] int32, token_mask [T] bool.
+
         Args:
             topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On
                 a GPU and in compiled code, which cannot check them, ids that no expert has become -1.
@@ -222,7 +224,10 @@ class TopKRouter(nn.Module):
         self,
         choices_per_expert: Tensor,  # [E]
     ) -> None:
-        """Add to `expert_counts`, except in a recomputation."""
+        """Add to `expert_counts`, except in a recomputation.
+
+        Shapes: choices_per_expert [E].
+        """
         if self.expert_counts.is_meta and not choices_per_expert.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=choices_per_expert.device)
         self.take_counts_to(choices_per_expert.device)

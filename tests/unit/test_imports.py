@@ -21,7 +21,8 @@ FLOORS = {
         ["permutation"],
         ["routing", "experts"],
         ["tools"],
-        ["__main__", "__init__"],
+        ["__init__"],
+        ["__main__"],
     ],
     "moe_layers": [
         ["checks"],
@@ -34,6 +35,7 @@ FLOORS = {
         ["feed_forward"],
         ["whole_models"],
         ["__init__"],
+        ["__main__"],
     ],
 }
 

@@ -60,6 +60,9 @@ def grouped_gemm(
     order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for its
     GEMMs.
 
+    Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
+    128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F]; result as out.
+
     Args:
         offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
             non-decreasing sequence within [0, R].
@@ -121,6 +124,8 @@ def grouped_gemm_wgrad(
 
     Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
     Differentiable in `a` and `dout`.
+
+    Shapes: a [R, K], dout [R, N], offsets [G] int32, out [G, K, N]; result [G, K, N].
 
     Args:
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.

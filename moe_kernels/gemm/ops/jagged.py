@@ -40,6 +40,8 @@ def pack_groups(
 ) -> PackedGroups:
     """Pack groups of rows for `jagged_gemm`, by a copy and an asynchronous upload. Differentiable in each group.
 
+    Shapes: a_list [M, K] each.
+
     Raises:
         ValueError: the list is empty, or groups disagree in columns, dtype or device.
         NotImplementedError: a CUDA graph is being captured.
@@ -69,6 +71,8 @@ def jagged_gemm(
     `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past the last offset are zeros in the result;
     neither the result nor a gradient reads them. The gradient of `b` sums parts of the rows in a fixed order and has
     `b`'s storage order. Deterministic, without host synchronisation.
+
+    Shapes: a_packed [R, K], b [K, N], group_offsets [G + 1] int32 or int64; result [R, N].
 
     Args:
         group_offsets: 0, then the exclusive END row of each group: one number more than the offsets of `grouped_gemm`.
