@@ -77,8 +77,8 @@ class QuantizedWeight(NamedTuple):
     | nf4 | out * in * E / 2 bytes of any shape | one per block of 64, any shape: float32, or nested uint8 |
     | int8 | [E, out, in] int8 | the largest size of each row, E * out float32 |
 
-    Shapes: shape [E, out, in], codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales] float32, nested_offset []
-    float32.
+    Shapes: shape [E, out, in], codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales]
+    float32, nested_offset [] float32.
     """
 
     values: Tensor

@@ -94,7 +94,7 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
     if not found.layouts:
         raise ValueError(f"{where} is not known, or tensors do not fit it:\n  " + first_three(found.wrong, "\n  "))
     if len(found.layouts) > 1:
-        raise ValueError(f"{where} is ambiguous, it may be {first_three(layout.name for layout in found.layouts)}")
+        raise ValueError(f"{where} is ambiguous, it may be {' or '.join(layout.name for layout in found.layouts)}")
     kinds = {(stored.encoding, stored.dtype) for name, stored in found.experts.items() if "bias" not in name}
     if len(kinds) > 1:
         kinds = first_three(sorted(f"{encoding} {dtype}" for encoding, dtype in kinds))

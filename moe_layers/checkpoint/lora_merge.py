@@ -84,7 +84,7 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
     blocks = {found.block.layer: found for found in survey(files)}
     if missing := sorted(loaded.layers.keys() - blocks.keys()):
         raise ValueError(
-            f"lora: {files.directory} must have experts in layers {first_three(missing)}, which the adapter changes"
+            f"lora: {files.directory} must have experts in layers [{first_three(missing)}], which the adapter changes"
         )
     changed: dict[str, Output] = {}
     for layer, adapters in loaded.layers.items():

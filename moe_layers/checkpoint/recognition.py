@@ -66,7 +66,7 @@ def choose_layout(
         return layout
     held = first_three(f"{block.prefix}{name} {shape}" for name, shape in sorted(shapes.items()))
     raise ValueError(
-        f"checkpoint: the layout of {held} is ambiguous, it may be {first_three(layout.name for layout in fitting)}"
+        f"checkpoint: the layout of {held} is ambiguous, it may be {' or '.join(layout.name for layout in fitting)}"
     )
 
 

@@ -68,7 +68,7 @@ class AllGatherDispatcher(RankDispatcher):
         message = "ExpertParallel: to gather tokens, all ranks must have equally many tokens and slots, "
         message += "and equally many bytes per token"
         if sizes.device.type == "cpu":
-            message += f", got [T, K, bytes] of {first_three(sizes.tolist())}; the alltoall dispatcher takes any T"
+            message += f", got [T, K, bytes] of [{first_three(sizes.tolist())}]; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
         if bounds is not None:
             self._check_bounds(numbers[:, num_sizes:], bounds)
