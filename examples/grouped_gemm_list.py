@@ -1,7 +1,9 @@
 """Multiply pairs of matrices of different sizes in one launch, check the products, and time them against a loop.
 
-python examples/grouped_gemm_list.py                 # on a GPU; without one, small sizes in Triton's interpreter
-python examples/grouped_gemm_list.py --sizes 64 48
+    python examples/grouped_gemm_list.py
+    python examples/grouped_gemm_list.py --sizes 64 48
+
+Without a GPU the kernels run in Triton's interpreter, on smaller matrices.
 """
 
 from __future__ import annotations

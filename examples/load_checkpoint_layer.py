@@ -1,8 +1,10 @@
 """Load the MoE layer of a published model from its sharded safetensors files, and prove that it was loaded completely.
 
-python examples/load_checkpoint_layer.py                       # writes a small sharded checkpoint and loads from it
-python examples/load_checkpoint_layer.py PATH/TO/Qwen3-30B-A3B --layer 12
-python examples/load_checkpoint_layer.py PATH --layer 12 --experts 0 16    # the share of the first of eight ranks
+    python examples/load_checkpoint_layer.py
+    python examples/load_checkpoint_layer.py PATH/TO/Qwen3-30B-A3B --layer 12
+    python examples/load_checkpoint_layer.py PATH --layer 12 --experts 0 16    # the share of the first of eight ranks
+
+Without a path it writes a small sharded checkpoint and loads from it.
 """
 
 import argparse

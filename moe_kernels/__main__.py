@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from . import __version__
 from .tools import explain, tables
 
 
@@ -20,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="moe_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"moe-layers {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     explain.add_command(commands)
     tables.add_commands(commands)

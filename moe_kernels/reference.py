@@ -98,10 +98,10 @@ def _weights_of_choice(
 
 def routing_weights(
     logits: Tensor,  # [T, E]
-    topk_experts: Tensor,  # [T, K] int32; -1 means no expert
+    topk_experts: Tensor,  # [T, K] int32; an id outside [0, E) means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
-    experts = topk_experts.long()
+    experts = torch.where(topk_experts < logits.shape[1], topk_experts, -1).long()
     if not spec.is_softmax_of_chosen:
         return _weights_of_choice(logits, experts, spec)
     # Equal to _weights_of_choice, except that it stays defined where the chosen experts' probabilities underflow.

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from .errors import first_three
+
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2_sum")
 SELECTION_BIASES = (None, "score", "logit")
@@ -128,6 +130,12 @@ class RouterSpec:
         is_normalized = self.normalize and norm == (1.0, 0.0, 0.0)
         return self.score == "softmax" and is_normalized and self.sparsemixer_jitter is None
 
+    @property
+    def single_weight_is_one(self) -> bool:
+        """Return whether a token's only expert has weight 1 for any logits, up to `scale`: the norm is its score."""
+        # Published epsilons and minimums, from 1e-20 to 1e-6, only avoid a division by zero.
+        return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None
+
     def check_sizes(self, owner: str, num_experts: int, top_k: int) -> None:
         """Raise ValueError unless this router can choose `top_k` of `num_experts`."""
         if not 1 <= top_k <= num_experts:
@@ -231,6 +239,7 @@ ACTIVATION_KINDS = {
     "gelu_tanh": ActivationKind(gated=False),
     "silu": ActivationKind(gated=False),
 }
+KNOWN_ACTIVATIONS = f"{first_three(map(repr, ACTIVATION_KINDS))} (all: help(moe_kernels.Activation))"
 
 
 @dataclass(frozen=True)
@@ -268,7 +277,7 @@ class Activation:
 
     def __post_init__(self):
         if self.name not in ACTIVATION_KINDS:
-            raise ValueError(f"activation must be one of {sorted(ACTIVATION_KINDS)}, got {self.name!r}")
+            raise ValueError(f"activation must be one of {KNOWN_ACTIVATIONS}, got {self.name!r}")
         kind = ACTIVATION_KINDS[self.name]
         for number in ("limit", "alpha"):
             value, published = getattr(self, number), getattr(kind, number)
@@ -303,5 +312,5 @@ def as_activation(op: str, activation: str | Activation) -> Activation:
     if isinstance(activation, Activation):
         return activation
     if activation not in ACTIVATION_KINDS:
-        raise ValueError(f"{op}: activation must be one of {sorted(ACTIVATION_KINDS)}, got {activation!r}")
+        raise ValueError(f"{op}: activation must be one of {KNOWN_ACTIVATIONS}, got {activation!r}")
     return Activation(activation)

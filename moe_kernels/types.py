@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """A router's decision for each token."""
+    """A router's decision for each token.
+
+    Shapes: topk_experts [T, K] int32, topk_weights [T, K] float32, logits [T, E].
+    """
 
     topk_experts: Tensor  # [T, K] int32, distinct, by falling logit; the lower id first on ties
     topk_weights: Tensor  # [T, K] float32
@@ -32,7 +35,10 @@ class TileTable(NamedTuple):
 
 
 class Permutation(NamedTuple):
-    """The position of each slot when rows are sorted by expert."""
+    """The position of each slot when rows are sorted by expert.
+
+    Shapes: offsets [E] int32, slot_to_row [T, K] int32, row_to_token [R] int32.
+    """
 
     offsets: Tensor  # [E] int32: exclusive END row of each expert
     slot_to_row: Tensor  # [T, K] int32; -1 for a dropped slot
@@ -70,6 +76,9 @@ class QuantizedWeight(NamedTuple):
     | mxfp4 | [E, out, in / 2] or [E, out, in / 32, 16] uint8 | [E, out, in / 32] uint8 or float8_e8m0fnu |
     | nf4 | out * in * E / 2 bytes of any shape | one per block of 64, any shape: float32, or nested uint8 |
     | int8 | [E, out, in] int8 | the largest size of each row, E * out float32 |
+
+    Shapes: shape [E, out, in], codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales]
+    float32, nested_offset [] float32.
     """
 
     values: Tensor
@@ -154,6 +163,8 @@ class ExpertAdapters(NamedTuple):
 
     Ranks r of the two pairs are independent. A pair is given as a whole or not at all. The first axis of `up_a` and
     `down_b` may have length 1: all experts share it.
+
+    Shapes: up_a [E or 1, r, D], up_b [E, 2F or F, r], down_a [E, r, F], down_b [E or 1, D, r].
 
     Source: https://arxiv.org/abs/2106.09685.
     """

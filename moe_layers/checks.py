@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
-
-def first_three(items: Iterable[str], separator: str = ", ") -> str:
-    """Join at most three items, then say how many more there are. For errors, which would else list thousands."""
-    items = list(items)
-    return separator.join([*items[:3], *([f"and {len(items) - 3} more"] if len(items) > 3 else [])])
+from moe_kernels.errors import first_three as first_three
 
 
 def check_positive(owner: str, **sizes: int) -> None:

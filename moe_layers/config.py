@@ -10,10 +10,11 @@ from typing import Any
 from moe_kernels import Activation, RouterSpec
 from moe_kernels.activation.functions import ACTIVATIONS
 from moe_kernels.experts.fused import PRECISIONS, RECOMPUTE, check_fp8_sizes
+from moe_kernels.specs import KNOWN_ACTIVATIONS
 
 from .architectures import find_architecture, read_config
 from .balance.balancing import BalanceLosses
-from .checks import check_choice, check_kind, check_positive
+from .checks import check_choice, check_kind, check_positive, first_three
 from .routing.capacity import CapacityFactor
 
 
@@ -196,9 +197,9 @@ class MoEConfig:
         check_kind("MoEConfig", "values", values, Mapping)
         known = [f.name for f in fields(cls)]
         if unknown := sorted(map(str, set(values) - set(known))):
-            raise ValueError(f"MoEConfig: fields must be among {', '.join(known)}, got {', '.join(unknown[:3])}")
+            raise ValueError(f"MoEConfig: fields must be among {first_three(known)}, got {first_three(unknown)}")
         if missing := [name for name in known[:4] if name not in values]:
-            raise ValueError(f"MoEConfig: the four sizes must be given, got no {', '.join(missing)}")
+            raise ValueError(f"MoEConfig: the four sizes must be given, got no {first_three(missing)}")
         return cls(**{name: _parsed(name, value) for name, value in values.items()})
 
     @classmethod
@@ -286,7 +287,8 @@ class MoEConfig:
 
 def _as_activation(name: str, value: str | Activation) -> Activation:
     if not isinstance(value, Activation):
-        check_choice("MoEConfig", name, value, tuple(ACTIVATIONS))
+        if value not in tuple(ACTIVATIONS):
+            raise ValueError(f"MoEConfig: {name} must be one of {KNOWN_ACTIVATIONS}, got {value!r}")
         return Activation(value)
     if value.interleaved:  # checkpoints and adapters of a layer hold gates first
         raise ValueError(f"MoEConfig: {name} must have its gates first, got {value}")

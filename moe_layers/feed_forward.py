@@ -305,6 +305,9 @@ class MoEFeedForward(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerRouting]:  # [..., D]
         """Send each token through its experts.
 
+        Shapes: x [..., D], token_mask [...] bool, sequence_lengths [N] int32 or int64, topk_experts [T, K] int32,
+        router_input [..., D]; result [..., D].
+
         Args:
             return_routing: return (y, LayerRouting). Gradients flow through its weights and logits.
             token_mask: False for padding. Routed experts do not compute padding, and counts and losses leave it out.
@@ -313,12 +316,14 @@ class MoEFeedForward(nn.Module):
                 Default: the last axis but one holds sequences, if there is an axis before it.
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
             topk_experts: choice of experts that replaces the router's, see `RoutingReplay`. It has the width of the
-                routing that this layer returns; -1 means no expert. The router computes its weights.
+                routing that this layer returns; -1 means no expert. The router computes its weights. Ids beyond the
+                experts raise ValueError on a CPU; on a GPU, where they cannot be read, they mean no expert, too.
             router_input: what the router reads, with `MoEConfig.separate_router_input`.
 
         Raises:
             ValueError: x is a DTensor or does not end in d_model, its dtype or device differs from the parameters', the
-                mask, choice or router's input has another shape or dtype, or a loss lacks its sequence lengths.
+                mask, choice or router's input has another shape or dtype, the choice has an id on the CPU that no
+                expert has, or a loss lacks its sequence lengths.
         """
         if self.batch_invariant:
             self._check_invariance()  # parts may have been replaced

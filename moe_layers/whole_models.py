@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor, nn
 
 from .balance.routing_statistics import RoutingObserver
@@ -44,20 +46,26 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
 
     Each is a scalar on the device, the sum of the layer's losses weighted by `balance_losses`, without the factor of
     `set_aux_loss_scale`. Backward already adds its gradient, so the values carry none. Layers without such a loss are
-    left out. To differentiate a loss by hand, build the layer without `balance_losses` and apply a loss function to
-    the routing that `return_routing=True` returns.
+    left out, so a model that only a selection bias balances has none. To differentiate a loss by hand, build the layer
+    without `balance_losses` and apply a loss function to the routing that `return_routing=True` returns.
 
     Raises:
-        ValueError: no layer has had a forward with an auxiliary loss.
+        ValueError: no layer has had a forward with an auxiliary loss, and no selection bias balances the model instead.
     """
     layers = _layers(model)
     losses = {name: layer.aux_loss for name, layer in layers.items() if layer.aux_loss is not None}
-    if not losses:
+    if not losses and not _is_balanced_by_bias(layers.values()):
         raise ValueError(
             f"aux_losses: a layer must have balance_losses and a forward with gradients, got {len(layers)} layers "
             "without; `observe` collects statistics of any layer"
         )
     return losses
+
+
+def _is_balanced_by_bias(layers: Collection[MoEFeedForward | AttachedRouter]) -> bool:
+    routers = (layer.router if isinstance(layer, MoEFeedForward) else layer for layer in layers)
+    has_bias = any(router.selection_bias is not None for router in routers)
+    return has_bias and not any(layer.balance_losses.any for layer in layers)
 
 
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:

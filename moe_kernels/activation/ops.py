@@ -35,6 +35,8 @@ def apply_activation(
 
     "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` lists the others.
 
+    Shapes: preactivation [R, 2F] or [R, F]; result [R, F].
+
     Raises:
         ValueError: an unknown activation, or a gated one of an odd number of columns.
     """

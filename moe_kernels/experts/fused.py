@@ -57,6 +57,9 @@ def fused_experts(
     while they load them. The decoded values are the same, and sums are rounded in another order. Sizes alone decide.
     With `batch_invariant` and in the reference weights are always dequantised.
 
+    Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
+    [E, F], b_down [E, D]; result [T, D].
+
     Args:
         w_up: a tensor, or a `QuantizedWeight` if `w_down` is one of the same format.
         permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.

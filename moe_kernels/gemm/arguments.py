@@ -206,6 +206,10 @@ class GroupedGemmArguments(Arguments):
 
     With an epilogue, `preactivation` is this without the bias. `out` is the activation of the stored values plus the
     bias, because sums that are rounded first cross the limits of clamps more often. N is 2F if gated, else F.
+
+    Shapes: A [R, K] or [T, K], B [G, K, N], out [R, N] or [R, F], offsets [G] int32, row_to_token [R] int32,
+    preactivation [R, N], bias [G, N], row_scale [R] float32, scale_a [R] float32 or [T], scale_b [G, N] float32,
+    extra_a [R, r], extra_b [G, r, N].
     """
 
     operand_names = ("A", "B", "out")
@@ -312,7 +316,11 @@ class GroupedGemmArguments(Arguments):
 @with_launch_key
 @dataclass(eq=False)
 class WgradArguments(Arguments):
-    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros."""
+    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros.
+
+    Shapes: A [R, K] or [T, K], dout [R, N] or [T, N], out [G, K, N], offsets [G] int32, a_row_to_token [R] int32,
+    dout_row_to_token [R] int32.
+    """
 
     tensors = ("A", "dout", "out", "offsets", "a_row_to_token", "dout_row_to_token")
     operand_names = ("A", "dout", "out")
@@ -361,7 +369,10 @@ class WgradArguments(Arguments):
 
 @dataclass(eq=False)
 class GemmArguments(Arguments):
-    """out = epilogue(A @ B), dense, or for each of a batch of L matrices."""
+    """out = epilogue(A @ B), dense, or for each of a batch of L matrices.
+
+    Shapes: A [M, K] or [L, M, K], B [K, N] or [L, K, N], out [M, N] or [L, M, N].
+    """
 
     tensors = ("A", "B", "out")
     operand_names = ("A", "B", "out")

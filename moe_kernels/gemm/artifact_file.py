@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..errors import first_three
 from ..runtime.artifact import current_architecture, load_compiled
 from ..runtime.launch import CompiledArtifact
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
@@ -104,7 +105,8 @@ def read_container(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]
     end = 16 + int.from_bytes(content[8:16], "little")
     header = json.loads(content[16:end])
     if header.keys() != _FIELDS:
-        raise _error(f"expected the fields {sorted(_FIELDS)} in the header, got {sorted(header)}")
+        expected, got = (first_three(map(repr, sorted(names))) for names in (_FIELDS, header))
+        raise _error(f"expected the fields [{expected}] in the header, got [{got}]")
     return header, content[end:]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..runtime.checks import check_dtype, check_same_device, check_shapes
+from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
 from ..runtime.memory import alignment
@@ -26,6 +26,8 @@ def permute(
     """Copy each slot's token to its row. Padding rows (rows without a slot) are zeros.
 
     Differentiable: the gradient of a token is the sum over its rows. The gradient of padding rows is ignored.
+
+    Shapes: tokens [T, D]; result [R, D].
 
     Raises:
         ValueError: a shape disagrees with the signature.
@@ -48,13 +50,15 @@ def combine(
 
     Accumulates in float32 and rounds once, to `rows.dtype`. Deterministic. Differentiable in `rows` and `topk_weights`.
 
+    Shapes: rows [R, D], topk_weights [T, K] float32, slot_to_row [T, K] int32; result [T, D].
+
     Args:
-        slot_to_row: contains each row index at most once, -1 for dropped slots. Not checked: reading it would wait for
-            the GPU.
+        slot_to_row: contains each row index at most once, -1 for dropped slots. Row indices are checked on
+            the CPU alone, because on a GPU a check would need a host synchronisation.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature.
+        ValueError: a shape, dtype or device disagrees with the signature, or an index on the CPU is R or more.
     """
     operands = {"rows": (rows, "R D"), "slot_to_row": (slot_to_row, "T K")}
     if topk_weights is not None:
@@ -63,6 +67,8 @@ def combine(
     check_shapes("combine", **operands)
     check_dtype("combine", "slot_to_row", slot_to_row, torch.int32)
     check_same_device("combine", **{name: tensor for name, (tensor, _) in operands.items()})
+    if can_be_read(slot_to_row) and (slot_to_row >= len(rows)).any():
+        raise ValueError(f"combine: slot_to_row must be below R={len(rows)}, got {int(slot_to_row.max())}")
     if choose("combine", implementation, rows) == "reference":
         return reference.combine(rows, topk_weights, slot_to_row)
     return _combine_op(rows, None if topk_weights is None else topk_weights.float(), slot_to_row)

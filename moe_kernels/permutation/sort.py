@@ -44,6 +44,8 @@ def sort_by_expert(
     A slot whose id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. It leaves a padding row behind the
     last expert's rows; padding rows never affect results. Not differentiable. Deterministic.
 
+    Shapes: topk_experts [T, K] int32.
+
     Args:
         block_rows: the tile height of the permutation's tile table.
         max_rows: upper bound of the number of rows, for inputs with mostly dropped slots. Tensors of rows then have

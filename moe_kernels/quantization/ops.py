@@ -26,6 +26,8 @@ def dequantize(
 
     The same bits on every device and by both implementations. Not differentiable.
 
+    Shapes: result [E, out, in].
+
     Args:
         dtype: float32, float16 or bfloat16; the reference computes any.
         implementation: "triton", "reference", or None to choose by device.

@@ -43,6 +43,8 @@ def quantize(
     Computes in float32, in plain PyTorch. Equal to transformers for fp8 and to bitsandbytes for nf4 and int8, but for
     values that lie halfway between two codes. Not differentiable.
 
+    Shapes: weight [E, out, in].
+
     Args:
         format: "fp8", "mxfp4", "nf4", "nf4_nested", "int8", or one of them with other blocks.
 

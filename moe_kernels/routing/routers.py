@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..gemm.batch_invariance import token_by_token
-from ..runtime.checks import check_dtype, check_same_device, check_shapes
+from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose, once_per_form, without_autocast
 from ..specs import RouterSpec
 from ..types import Routing
@@ -40,6 +40,8 @@ def topk_routing(
     The experts of a token are distinct and ordered by falling score, selection bias included; the lower id is first on
     ties. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN.
     Deterministic. Differentiable in `logits`. The result's logits are the scored ones: capped if the spec has a cap.
+
+    Shapes: logits [T, E], selection_bias [E].
 
     Args:
         spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings applied before the logits
@@ -82,6 +84,8 @@ def linear_routing(
     recomputes the logits if backward needs them, so no [T, E] tensor is kept. The gradient of the logits is float32,
     and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
     `logit_bias`, through weights and logits.
+
+    Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E].
 
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
@@ -139,7 +143,7 @@ def linear_router(
 
 def routing_weights(
     logits: Tensor,  # [T, E]
-    topk_experts: Tensor,  # [T, K] int32; -1 for none
+    topk_experts: Tensor,  # [T, K] int32; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K] float32
     """Return the weights of a router for any choice of experts; for the router's own choice, as `topk_routing`.
@@ -147,19 +151,32 @@ def routing_weights(
     An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Plain PyTorch on every
     device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a softmax.
 
+    Shapes: logits [T, E], topk_experts [T, K] int32; result [T, K] float32.
+
     Args:
         logits: those of a `Routing`, that is, as scored.
-        topk_experts: ids in [0, E), or -1. Not checked: reading them would wait for the GPU.
+        topk_experts: ids in [0, E), or -1. Checked on the CPU. On a GPU a check would need a host synchronisation, so
+            a slot whose id no expert has counts as empty.
 
     Raises:
-        ValueError: wrong shape or dtype, or `spec` cannot choose as many experts.
+        ValueError: wrong shape or dtype, `spec` cannot choose as many experts, or an id on the CPU is E or more.
     """
     sizes = check_shapes("routing_weights", logits=(logits, "T E"), topk_experts=(topk_experts, "T K"))
     check_dtype("routing_weights", "logits", logits, torch.float32, torch.float64)
     check_dtype("routing_weights", "topk_experts", topk_experts, torch.int32)
     check_same_device("routing_weights", logits=logits, topk_experts=topk_experts)
     spec.check_sizes("routing_weights", sizes["E"], sizes["K"])
+    check_experts("routing_weights", topk_experts, sizes["E"])
     return reference.routing_weights(logits, topk_experts, spec)
+
+
+def check_experts(op: str, topk_experts: Tensor, num_experts: int) -> None:
+    """Raise ValueError if an id on the CPU is `num_experts` or more. Negative ids mean no expert."""
+    if can_be_read(topk_experts) and (topk_experts >= num_experts).any():
+        raise ValueError(
+            f"{op}: topk_experts must be below the {num_experts} experts, or -1 for no expert, "
+            f"got {int(topk_experts.max())}"
+        )
 
 
 def selection_keys(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..errors import first_three
 from ..types import QuantizedWeight, Weight
-from .dispatch import FLOAT8, FLOAT8_CC
+from .dispatch import FLOAT8, FLOAT8_CC, is_traced
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Return whether a check may read values: on the CPU, and not while a graph is traced, where there are none."""
+    return tensor.device.type == "cpu" and not is_traced(tensor)
 
 
 def check_shapes(
@@ -45,16 +53,20 @@ def check_same_device(op: str, **tensors: Weight) -> None:
     """Raise ValueError unless all tensors are on one device."""
     device = next(iter(tensors.values())).device
     if any([tensor.device != device for tensor in tensors.values()]):
-        devices = {name: str(tensor.device) for name, tensor in tensors.items()}
-        raise ValueError(f"{op}: all tensors must be on one device, got {devices}")
+        raise ValueError(f"{op}: all tensors must be on one device, got {_differing('device', tensors)}")
 
 
 def check_same_dtype(op: str, **tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have one floating-point dtype."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        raise ValueError(f"{op}: operands must have one floating-point dtype, got {dtypes}")
+        raise ValueError(f"{op}: operands must have one floating-point dtype, got {_differing('dtype', tensors)}")
+
+
+def _differing(attribute: str, tensors: Mapping[str, Weight]) -> str:
+    """Describe the first tensor and those that differ from it."""
+    first, *others = ((name, getattr(tensor, attribute)) for name, tensor in tensors.items())
+    return first_three(f"{name} {value}" for name, value in (first, *(x for x in others if x[1] != first[1])))
 
 
 def check_dtype(op: str, name: str, tensor: Tensor, *allowed: torch.dtype) -> None:

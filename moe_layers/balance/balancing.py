@@ -83,6 +83,8 @@ class BalanceLosses:
     ) -> Tensor:  # scalar
         """Return the sum of the losses, weighted by their coefficients.
 
+        Shapes: accumulated_counts [E], global_counts [E]; result scalar.
+
         Args:
             global_counts: result of `global_expert_counts`. The default None computes it.
         """
@@ -113,6 +115,8 @@ def global_expert_counts(
     """Return each expert's number of slots in a global batch: this call's plus `accumulated_counts`, over `group`.
 
     Communicates E integers and no gradient. Needs no host synchronisation.
+
+    Shapes: accumulated_counts [E] integers; result [E] int64.
 
     Args:
         group: the ranks that share the batch; None for a single rank.

@@ -44,6 +44,8 @@ def load_balancing_loss(
     loss is 1 at perfect balance, for every top_k. It does not change with permutations of experts or tokens, nor with
     padding. It depends on how a batch is split into calls, because f and P are means over one call.
 
+    Shapes: result scalar.
+
     Source: equations 4 to 6 of https://arxiv.org/abs/2101.03961, with top_k slots per token.
 
     Args:
@@ -69,6 +71,8 @@ def global_load_balancing_loss(
     add up to the loss of the whole, however it is split. Without `num_tokens`, their mean equals the whole if the parts
     have equally many tokens. The loss is 1 at perfect balance. Permutations of experts or tokens, and padding, do not
     change it.
+
+    Shapes: expert_counts [E] integers; result scalar.
 
     Source: https://arxiv.org/abs/2501.11873.
 
@@ -102,6 +106,8 @@ def sequence_load_balancing_loss(
     The loss is 1 if every sequence is perfectly balanced. It does not change with permutations of experts, of sequences
     or of tokens within a sequence, nor with padding. Given `num_tokens`, calls that cut no sequence add up to the
     whole. Tokens after the last sequence count as padding.
+
+    Shapes: result scalar.
 
     Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 (there score="sigmoid"). Equation 18 is the count.
 
@@ -140,6 +146,8 @@ def importance_loss(
     all weights. It depends on how a batch is split into calls, because the variation is that of one call. Slots beyond
     a capacity count.
 
+    Shapes: result scalar.
+
     Source: equations 6 and 7 of https://arxiv.org/abs/1701.06538.
     """
     gates = spread_slots(routing.choices, routing.topk_weights, routing.logits.shape[1])
@@ -161,6 +169,8 @@ def router_z_loss(
 
     Permutations of experts or tokens, and padding, do not change the loss. Given `num_tokens`, calls add up to the
     whole; otherwise a mean over calls with equally many tokens equals the whole.
+
+    Shapes: result scalar.
 
     Source: equation 5 of https://arxiv.org/abs/2202.08906.
     """

@@ -22,24 +22,41 @@ TILE_ROWS = 128  # tile height of a permutation's tile table
 
 
 class RoutingStatistics(NamedTuple):
-    """Statistics of all forwards since the last reset. Padding counts only in `num_padding_tokens`."""
+    """Statistics of all forwards since the last reset. Padding counts only in `num_padding_tokens`.
+
+    Attributes:
+        num_calls: forwards.
+        num_tokens: tokens without padding.
+        num_padding_tokens: tokens of padding.
+        tokens_per_expert: [E] int64, the tokens that each expert got.
+        dropped_per_expert: [E] int64, the slots beyond each expert's capacity.
+        dead_experts: experts that got no token; none before the first token.
+        entropy: of the softmax over all experts: mean over tokens, in nats; ln E is the maximum.
+        margin: from the last chosen expert to the best other one: mean over tokens.
+        smallest_margin: 0 is a tie; negative, apart from rounding, only for a replayed choice.
+        max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
+        max_call_violation: the same per call, averaged over calls.
+        wasted_rows: padding rows of each expert's last tile, with tiles of 128 rows.
+        aux_loss: weighted sum of the auxiliary losses: mean over the forwards with gradients; 0 without any.
+    """
 
     num_calls: int
     num_tokens: int
     num_padding_tokens: int
-    tokens_per_expert: Tensor  # [E] int64
-    dropped_per_expert: Tensor  # [E] int64: slots beyond the expert's capacity
-    dead_experts: tuple[int, ...]  # experts that got no token
-    entropy: float  # of the softmax over all experts: mean over tokens, in nats; ln E is the maximum
-    margin: float  # from the last chosen expert to the best other one: mean over tokens
-    smallest_margin: float  # 0 is a tie; negative, apart from rounding, only for a replayed choice
-    max_violation: float  # relative excess of the most chosen expert over the mean; 0 is perfect balance
-    max_call_violation: float  # the same per call, averaged over calls
-    wasted_rows: int  # padding rows of each expert's last tile, with tiles of 128 rows
-    aux_loss: float  # weighted sum of the auxiliary losses: mean over the forwards with gradients; 0 without any
+    tokens_per_expert: Tensor
+    dropped_per_expert: Tensor
+    dead_experts: tuple[int, ...]
+    entropy: float
+    margin: float
+    smallest_margin: float
+    max_violation: float
+    max_call_violation: float
+    wasted_rows: int
+    aux_loss: float
 
     @property
     def num_dropped(self) -> int:
+        """Return the number of slots beyond capacities."""
         return int(self.dropped_per_expert.sum())
 
 
@@ -81,6 +98,9 @@ class RoutingObserver:
         aux_loss: Tensor | None = None,  # scalar
     ) -> None:
         """Add one forward. The layer calls this method.
+
+        Shapes: logits [T, E], choices [T, K] integers, kept [T, K] integers, token_mask [T] bool, keys [T, E], aux_loss
+        scalar.
 
         Args:
             kept: the choices within capacities. Default None: all.
@@ -127,7 +147,7 @@ class RoutingObserver:
             num_padding_tokens=num_all - num_tokens,
             tokens_per_expert=tokens,
             dropped_per_expert=chosen - tokens,
-            dead_experts=tuple((tokens == 0).nonzero().flatten().tolist()),
+            dead_experts=tuple((tokens == 0).nonzero().flatten().tolist()) if num_tokens else (),
             entropy=entropy / max(num_tokens, 1),
             margin=margin / max(num_tokens, 1),
             smallest_margin=smallest.item(),

@@ -97,7 +97,7 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
         raise ValueError(f"{where} is ambiguous, it may be {' or '.join(layout.name for layout in found.layouts)}")
     kinds = {(stored.encoding, stored.dtype) for name, stored in found.experts.items() if "bias" not in name}
     if len(kinds) > 1:
-        kinds = ", ".join(sorted(f"{encoding} {dtype}" for encoding, dtype in kinds))
+        kinds = first_three(sorted(f"{encoding} {dtype}" for encoding, dtype in kinds))
         raise ValueError(f"checkpoint: the experts below {found.block.prefix} must have one dtype, got {kinds}")
     return next(zip(found.layouts, found.sizes, strict=True))
 

@@ -109,7 +109,7 @@ class CheckpointFiles:
             entry = file.get_slice(name)
             dtype = entry.get_dtype()
             if dtype not in DTYPES:
-                raise ValueError(f"checkpoint: the dtype of {name} must be one of {tuple(DTYPES)}, got {dtype}")
+                raise ValueError(f"checkpoint: the dtype of {name} must be one of {first_three(DTYPES)}, got {dtype}")
             return TensorInfo(tuple(entry.get_shape()), DTYPES[dtype])
 
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:

@@ -69,7 +69,7 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
             )
     if len(scale_dtypes) > 1:
         raise ValueError(
-            f"from_checkpoint: scales must have one dtype to be kept, got {sorted(map(str, scale_dtypes))}"
+            f"from_checkpoint: scales must have one dtype to be kept, got {first_three(sorted(map(str, scale_dtypes)))}"
         )
     return format, scale_dtypes.pop()
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_kernels import ExpertAdapters
 
+from ..checks import first_three
 from .files import read_json
 from .lora_config import check_plain, rank_and_scale, targets, targets_below
 
@@ -188,7 +189,9 @@ def _by_prefix(pairs: list[_Pair]) -> dict[str, list[_Pair]]:
 def _parameters(experts: str, config: dict) -> list[str]:
     """Return the adapted parameters of experts in the order of the module: up before down."""
     if unknown := sorted(targets_below(experts, config) - {*_PARAMETERS}):
-        raise NotImplementedError(f"lora: adapters of {unknown} are not read, only those of expert weights")
+        raise NotImplementedError(
+            f"lora: adapters of {first_three(unknown)} are not read, only those of expert weights"
+        )
     return [name for name in _PARAMETERS if targets(f"{experts}.{name}", config)]
 
 
@@ -251,7 +254,9 @@ def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | No
 def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool) -> ExpertAdapters:
     scales = {pair.scale for pair in pairs}
     if len(scales) > 1:
-        raise NotImplementedError(f"lora: all parameters of a layer must have one scale, got {sorted(scales)}")
+        raise NotImplementedError(
+            f"lora: all parameters of a layer must have one scale, got {first_three(sorted(scales))}"
+        )
     factors: dict[str, Tensor] = {}
     for pair in pairs:
         a, b = _read(pair, orientation)

@@ -155,7 +155,7 @@ class Planner:
     def _plan_other(self, plan: Plan, parameter: str, shape: tuple[int, ...]) -> None:
         names = [name for name in OTHER_NAMES[parameter] if name in self.unused]
         if len(names) > 1:
-            self.problems.append(f"ambiguous: {', '.join(map(self._full, names))} may each be {parameter}")
+            self.problems.append(f"ambiguous: {first_three(map(self._full, names))} may each be {parameter}")
         elif names:
             self._fill(plan, names[0], parameter, shape, None, None)
         else:

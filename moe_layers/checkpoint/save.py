@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import OWN_MODEL_TYPE, RECORD
-from ..checks import is_dtensor
+from ..checks import first_three, is_dtensor
 from ..config import MoEConfig
 from ..experts.quantized import QuantizedExperts, stored
 from .blocks import OTHER_NAMES, check_names
@@ -54,8 +54,8 @@ def save_layer(
     if kept is not None:
         check_writable(target, kept.format, _sizes(config))
     if module.experts.lora is not None:
-        names = sorted(module.experts.lora)
-        raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters {names}")
+        names = first_three(map(repr, sorted(module.experts.lora)))
+        raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters [{names}]")
     prefix = source.prefix if source is not None else "model.layers.0.mlp."
     check_names(prefix, target)
     state = module.state_dict()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moe_kernels import ExpertAdapters
 
-from ..checks import check_kind, check_positive, is_dtensor
+from ..checks import check_kind, check_positive, first_three, is_dtensor
 from .quantized import stored
 
 TARGETS = ("up", "down")
@@ -264,5 +264,6 @@ def known_names(op: str, experts: Any, names: str | Sequence[str]) -> list[str]:
     names = [names] if isinstance(names, str) else list(names)
     known = list(experts.lora or {})
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{op}: names must be of adapters of the layer, {known}, got {unknown}")
+        known, unknown = (first_three(map(repr, names)) for names in (known, unknown))
+        raise ValueError(f"{op}: names must be of adapters of the layer, [{known}], got [{unknown}]")
     return names

@@ -13,6 +13,7 @@ from moe_kernels import ExpertAdapters
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.quantization.quantize import quantize
 
+from ..checks import first_three
 from .lora import (
     TARGETS,
     ExpertLoRA,
@@ -90,7 +91,9 @@ def _names_to_merge(experts: Any, names: str | Sequence[str] | None) -> list[str
         names = [name for name, adapter in (experts.lora or {}).items() if adapter.is_active]
     names = known_names("merge_lora", experts, names)
     if not names:
-        raise ValueError(f"merge_lora: there must be an adapter to merge, got {sorted(experts.lora or {})}")
+        raise ValueError(
+            f"merge_lora: there must be an adapter to merge, got [{first_three(map(repr, sorted(experts.lora or {})))}]"
+        )
     return names
 
 

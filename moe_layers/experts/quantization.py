@@ -1,8 +1,11 @@
 """Quantisation of the experts of whole models, in place, and back.
 
-quantize_experts_(model, "mxfp4")
-for layer in model.moe_layers:
-    layer.add_lora(LoRA(16, 16))
+    quantize_experts_(model, "mxfp4")
+    for layer in model.modules():
+        if isinstance(layer, MoEFeedForward):
+            layer.add_lora(LoRA(16, 16))
+
+Quantised weights are frozen; adapters train.
 """
 
 from __future__ import annotations
@@ -76,5 +79,8 @@ def dequantize_experts_(module: nn.Module) -> None:
 def _experts_of(op: str, module: nn.Module) -> list[GroupedExperts]:
     found = [part for part in module.modules() if isinstance(part, GroupedExperts)]
     if not found:
-        raise ValueError(f"{op}: the module must hold GroupedExperts, got {type(module).__name__} without")
+        raise ValueError(
+            f"{op}: the module must hold GroupedExperts, got {type(module).__name__} without; quantise a transformers "
+            "model in transformers or bitsandbytes and then call `enable`, which reads the stored weights"
+        )
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_kernels import Permutation, sort_by_expert
 
+from ..checks import first_three
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
 from ..routing.capacity import Slots
@@ -67,7 +68,7 @@ class AllGatherDispatcher(RankDispatcher):
         message = "ExpertParallel: to gather tokens, all ranks must have equally many tokens and slots, "
         message += "and equally many bytes per token"
         if sizes.device.type == "cpu":
-            message += f", got [T, K, bytes] of {sizes.tolist()}; the alltoall dispatcher takes any T"
+            message += f", got [T, K, bytes] of [{first_three(sizes.tolist())}]; the alltoall dispatcher takes any T"
         check_on_device((sizes == sizes[0]).all(), message)
         if bounds is not None:
             self._check_bounds(numbers[:, num_sizes:], bounds)

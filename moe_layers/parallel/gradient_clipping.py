@@ -33,6 +33,8 @@ def clip_grad_norm_(
     Returns:
         the norm before clipping.
 
+    Shapes: result scalar.
+
     Raises:
         ValueError: a gradient is an unreduced sum (`Partial`), or `norm_type` is not positive. PyTorch also accepts 0,
             the number of tensors with a nonzero gradient.

@@ -41,7 +41,10 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Decide from the logits of `routed`, whose own choice has `top_k` experts. No host synchronisation."""
+        """Decide from the logits of `routed`, whose own choice has `top_k` experts. No host synchronisation.
+
+        Ids lie in [0, E), or are -1. Only ids on the CPU are checked.
+        """
 
     @abstractmethod
     def num_slots(self, num_experts: int, top_k: int) -> int | None:

@@ -20,6 +20,8 @@ class TokenExpertPairs(NamedTuple):
     """Any number of experts per token, including none, in any order. A repeated pair counts repeatedly.
 
     Pairs whose token or expert does not exist are ignored.
+
+    Shapes: tokens [P] int32 or int64, experts [P] int32, weights [P] float32 or float64.
     """
 
     tokens: Tensor  # [P] int32 or int64

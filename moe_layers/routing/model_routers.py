@@ -31,6 +31,7 @@ class AttachedRouter(Protocol):
     num_zero_experts: int
     block: nn.Module  # that holds the router and its experts
     observer: Any
+    balance_losses: Any  # BalanceLosses, from a folder above
     aux_loss: Tensor | None
     aux_loss_scale: Tensor | None
     expert_counts: Tensor

@@ -44,7 +44,10 @@ class RouterNoise:
         self,
         tokens: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        """Return the tokens with jitter, in their dtype. The factors are float32 or longer."""
+        """Return the tokens with jitter, in their dtype. The factors are float32 or longer.
+
+        Shapes: tokens [T, D]; result [T, D].
+        """
         if not self.input_jitter:
             return tokens
         dtype = torch.promote_types(tokens.dtype, torch.float32)
@@ -59,7 +62,10 @@ class RouterNoise:
         selection_bias: Tensor | None,  # [E]
         implementation: str | None,
     ) -> Tensor:  # [T, K] int32
-        """Return the router's choice for the noisy logits."""
+        """Return the router's choice for the noisy logits.
+
+        Shapes: logits [T, E], selection_bias [E]; result [T, K] int32.
+        """
         # The negated logarithm of an exponential number is a Gumbel number.
         noise = -torch.empty_like(logits).exponential_().log()
         noisy = logits.detach() + self.gumbel * noise

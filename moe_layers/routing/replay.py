@@ -69,6 +69,8 @@ class RoutingReplay:
         Tokens beyond the end of an array, such as the last one of a sequence, which the engine never runs, and padding
         have -1: a transformers model keeps its own choice for them. A batch in several forwards takes a record each.
 
+        Shapes: attention_mask [B, S].
+
         Args:
             rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. Layers
                 are those with experts, or all layers of the model, of which those without experts are ignored.
@@ -126,7 +128,8 @@ class RoutingReplay:
                     stack.enter_context(router.captures(adder(name)))
             yield
         if not captured:
-            raise ValueError(f"RoutingReplay.capture: some router of the model must run, got none of {list(routers)}")
+            names = first_three(map(repr, routers))
+            raise ValueError(f"RoutingReplay.capture: some router of the model must run, got none of [{names}]")
 
     @contextmanager
     def replay(self, model: nn.Module) -> Iterator[None]:
@@ -144,7 +147,7 @@ class RoutingReplay:
         if missing or unexpected:
             raise ValueError(
                 f"RoutingReplay.replay: the record must hold the model's routers, "
-                f"got none of {missing} and unexpected {unexpected}"
+                f"got none of [{first_three(map(repr, missing))}] and unexpected [{first_three(map(repr, unexpected))}]"
             )
         replays = [_Replay(name, router, self.choices[name]) for name, router in routers.items()]
         _prepare(replays)

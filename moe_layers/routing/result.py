@@ -20,24 +20,35 @@ class LayerRouting(NamedTuple):
     """The router's decision in one forward of a layer; T counts the tokens over all leading axes.
 
     The router chooses an expert; the expert gets the tokens that chose it, up to its capacity. Padding chooses none.
+
+    Attributes:
+        topk_experts: [T, K] int32; -1 for a slot beyond an expert's capacity or of a padding token.
+        topk_weights: [T, K] float32.
+        logits: [T, E] float32, as scored: capped if the router has a cap.
+        tokens_per_expert: [E] int32, the tokens that the experts got. E includes the zero experts.
+        chosen_experts: [T, K] int32, `topk_experts` before the capacity; None without one.
+        chosen_per_expert: [E] int32, `tokens_per_expert` before the capacity; None without one.
+        token_mask: [T] bool, False for padding; None for no padding.
+        sequence_lengths: [N] integers, or one length for all.
     """
 
-    topk_experts: Tensor  # [T, K] int32; -1 for a slot beyond an expert's capacity or of a padding token
-    topk_weights: Tensor  # [T, K] float32
-    logits: Tensor  # [T, E] float32
-    tokens_per_expert: Tensor  # [E] int32: tokens that the experts got; E includes the zero experts
-    chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before capacity; None without one
-    chosen_per_expert: Tensor | None = None  # [E] int32: `tokens_per_expert` before capacity; None likewise
-    token_mask: Tensor | None = None  # [T] bool: False for padding; None for no padding
-    sequence_lengths: Tensor | int | None = None  # [N] integers, or one length for all
+    topk_experts: Tensor
+    topk_weights: Tensor
+    logits: Tensor
+    tokens_per_expert: Tensor
+    chosen_experts: Tensor | None = None
+    chosen_per_expert: Tensor | None = None
+    token_mask: Tensor | None = None
+    sequence_lengths: Tensor | int | None = None
 
     @property
     def choices(self) -> Tensor:  # [T, K] int32
-        """Return the router's choice before capacities."""
+        """Return the router's choice before capacities, [T, K] int32."""
         return self.topk_experts if self.chosen_experts is None else self.chosen_experts
 
     @property
     def choices_per_expert(self) -> Tensor:  # [E] int32
+        """Return each expert's number of slots before capacities, [E] int32."""
         return self.tokens_per_expert if self.chosen_per_expert is None else self.chosen_per_expert
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from moe_kernels import RouterSpec, Routing, linear_routing, routing_weights
 from moe_kernels.routing.linear_op import LinearRouter
-from moe_kernels.routing.routers import linear_router
+from moe_kernels.routing.routers import check_experts, linear_router
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ..checks import check_choice, check_kind, check_positive
@@ -42,6 +43,9 @@ class TopKRouter(nn.Module):
         batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
         init_std: standard deviation of the weight at initialisation.
         implementation: "triton", "reference", or None to choose by device.
+
+    Warns:
+        RuntimeWarning: `top_k` is 1 and `router` normalises the weights: each weight is 1 and has no gradient.
 
     Raises:
         ValueError: a size is not positive, `router` cannot choose `top_k` of `num_experts`, or `router` does not
@@ -83,6 +87,13 @@ class TopKRouter(nn.Module):
         if noise is not None:
             check_kind("TopKRouter", "noise", noise, RouterNoise)
             noise.check("TopKRouter", spec, self.assignment is not None)
+        if num_experts > 1 and self.num_slots == 1 and spec.single_weight_is_one:
+            warnings.warn(
+                "TopKRouter: with top_k=1 a normalised weight is 1 for any logits, so that only auxiliary losses train "
+                "the router. To train it, pass router=RouterSpec.softmax(normalize=False), as in Switch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.batch_invariant = batch_invariant
         self.init_std = init_std
         self.implementation = implementation
@@ -146,18 +157,24 @@ class TopKRouter(nn.Module):
     ) -> Routing | Slots:
         """Choose and weigh experts.
 
+        Shapes: tokens [T, D], topk_experts [T, K] int32, token_mask [T] bool.
+
         Args:
-            topk_experts: experts to weigh instead of choosing any; None, the default, chooses.
+            topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On
+                a GPU and in compiled code, which cannot check them, ids that no expert has become -1.
             token_mask: False for padding, which an assignment leaves out. A router without an assignment ignores it.
 
         Raises:
-            ValueError: a shape, dtype or device disagrees with the signature or the parameters.
+            ValueError: a shape, dtype or device disagrees with the signature or the parameters, or an id on the CPU is
+                beyond the experts.
         """
         if topk_experts is not None:
             self._check_replayed(topk_experts, len(tokens))
+            topk_experts = torch.where(topk_experts < self.num_experts, topk_experts, -1)
         routed = call_with_autocast_rules(self._route, self._prepared(tokens), self.weight)
         if topk_experts is None and self.assignment is not None:
             routed = self.assignment(routed, self.spec, token_mask)
+            check_experts(type(self.assignment).__name__, routed.topk_experts, self.num_experts)
         elif topk_experts is None and self.training and self.noise is not None and self.noise.gumbel:
             choose = self.noise.choose
             topk_experts = choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
@@ -179,6 +196,7 @@ class TopKRouter(nn.Module):
             raise ValueError(
                 f"TopKRouter: topk_experts must be {[num_tokens, self.num_slots]}, got {list(topk_experts.shape)}"
             )
+        check_experts("TopKRouter", topk_experts, self.num_experts)
 
     def _prepared(self, tokens: Tensor) -> Tensor:  # [T, D]
         """Return the input of the linear map: with noise in training mode, and normalised if the settings say so."""
@@ -206,7 +224,10 @@ class TopKRouter(nn.Module):
         self,
         choices_per_expert: Tensor,  # [E]
     ) -> None:
-        """Add to `expert_counts`, except in a recomputation."""
+        """Add to `expert_counts`, except in a recomputation.
+
+        Shapes: choices_per_expert [E].
+        """
         if self.expert_counts.is_meta and not choices_per_expert.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=choices_per_expert.device)
         self.take_counts_to(choices_per_expert.device)

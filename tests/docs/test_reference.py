@@ -1,8 +1,13 @@
 """The README's size, the API reference, and tables that are taken from results files."""
 
+import inspect
+import itertools
 import json
+import pkgutil
 import re
 from pathlib import Path
+
+import pytest
 
 import moe_kernels
 import moe_layers
@@ -13,11 +18,15 @@ from benchmarks.shapes import UNSEEN
 from moe_kernels import WarpSpecializedDesign, get_kernels
 from moe_kernels.gemm.selection import decide_copies
 from moe_kernels.tools.tune import copies_name
+from moe_layers import LayerRouting
 from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE
+from moe_layers.balance.routing_statistics import RoutingStatistics
+from moe_layers.integrations.transformers import EnableReport
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
+API = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 
 
@@ -30,11 +39,55 @@ def test_readme_is_short():
 
 
 def test_api_reference_holds_every_public_name():
-    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
-    documented = re.findall(r"^::: (moe_\w+)\.(\w+)$", pages, re.MULTILINE)
+    documented = re.findall(r"^::: (moe_\w+)\.(\w+)$", API, re.MULTILINE)
     for package in (moe_kernels, moe_layers):
         names = [name for owner, name in documented if owner == package.__name__]
         assert sorted(names) == sorted(package.__all__)
+
+
+# A shape comment of the source: what the docstring repeats of it.
+DTYPE = r"(?: (?:float|int)\w+(?: or \w+)?| bool| integers)?"
+SHAPE = re.compile(rf"(as out|scalar|\[[^]]*\](?: each)?(?: or \[[^]]*\])*{DTYPE})")
+
+
+def documented_shapes(lines):
+    """Yield "name shape" of every parameter or field whose line has a shape comment, and "result shape"."""
+    for line in lines:
+        if comment := re.search(r"^\s*(?:(\w+): .*|.*\).* -> .*:)  # (.*)$", line):
+            name, text = comment[1] or "result", comment[2]
+            if shape := SHAPE.match(text):
+                others = re.findall(r"(?:;|, or) (\[[^]]*\])", text[shape.end() :])
+                yield f"{name} {' or '.join([shape[1], *others])}"
+        if re.search(r"^\s*(?:def .*)?\).*:(?:  #.*)?$", line):
+            return
+
+
+def members(entity):
+    """Return a function, or a class with its public functions."""
+    own = [value for name, value in vars(entity).items() if name[0] != "_"] if inspect.isclass(entity) else []
+    own = (inspect.unwrap(getattr(value, "__func__", value)) for value in (entity, *own))
+    return [
+        each
+        for each in own
+        if each is entity or (inspect.isfunction(each) and Path(each.__code__.co_filename).exists())
+    ]
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", API, re.MULTILINE))
+def test_help_shows_shapes(name):
+    """Docstrings repeat the shape comments of the source. Importing the Trainer of transformers takes seconds."""
+    for entity in members(pkgutil.resolve_name(name)):
+        lines = inspect.getsource(entity).splitlines()
+        if inspect.isclass(entity):
+            lines = itertools.takewhile(lambda line: not re.match(r"    (def|@)", line), lines)
+        shown = " ".join((inspect.getdoc(entity) or "").split())
+        assert not [text for text in documented_shapes(lines) if text not in shown], entity.__qualname__
+
+
+@pytest.mark.parametrize("kind", [LayerRouting, RoutingStatistics, EnableReport])
+def test_help_describes_every_field(kind):
+    fields = getattr(kind, "_fields", None) or kind.__dataclass_fields__
+    assert all(f"{name}: " in kind.__doc__ for name in fields)
 
 
 def test_navigation_holds_every_page():

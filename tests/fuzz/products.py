@@ -68,7 +68,6 @@ class GemmList(Case):
 @dataclass(frozen=True)
 class JaggedGemm(Case):
     sizes: tuple[int, ...]  # rows of each group
-    head: int  # rows before the first group, which hold NaN
     tail: int  # rows after the last group, which hold NaN
     size_k: int
     size_n: int
@@ -85,15 +84,15 @@ class JaggedGemm(Case):
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
-        num_rows = self.head + sum(self.sizes) + self.tail
+        num_rows = sum(self.sizes) + self.tail
         a = lay_out(self.poisoned(random.values(num_rows, self.size_k, most=random.most)), self.layouts[0])
         b = random.values(self.size_k, self.size_n, layout=self.layouts[1], dtype=getattr(torch, self.dtype_b))
-        offsets = ends((self.head, *self.sizes), device)
+        offsets = ends((0, *self.sizes), device)
         return a, b, offsets.long() if self.long_offsets else offsets
 
     def is_outside(self, rows: Tensor) -> Tensor:  # [R, 1]
         row = torch.arange(len(rows), device=rows.device)
-        return ((row < self.head) | (row >= self.head + sum(self.sizes)))[:, None]
+        return (row >= sum(self.sizes))[:, None]
 
     def poisoned(self, rows: Tensor) -> Tensor:
         return torch.where(self.is_outside(rows), torch.nan, rows)

@@ -106,7 +106,7 @@ ONE_OF_EACH = {
         **PLAIN, problems=((9, 8, 7), (0, 3, 2), (6, 11, 5)), wide=False, layouts=("rows", "columns", "gaps", "padded")
     ),
     "jagged_gemm": JaggedGemm(
-        **GROUPS, **PLAIN, head=1, dtype_b="float16", long_offsets=True, layouts=("rows", "columns", "gaps")
+        **GROUPS, **PLAIN, dtype_b="float16", long_offsets=True, layouts=("rows", "columns", "gaps")
     ),
     "batched_gemm": BatchedGemm(
         **PLAIN, batch=2, shared="a", size_m=7, size_k=8, size_n=9, wide=False, layouts=("rows", "columns", "gaps")

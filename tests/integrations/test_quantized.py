@@ -9,6 +9,7 @@ from torch import nn
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.types import WeightFormat
+from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
 from moe_layers.integrations.transformers import enable
 
 from .models import build, draw_tokens, step
@@ -138,3 +139,12 @@ def test_adapters_of_peft_over_stored_weights(order):
     assert actual[2].keys() == expected[2].keys() and len(actual[2]) == 8
     for name, gradient in expected[2].items():
         torch.testing.assert_close(actual[2][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+def test_an_enabled_model_is_not_quantised_by_us():
+    model = build("qwen3_moe")
+    enable(model, implementation="reference")
+    cure = "got Qwen3MoeForCausalLM without; quantise a transformers model in .* and then call `enable`"
+    for change in (lambda model: quantize_experts_(model, "fp8"), dequantize_experts_):
+        with pytest.raises(ValueError, match=cure):
+            change(model)

@@ -148,6 +148,17 @@ def test_no_warning_where_nothing_is_scaled(device, monkeypatch):
     float16_step(layer, x)
 
 
+def test_a_model_balanced_by_bias_has_no_aux_losses(device):
+    layer = make_layer(device, router=RouterSpec.deepseek_v3())
+    layer(make_x(device))
+    assert aux_losses(layer) == {}
+    layer.balance_losses = BalanceLosses(sequence=0.1)
+    with pytest.raises(ValueError, match="a layer must have balance_losses and a forward with gradients, got 1 layers"):
+        aux_losses(layer)
+    layer(make_x(device))
+    assert aux_losses(layer).keys() == {""}
+
+
 def test_aux_losses_are_those_of_the_last_forward(device):
     model = torch.nn.Sequential(
         make_layer(device, balance_losses=ALL), torch.nn.Identity(), make_layer(device), make_layer(device)

@@ -216,7 +216,10 @@ def test_every_preset_is_tested():
         *(({name: 0}, f"{name} must be a positive integer, got 0") for name in SIZES),
         ({"top_k": True}, "top_k must be a positive integer, got True"),
         ({"top_k": 7}, "top_k must be in [1, num_experts=6], got 7"),
-        ({"activation": "swish"}, "activation must be one of"),
+        (
+            {"activation": "swish"},
+            "activation must be one of 'swiglu', 'geglu', 'geglu_tanh', and 11 more (all",
+        ),
         ({"activation": None}, "activation must be one of"),
         ({"shared_d_ff": 5, "shared_activation": ["relu"]}, "shared_activation must be one of"),
         ({"router": "softmax"}, "router must be a RouterSpec, got str 'softmax'"),
@@ -249,7 +252,7 @@ def test_bad_settings(options, message):
     [
         (None, "values must be a Mapping, got NoneType None"),
         ({"d_model": 8}, "the four sizes must be given, got no d_ff, num_experts, top_k"),
-        ({**SIZES, "normalize": True}, "fields must be among d_model, "),
+        ({**SIZES, "normalize": True}, "fields must be among d_model, d_ff, num_experts, and "),
         ({**SIZES, "router": {"normalise": True}}, "router must hold the fields of a RouterSpec, got {'normalise'"),
         ({**SIZES, "router": {"score": "tanh"}}, "router must hold the fields of a RouterSpec, got {'score': 'tanh'}"),
         ({**SIZES, "activation": {"limit": 2.0}}, "activation must hold the fields of a Activation, got {'limit'"),

@@ -7,7 +7,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec, reference, routing_weights, topk_routing
-from moe_layers import BalanceLosses, RoutingReplay, TopKRouter, save_routing
+from moe_kernels.routing import routers
+from moe_layers import (
+    BalanceLosses,
+    MoEFeedForward,
+    RoundRobinAssignment,
+    RoutingReplay,
+    TopKRouter,
+    observe,
+    save_routing,
+)
 
 from ..layers import moe_layer
 from ..tiers import default_tier
@@ -315,6 +324,52 @@ def test_bad_records(device):
     assert torch.equal(capture(model, x).choices["layers.0.router"][0], record.choices["layers.0.router"][0])
 
 
+LOSSES = BalanceLosses(switch=1.0, sequence=1.0, importance=1.0, count="choices")
+GIVEN = {
+    **ROUTERS,
+    "losses": {"balance_losses": LOSSES},
+    "capacity": {"capacity": 1},
+    "zero experts": {"num_zero_experts": 3},
+    "sparsemixer": {"router": RouterSpec.phimoe(0.1)},
+    "round robin": {"assignment": RoundRobinAssignment()},
+}
+
+
+@pytest.mark.parametrize("form", GIVEN)
+def test_ids_that_cannot_be_read_reach_no_expert(form, device, monkeypatch):
+    """On a GPU, ids beyond the experts equal -1, in the layer, its losses, its counts and its statistics."""
+    monkeypatch.setattr(routers, "can_be_read", lambda tensor: False)
+    layer, x = moe_layer(16, 8, 5, 2, device=device, **GIVEN[form]), make_x(device, (2, 4, 16))
+    given = torch.tensor([[0, 8], [99, 1], [-1, 2], [9, 2**31 - 1]] * 2, dtype=torch.int32, device=device)
+    results = []
+    for choice in (given, given.where(given < 8, -1)):
+        observer = observe(layer)[""]
+        leaf = x.clone().requires_grad_()
+        y, routing = layer(leaf, topk_experts=choice, return_routing=True)
+        (dx,) = torch.autograd.grad(y.sum(), leaf)
+        results.append([y, dx, *routing[:4], observer.read().tokens_per_expert])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_id_that_no_expert_has_weighs_nothing(name):
+    logits = draw(SPECS[name], 2, 12, dtype=torch.float64)[0]
+    beyond, none = (torch.tensor([[3, other], [other, 7]], dtype=torch.int32) for other in (12, -1))
+    weights = [reference.routing_weights(logits, experts, SPECS[name]) for experts in (beyond, none)]
+    assert torch.equal(*weights)
+
+
+def test_an_assignments_ids_are_checked_on_a_cpu():
+    class Beyond(RoundRobinAssignment):
+        def __call__(self, routed, spec, token_mask):
+            return super().__call__(routed, spec, token_mask)._replace(topk_experts=routed.topk_experts + 5)
+
+    layer = MoEFeedForward(8, 4, 5, 2, assignment=Beyond())
+    with pytest.raises(ValueError, match="Beyond: topk_experts must be below the 5 experts"):
+        layer(torch.zeros(3, 8))
+
+
 def test_bad_choices():
     router, tokens = TopKRouter(8, 5, 2), torch.zeros(3, 8)
     with pytest.raises(ValueError, match=r"TopKRouter: topk_experts must be \[3, 2\], got \[3, 1\]"):
@@ -325,6 +380,12 @@ def test_bad_choices():
         routing_weights(torch.zeros(3), torch.zeros(3, 2).int(), RouterSpec())
     with pytest.raises(ValueError, match=r"logits must be torch.float32 or torch.float64"):
         routing_weights(torch.zeros(3, 5).half(), torch.zeros(3, 2).int(), RouterSpec())
+    rule = r": topk_experts must be below the 5 experts, or -1 for no expert, got 9"
+    for op in (MoEFeedForward(8, 4, 5, 2), router):
+        with pytest.raises(ValueError, match=f"TopKRouter{rule}"):
+            op(tokens, topk_experts=torch.tensor([[0, 1], [5, 9], [2, -1]], dtype=torch.int32))
+    with pytest.raises(ValueError, match=f"routing_weights{rule}"):
+        routing_weights(torch.zeros(1, 5), torch.tensor([[9, 0]], dtype=torch.int32), RouterSpec())
     with pytest.raises(ValueError, match="chooses top_k=2 experts, got 3"):
         routing_weights(torch.zeros(3, 5), torch.zeros(3, 3).int(), RouterSpec.phimoe(0.1))
 

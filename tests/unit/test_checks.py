@@ -1,13 +1,18 @@
 """Checks of operands that run once for all equal calls."""
 
+import ast
+
 import pytest
 import torch
 
 from moe_kernels import fused_experts, grouped_gemm
+from moe_kernels.errors import first_three
 from moe_kernels.runtime import dispatch
-from moe_kernels.runtime.checks import check_shapes
+from moe_kernels.runtime.checks import check_same_device, check_same_dtype, check_shapes
 from moe_kernels.runtime.dispatch import once_per_form
 from moe_kernels.testing import CASES, make_inputs, make_permutation
+
+from ..processes import ROOT
 
 
 class Subclass(torch.Tensor):
@@ -25,6 +30,28 @@ def counted():
 
     check.calls = 0
     return check
+
+
+def test_errors_show_three_items():
+    assert (first_three([]), first_three("abc"), first_three(range(9), " ")) == ("", "a, b, c", "0 1 2 and 6 more")
+    tensors = {name: torch.zeros(2, device=("cpu", "meta")[name > "b"]) for name in "abcdefg"}
+    with pytest.raises(ValueError, match=r"on one device, got a cpu, c meta, d meta, and 3 more$"):
+        check_same_device("op", **tensors)
+    with pytest.raises(ValueError, match=r"dtype, got a torch.float32, b torch.float16$"):
+        check_same_dtype("op", a=torch.zeros(2), b=torch.zeros(2).half(), c=torch.zeros(2))
+
+
+def test_errors_join_no_lists():
+    """A list inside an error can have any length. `first_three` shows it, except where its length is fixed."""
+    fixed = {"list(FORMATS)", "tuple(SCORES)", "tuple(_DTYPES)", "tuple(_DTYPES.values())", "list(_NAMES)"}
+    joins = {"sorted", "list", "tuple", "tolist", "dict", "set"}
+    for path in (path for package in ("moe_kernels", "moe_layers") for path in (ROOT / package).rglob("*.py")):
+        for error in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)):
+            for shown in (node.value for node in ast.walk(error) if isinstance(node, ast.FormattedValue)):
+                text = ast.unparse(shown)
+                is_list = isinstance(shown, ast.Call) and ast.unparse(shown.func).rpartition(".")[2] in joins
+                is_shape = "shape" in text or "wanted" in text or "expected" in text or text.startswith("choice[")
+                assert not is_list or is_shape or text in fixed, f"{path.name}:{error.lineno}: {text}"
 
 
 def test_calls_alike_are_checked_once(counted):

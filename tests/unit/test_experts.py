@@ -336,7 +336,7 @@ def bad_operands(**changes):
         ({"w_up": torch.zeros(3, 8, 8).half()}, "one floating-point dtype"),
         ({"topk_weights": torch.zeros(6, 2).half()}, "topk_weights must be torch.float32"),
         ({"w_down": torch.zeros(3, 8, 4, device="meta")}, "one device"),
-        ({"activation": "tanh"}, r"activation must be one of \[.*\], got 'tanh'"),
+        ({"activation": "tanh"}, r"activation must be one of 'swiglu', .* and 11 more .*, got 'tanh'"),
         ({"activation": "relu"}, r"w_down must be \[E, D, F\] with E=3, D=8, F=8, got \[3, 8, 4\]"),
         ({"b_up": torch.zeros(3, 4)}, r"b_up must be \[E, 2F\] with E=3, 2F=8, got \[3, 4\]"),
         ({"b_down": torch.zeros(3, 4)}, r"b_down must be \[E, D\] with E=3, D=8, got \[3, 4\]"),

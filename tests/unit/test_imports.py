@@ -10,6 +10,7 @@ from ..processes import ROOT, run_python
 # deferred and type-only imports.
 FLOORS = {
     "moe_kernels": [
+        ["errors"],
         ["runtime.triton", "specs", "types"],
         ["reference"],
         ["reference_fp8"],
@@ -20,7 +21,8 @@ FLOORS = {
         ["permutation"],
         ["routing", "experts"],
         ["tools"],
-        ["__main__", "__init__"],
+        ["__init__"],
+        ["__main__"],
     ],
     "moe_layers": [
         ["checks"],
@@ -33,12 +35,14 @@ FLOORS = {
         ["feed_forward"],
         ["whole_models"],
         ["__init__"],
+        ["__main__"],
     ],
 }
 
 # Internal modules of `moe_kernels` that `moe_layers` may import in addition to the public names.
 INTERNAL = {
     "moe_kernels.activation.functions",
+    "moe_kernels.errors",
     "moe_kernels.specs",
     "moe_kernels.experts.chunked",
     "moe_kernels.experts.fused",
@@ -151,12 +155,19 @@ def test_only_the_runtime_knows_triton_versions_and_private_apis():
 
 
 def test_reference_imports_only_torch_and_einops():
-    facts = {"specs", "types"}
+    facts = {"errors", "specs", "types"}
     names = imports_of("moe_kernels.reference") - {f"moe_kernels.{name}" for name in facts}
     assert {name.split(".")[0] for name in names} <= {"__future__", "collections", "typing", "torch", "einops"}
     for name in facts:
-        found = imports_of(f"moe_kernels.{name}")
-        assert {n.split(".")[0] for n in found} <= {"__future__", "dataclasses", "math", "typing", "torch"}
+        found = imports_of(f"moe_kernels.{name}") - {"moe_kernels.errors"}
+        assert {n.split(".")[0] for n in found} <= {
+            "__future__",
+            "collections",
+            "dataclasses",
+            "math",
+            "typing",
+            "torch",
+        }
 
 
 def test_no_module_is_shadowed_by_a_function_of_its_name():

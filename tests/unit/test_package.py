@@ -1,6 +1,6 @@
 """The distribution: one version, typed packages, the console script."""
 
-import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -32,3 +32,18 @@ def test_console_script_prints_the_commands(capsys):
         getattr(importlib.import_module(module), function)(["--help"])
     printed = capsys.readouterr().out
     assert all(command in printed for command in ("explain", "tune", "show", "verify"))
+
+
+@pytest.mark.parametrize("package", ["moe_kernels", "moe_layers"])
+def test_modules_state_the_version(package, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        importlib.import_module(f"{package}.__main__").main(["--version"])
+    assert capsys.readouterr().out == f"moe-layers {moe_layers.__version__}\n"
+
+
+def test_python_m_moe_layers_names_the_commands(capsys):
+    importlib.import_module("moe_layers.__main__").main([])
+    printed = capsys.readouterr().out
+    for command in re.findall(r"python -m (moe_\S+\.?\w*) +\w", printed):
+        assert importlib.util.find_spec(f"{command}.__main__")
+    assert "python -m moe_layers.checkpoint" in printed and "python -m moe_kernels" in printed

@@ -245,6 +245,7 @@ def test_compiles_without_graph_break(device):
         (torch.zeros(4, 3), torch.zeros(2, 2).half(), torch.zeros(2, 2).int(), "topk_weights must be torch.float32"),
         (torch.zeros(4, 3), None, torch.zeros(2, 2).long(), "slot_to_row must be torch.int32"),
         (torch.zeros(4, 3, device="meta"), None, torch.zeros(2, 2).int(), "one device"),
+        (torch.zeros(4, 3), None, torch.tensor([[0, 4]]).int(), r"slot_to_row must be below R=4, got 4"),
     ],
 )
 def test_bad_combine(rows, weights, slot_to_row, message):

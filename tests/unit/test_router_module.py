@@ -1,10 +1,12 @@
 """The module behind the routers: state, conversions, and Gemma 4's own router."""
 
+import warnings
+
 import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_layers import TopKRouter
+from moe_layers import MoEConfig, MoEFeedForward, RoundRobinAssignment, TopKRouter
 
 from ..gpu import assert_never_waits
 from .test_router_presets import SPECS
@@ -84,3 +86,38 @@ def test_module_never_waits_for_the_gpu(spec, device):
     router.reset_parameters(0.5)
     tokens = torch.randn(40, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     assert_never_waits(lambda: router(tokens).topk_weights.sum().backward())
+
+
+def warned(make):
+    """Return what `make` makes, and whether it warned that the router cannot learn."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    assert all("pass router=RouterSpec.softmax(normalize=False)" in str(warning.message) for warning in caught)
+    return made, bool(caught)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "sparsemixer"])
+def test_a_router_of_one_expert_warns_where_it_cannot_learn(name):
+    router, is_warned = warned(lambda: TopKRouter(8, 12, 1, router=SPECS[name], init_std=0.3, dtype=torch.float64))
+    tokens = torch.randn(20, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradient = torch.autograd.grad(router(tokens).topk_weights.sum(), router.weight)[0]
+    assert is_warned == (gradient.abs().max() < 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: MoEFeedForward(8, 4, 6, 1), True),
+        (lambda: MoEFeedForward.from_config(MoEConfig(8, 4, 6, 1)), True),
+        (lambda: MoEFeedForward(8, 4, 6, 1, assignment=RoundRobinAssignment()), True),
+        (lambda: MoEFeedForward(8, 4, 6, 1, assignment=lambda logits: logits.topk(1)), False),
+        (lambda: MoEFeedForward(8, 4, 6, 1, router=RouterSpec.softmax(normalize=False)), False),
+        (lambda: MoEFeedForward(8, 4, 6, 1, router=RouterSpec(norm_epsilon=1.0)), False),
+        (lambda: MoEFeedForward.from_config(MoEConfig.llama4_scout(), device="meta"), False),
+        (lambda: MoEFeedForward(8, 4, 1, 1), False),
+        (lambda: MoEFeedForward(8, 4, 6, 2), False),
+    ],
+)
+def test_a_layer_of_one_expert_warns_where_its_router_cannot_learn(make, expected):
+    assert warned(make)[1] == expected

@@ -30,7 +30,10 @@ from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
 @dataclass(frozen=True, eq=False)
 class JaggedGemmArguments(Arguments):
-    """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for all other rows."""
+    """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for all other rows.
+
+    Shapes: A [R, K], B [K, N], out [R, N], group_offsets [G + 1] int32 or int64.
+    """
 
     tensors = ("A", "B", "out", "group_offsets")
     operand_names = ("A", "B", "out")

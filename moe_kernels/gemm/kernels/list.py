@@ -102,7 +102,10 @@ def _matrix_error(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> s
 
 @dataclass(frozen=True, eq=False)
 class GroupedGemmListArguments(Arguments):
-    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero."""
+    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero.
+
+    Shapes: A_list [M, K] each, B_list [K, N] each, out_list [M, N] each.
+    """
 
     tensors = ()
     operand_names = ("A", "B", "out")

@@ -26,6 +26,8 @@ def batched_gemm(
     `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
     Upstream gradients are rounded to the dtype of `a` first.
 
+    Shapes: a [M, K] or [L, M, K], b [K, N] or [L, K, N]; result [M, N] or [L, M, N].
+
     Args:
         out_dtype: default: `a`'s dtype. 16-bit operands also allow float32.
         implementation: "triton", "reference", or None to choose by device.

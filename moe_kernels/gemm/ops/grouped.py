@@ -60,6 +60,9 @@ def grouped_gemm(
     order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for its
     GEMMs.
 
+    Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
+    128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F]; result as out.
+
     Args:
         offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
             non-decreasing sequence within [0, R].
@@ -82,7 +85,7 @@ def grouped_gemm(
         NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
     """
     out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
-    check_values("grouped_gemm", offsets, a.shape[0])
+    check_values("grouped_gemm", "offsets", offsets, a.shape[0])
     if out is not None:
         check_out("grouped_gemm", out, a, b, bias, row_scale, scale_a, scale_b)
     elif a.dtype == FLOAT8:
@@ -122,6 +125,8 @@ def grouped_gemm_wgrad(
     Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
     Differentiable in `a` and `dout`.
 
+    Shapes: a [R, K], dout [R, N], offsets [G] int32, out [G, K, N]; result [G, K, N].
+
     Args:
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
@@ -130,7 +135,7 @@ def grouped_gemm_wgrad(
         ValueError: as for `grouped_gemm`, or the operands are float8.
     """
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
-    check_values("grouped_gemm_wgrad", offsets, a.shape[0])
+    check_values("grouped_gemm_wgrad", "offsets", offsets, a.shape[0])
     if out is not None:
         check_out("grouped_gemm_wgrad", out, a, dout)
     if choose("grouped_gemm_wgrad", implementation, a) == "reference":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...errors import first_three
 from ...reference_fp8 import BLOCK
 from ...runtime.checks import (
+    can_be_read,
     check_dtype,
     check_no_gradient,
     check_same_device,
@@ -81,13 +83,14 @@ def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
         raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")
 
 
-def check_values(op: str, offsets: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]."""
-    # While a graph is traced there are no values to check; the kernels clamp them instead.
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+def check_values(op: str, name: str, offsets: Tensor, num_rows: int) -> None:
+    """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]. The kernels clamp all others."""
+    if can_be_read(offsets):
         values = offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
-            raise ValueError(f"{op}: offsets must be non-decreasing and within [0, R={num_rows}], got {values}")
+            raise ValueError(
+                f"{op}: {name} must be non-decreasing and within [0, R={num_rows}], got [{first_three(values)}]"
+            )
 
 
 _PATTERNS = {"bias": "G N", "row_scale": "R", "scale_a": "R", "scale_b": "G N"}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...runtime.checks import check_dtype, check_same_device, check_shapes
+from ...errors import first_three
+from ...runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ...runtime.dispatch import choose, without_autocast
 from ...runtime.ops import registered_op
 from ...runtime.triton import cdiv
@@ -24,6 +25,7 @@ from .. import selection
 from ..arguments import WgradArguments
 from ..kernels.base import num_programs
 from ..kernels.jagged import JaggedGemmArguments, make_jagged_table
+from .grouped_checks import check_values
 
 
 class PackedGroups(NamedTuple):
@@ -38,6 +40,8 @@ def pack_groups(
 ) -> PackedGroups:
     """Pack groups of rows for `jagged_gemm`, by a copy and an asynchronous upload. Differentiable in each group.
 
+    Shapes: a_list [M, K] each.
+
     Raises:
         ValueError: the list is empty, or groups disagree in columns, dtype or device.
         NotImplementedError: a CUDA graph is being captured.
@@ -46,7 +50,7 @@ def pack_groups(
     if len(kinds) != 1 or a_list[0].dim() != 2:
         raise ValueError(
             "pack_groups: a_list must hold matrices [M, K] of one K, dtype and device, got "
-            f"{[(list(a.shape), a.dtype, str(a.device)) for a in a_list]}"
+            f"{first_three((list(a.shape), a.dtype, str(a.device)) for a in a_list) or 'none'}"
         )
     offsets = torch.tensor([0, *accumulate(len(a) for a in a_list)], dtype=torch.int32, device="cpu")
     group_offsets = torch.empty_like(offsets, device=a_list[0].device)
@@ -64,17 +68,21 @@ def jagged_gemm(
 
     Operands of two dtypes are first converted to the promoted dtype, which is also the result's. Any strides.
     Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows before the first offset and at or past the last are zeros
-    in the result; neither the result nor a gradient reads them. The gradient of `b` sums parts of the rows in a fixed
-    order and has `b`'s storage order. Deterministic, without host synchronisation.
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past the last offset are zeros in the result;
+    neither the result nor a gradient reads them. The gradient of `b` sums parts of the rows in a fixed order and has
+    `b`'s storage order. Deterministic, without host synchronisation.
+
+    Shapes: a_packed [R, K], b [K, N], group_offsets [G + 1] int32 or int64; result [R, N].
 
     Args:
-        group_offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
-            non-decreasing sequence within [0, R].
+        group_offsets: 0, then the exclusive END row of each group: one number more than the offsets of `grouped_gemm`.
+            Checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
+            non-decreasing sequence within [0, R], and rows before the first offset are zeros, too.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, or CPU offsets are not sorted within [0, R].
+        ValueError: a shape, dtype or device disagrees with the signature, or CPU offsets do not start with 0 or are not
+            sorted within [0, R].
     """
     check_shapes("jagged_gemm", a_packed=(a_packed, "R K"), b=(b, "K N"))
     check_same_device("jagged_gemm", a_packed=a_packed, b=b, group_offsets=group_offsets)
@@ -95,13 +103,12 @@ def _check_offsets(group_offsets: Tensor, num_rows: int) -> None:
         raise ValueError(
             f"jagged_gemm: group_offsets must be [G + 1] with at least one group, got {list(group_offsets.shape)}"
         )
-    # While a graph is traced there are no values to check; the kernels clamp them instead.
-    if group_offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-        values = group_offsets.tolist()
-        if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
-            raise ValueError(
-                f"jagged_gemm: group_offsets must be non-decreasing and within [0, R={num_rows}], got {values}"
-            )
+    check_values("jagged_gemm", "group_offsets", group_offsets, num_rows)
+    if can_be_read(group_offsets) and group_offsets[0]:
+        raise ValueError(
+            f"jagged_gemm: group_offsets must start with 0, got {int(group_offsets[0])}; "
+            "for end rows, as grouped_gemm takes them, pass torch.nn.functional.pad(offsets, (1, 0))"
+        )
 
 
 @registered_op("jagged_gemm")

@@ -46,6 +46,8 @@ def grouped_gemm_list(
     A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, with
     no host synchronisation. In a CUDA graph, or to multiply the same tensors again, use `GroupedProblem`.
 
+    Shapes: a_list [M, K] each, b_list [K, N] each; result [M, N] each.
+
     Args:
         out_dtype: default: the operands' dtype, and bfloat16 for float8. 16-bit operands also allow float32, float8
             (e4m3) operands float16, bfloat16 and float32.
@@ -96,6 +98,8 @@ class GroupedProblem:
     ) -> GroupedProblem:
         """Prepare `a_list[g] @ b_list[g]` for every g. Costs as much as `grouped_gemm_list` without its launch.
 
+        Shapes: a_list [M, K] each, b_list [K, N] each, out_list [M, N] each.
+
         Args:
             out_dtype: default: the dtype of `out_list`, else as in `grouped_gemm_list`.
             kernel: a kernel of the catalog (`get_kernels`); None selects one.
@@ -129,7 +133,10 @@ class GroupedProblem:
         return cls(args, kernel, artifact)
 
     def run(self) -> list[Tensor]:  # [M, N] each
-        """Multiply on the current stream. Return the same `out_list` each time."""
+        """Multiply on the current stream. Return the same `out_list` each time.
+
+        Shapes: result [M, N] each.
+        """
         args = self.args
         if self.kernel is not None:
             self.kernel.run(args, self.artifact, assume_supported_args=True)

@@ -81,7 +81,7 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
                 check_quantized("enable", f"{name} of {part.name}", weight)
         formats = sorted({str(weight.format) for weight in weights if isinstance(weight, QuantizedWeight)})
         if len(formats) > 1:
-            raise ValueError(f"enable: the weights of {part.name} must have one format, got {formats}")
+            raise ValueError(f"enable: the weights of {part.name} must have one format, got {first_three(formats)}")
     return found
 
 

@@ -33,7 +33,7 @@ from moe_kernels.experts.fused import PRECISIONS, check_fp8_sizes
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.types import QuantizedWeight
 
-from ...checks import check_choice, check_kind
+from ...checks import check_choice, check_kind, first_three
 from .attached_routers import release_routers
 from .discovery import Found, find_experts
 from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME
@@ -50,7 +50,6 @@ __all__ = ["EnableReport", "disable", "enable"]
 
 OLDEST = "5.7"
 _STATE = "_moe_layers_state"  # attribute of an enabled model
-_MOST_NAMES = 3  # in the text of a report
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
@@ -83,8 +82,7 @@ class EnableReport:
             text += f"; with them PEFT's adapters of {len(self.adapted)} parameters"
         left = [f"{name} ({reason})" for name, reason in self.adapted_by_wrapper.items()]
         if left:
-            more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
-            text += f"; their wrappers compute the adapters of {', '.join(left[:_MOST_NAMES])}{more}"
+            text += f"; their wrappers compute the adapters of {first_three(left)}"
         return text
 
 

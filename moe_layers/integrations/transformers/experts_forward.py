@@ -25,6 +25,7 @@ from moe_kernels.experts.fused import compute_chosen
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
 from moe_kernels.types import ExpertWeights, ScaledForms, Weight
 
+from ...checks import first_three
 from ...experts.fp8_weights import KeptForms
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
@@ -141,8 +142,8 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
     dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         raise ValueError(
-            f"moe_layers: the weights of {name} must have one dtype of {[str(d) for d in _DTYPES]}, "
-            f"got {sorted(map(str, dtypes))}"
+            f"moe_layers: the weights of {name} must have one dtype of {first_three(_DTYPES)}, "
+            f"got {first_three(sorted(map(str, dtypes)))}"
         )
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from moe_kernels import Activation, apply_activation
 from moe_kernels.specs import ACTIVATION_KINDS
 
+from ...checks import first_three
+
 # Attributes of experts modules that hold the numbers of their activation.
 _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
@@ -90,8 +92,8 @@ def _match(experts: nn.Module, wanted: Tensor, computed: dict[Activation, Tensor
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)
+    known, numbers = first_three(ACTIVATION_KINDS), first_three(name for names in _NUMBERS.values() for name in names)
     raise ValueError(
-        f"moe_layers: the activation of {type(experts).__name__} must be one of {sorted(ACTIVATION_KINDS)} with its "
-        f"numbers in {[name for names in _NUMBERS.values() for name in names]}, got act_fn={function!r} and "
-        "another result"
+        f"moe_layers: the activation of {type(experts).__name__} must be one of {known} with its numbers in {numbers}, "
+        f"got act_fn={function!r} and another result"
     )

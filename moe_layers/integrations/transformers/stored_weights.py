@@ -113,8 +113,8 @@ def check_stored(name: str, experts: nn.Module, readable: tuple[str, ...], *, tr
         )
     if held != sorted(readable):
         raise ValueError(
-            f"moe_layers: {name} ({kind}) must hold either no parameter or exactly {list(readable)} in 4 bits, "
-            f"got {held}"
+            f"moe_layers: {name} ({kind}) must hold either no parameter or exactly {first_three(readable)} in 4 bits, "
+            f"got {first_three(held)}"
         )
     for parameter in readable:
         stored = _read(experts, parameter)
