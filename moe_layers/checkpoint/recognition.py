@@ -11,6 +11,11 @@ from .layouts import LAYOUTS, Layout, Sizes
 _BESIDE = ("mtp", "decoder", "talker", "code_predictor")
 
 
+def is_main(block: Block) -> bool:
+    """Return whether a block is of the language model or encoder, which the configuration describes."""
+    return not set(_BESIDE) & set(block.prefix.split("."))
+
+
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     """Return the block of a layer, or the one with the given prefix.
 
@@ -24,8 +29,7 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
         found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]
     else:
         found = [block for block in blocks if block.layer == layer]
-        main = [block for block in found if not set(_BESIDE) & set(block.prefix.split("."))]
-        found = main or found
+        found = list(filter(is_main, found)) or found
     if len(found) == 1:
         return found[0]
     if found:
