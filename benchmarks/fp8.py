@@ -35,7 +35,7 @@ from moe_kernels.gemm import selection
 from moe_kernels.gemm.arguments import GroupedGemmArguments
 from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_rows
-from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
+from moe_kernels.quantization.weight_scaling import empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.specs import as_activation
 from moe_kernels.tools.tune import check
 from moe_kernels.types import Permutation
@@ -222,7 +222,8 @@ def bench_passes(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) 
     activation, tokens, w_up = as_activation("bench", shape.activation), operands.tokens, operands.w_up
     hidden, dweighted = operands.rows(shape.up_columns), operands.rows(shape.d_ff)
     slots, weights = operands.permutation.slot_to_row, operands.topk_weights.contiguous()
-    kept = launch_quantize_weight(w_up), take_samples(w_up)
+    checksums = empty_checksums(w_up)
+    kept = launch_quantize_weight(w_up, checksums=checksums), checksums
     scaled = empty_scaled_rows(hidden, *hidden.shape) if can_scale_gradient(activation, shape.d_ff) else None
     item, num_hidden, num_activated = dtype.itemsize, hidden.numel(), dweighted.numel()
     backward = partial(launch_weighted_activation_backward, hidden, dweighted, weights, slots, activation)
@@ -230,7 +231,7 @@ def bench_passes(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) 
         "tokens": (partial(launch_quantize_rows, tokens), tokens.numel() * (item + 1)),
         "w_up, both orientations": (partial(launch_quantize_weight, w_up), w_up.numel() * (item + 2)),
         "w_up, one orientation": (partial(launch_quantize_weight, w_up, transposed=False), w_up.numel() * (item + 1)),
-        "look for a change of w_up": (partial(launch_requantize, w_up, *kept), w_up.numel() / 64 * item),
+        "look for a change of w_up": (partial(launch_requantize, w_up, *kept), w_up.numel() * item),
         "activation": (partial(launch_activation, hidden, activation), num_hidden * item + num_activated * item),
         "activation to e4m3": (
             partial(launch_scaled_activation, hidden, activation),

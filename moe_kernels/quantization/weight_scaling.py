@@ -3,35 +3,25 @@
 A block's scale and numbers are the same in both orientations, because blocks are square. The bits are those of
 `reference_fp8` on every device.
 
-`launch_requantize` finds changes on the device, without host synchronisation: it compares one line of 128 values of
-each block with the same line at the last quantisation, and quantises all blocks again if any line of the weight
-differs. Optimizers, averages of weights and new values of one expert or block change such lines.
+`launch_requantize` finds changes on the device, without host synchronisation: it reads the whole weight, compares a
+64-bit checksum of each block, and quantises the blocks that differ. One changed element always changes the checksum.
+Several changed elements keep it by chance alone, with a probability of about 2**-32.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..reference_fp8 import BLOCK
 from ..runtime.launch import launch_kernel
-from ..runtime.triton import cdiv, next_power_of_2, tl, triton
+from ..runtime.triton import cdiv, tl, triton
 from ..types import QuantizedWeight, ScaledForms
 from .e4m3 import block_scales, encode_e4m3, largest_size
 from .formats import FP8
 from .kernels import INTERPRET
-
-_PROGRAMS = 1024  # that look whether a weight changed; few, because most often it did not
-_SAMPLED_BLOCKS = 32  # by one program
-
-
-class Samples(NamedTuple):
-    """Lines of a weight at its last quantisation."""
-
-    lines: Tensor  # [blocks, 128] bits as integers
-    differ: Tensor  # [programs] int32: whether the lines of a program differed in the last comparison
 
 
 def launch_quantize_weight(
@@ -39,33 +29,28 @@ def launch_quantize_weight(
     *,
     as_is: bool = True,
     transposed: bool = True,
+    checksums: Tensor | None = None,  # [blocks] int64
 ) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:  # [E, out, in] and [E, in, out]
-    """Return the weight and its transpose, the wanted ones, from one read."""
+    """Return the weight and its transpose, the wanted ones, from one read. The same read writes `checksums`."""
     _, size_out, size_in = weight.shape
     forms = (
         _empty_weight(weight, size_out, size_in) if as_is else None,
         _empty_weight(weight, size_in, size_out) if transposed else None,
     )
-    _launch(weight, forms, None, _num_blocks(weight))
+    _launch(weight, forms, checksums, is_first=True)
     return forms
 
 
-def take_samples(weight: Tensor) -> Samples:
-    """Return the lines of a weight that was just quantised."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()]
-    num_blocks = _num_blocks(weight)
-    lines = weight.new_empty(num_blocks, BLOCK, dtype=bits)
-    samples = Samples(lines, weight.new_empty(cdiv(num_blocks, _SAMPLED_BLOCKS), dtype=torch.int32))
-    _launch_samples(weight, samples, is_first=True)
-    return samples
+def empty_checksums(weight: Tensor) -> Tensor:  # [blocks] int64
+    """Return memory for the checksums of a weight."""
+    return weight.new_empty(_num_blocks(weight), dtype=torch.int64)
 
 
 def launch_requantize(
-    weight: Tensor, forms: tuple[QuantizedWeight | None, QuantizedWeight | None], samples: Samples
+    weight: Tensor, forms: tuple[QuantizedWeight | None, QuantizedWeight | None], checksums: Tensor
 ) -> None:
-    """Write the forms of the weight again, in place, if its lines differ from the samples."""
-    _launch_samples(weight, samples, is_first=False)
-    _launch(weight, forms, samples.differ, min(_num_blocks(weight), _PROGRAMS))
+    """Write the forms of those blocks again, in place, whose checksums are no longer those of the weight."""
+    _launch(weight, forms, checksums, is_first=False)
 
 
 def quantize_experts(w_up: Tensor, w_down: Tensor, *, turned: bool = True) -> ScaledForms:
@@ -97,8 +82,9 @@ def _empty_weight(weight: Tensor, size_out: int, size_in: int) -> QuantizedWeigh
 def _launch(
     weight: Tensor,
     forms: tuple[QuantizedWeight | None, QuantizedWeight | None],
-    differ: Tensor | None,
-    num_programs: int,
+    checksums: Tensor | None,
+    *,
+    is_first: bool,
 ) -> None:
     if weight.numel():
         pointers: list[Any] = []
@@ -106,75 +92,33 @@ def _launch(
             pointers += (None, None) if form is None else (form.values.view(torch.uint8), form.scales)
         launch_kernel(
             _quantize_weight_kernel,
-            (num_programs,),
+            (_num_blocks(weight),),
             weight,
             weight.stride(),
             *pointers,
-            differ,
-            _num_blocks(weight),
+            checksums,
             OUT=weight.shape[1],
             IN=weight.shape[2],
-            NUM_DIFFER=0 if differ is None else len(differ),
-            DIFFER_P2=0 if differ is None else next_power_of_2(len(differ)),
+            IS_FIRST=is_first,
             num_warps=8,
             num_stages=1,
         )
 
 
-def _launch_samples(weight: Tensor, samples: Samples, *, is_first: bool) -> None:
-    if weight.numel():
-        launch_kernel(
-            _sample_kernel,
-            samples.differ.shape,
-            weight.view(samples.lines.dtype),
-            weight.stride(),
-            samples.lines,
-            samples.differ,
-            len(samples.lines),
-            OUT=weight.shape[1],
-            IN=weight.shape[2],
-            ALONG_IN=weight.stride(2) == 1,
-            IS_FIRST=is_first,
-            BLOCKS=_SAMPLED_BLOCKS,
-        )
+@triton.jit
+def _odd_numbers(first: tl.constexpr):
+    """Return 128 odd numbers without a pattern, as uint32."""
+    mixed = (tl.arange(first, first + 128) + 1).to(tl.uint32) * 0x9E3779B1
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
+    return (mixed ^ (mixed >> 13)) | 1
 
 
 @triton.jit
-def _sample_kernel(
-    weight_ptr,  # as integers
-    weight_strides,  # [E, OUT, IN]
-    lines_ptr,  # [num_blocks, 128] contiguous
-    differ_ptr,  # [programs]
-    num_blocks,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    ALONG_IN: tl.constexpr,  # lines are rows of a block, else columns: what is contiguous
-    IS_FIRST: tl.constexpr,  # there is nothing to compare with
-    BLOCKS: tl.constexpr,
-):
-    """One program compares and writes the lines of BLOCKS blocks. Grid: (cdiv(num_blocks, BLOCKS),)."""
-    NUM_OUT: tl.constexpr = (OUT + 127) // 128
-    NUM_IN: tl.constexpr = (IN + 127) // 128
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    first_out, first_in = block // NUM_IN % NUM_OUT * 128, block % NUM_IN * 128
-    place = block * 37 % 128  # of the line in its block
-    along = tl.arange(0, 128)[None, :]
-    if ALONG_IN:
-        o = tl.minimum(first_out + place, OUT - 1)[:, None]
-        i = first_in[:, None] + along
-    else:
-        o = first_out[:, None] + along
-        i = tl.minimum(first_in + place, IN - 1)[:, None]
-    mask = (block < num_blocks)[:, None] & (o < OUT) & (i < IN)
-    expert = (block // (NUM_IN * NUM_OUT)).to(tl.int64)[:, None]
-    weight_ptrs = weight_ptr + expert * weight_strides[0]
-    weight_ptrs += o.to(tl.int64) * weight_strides[1] + i.to(tl.int64) * weight_strides[2]
-    now = tl.load(weight_ptrs, mask=mask, other=0)
-    lines_ptrs = lines_ptr + block.to(tl.int64)[:, None] * 128 + along
-    if not IS_FIRST:
-        before = tl.load(lines_ptrs, mask=mask, other=0)
-        tl.store(differ_ptr + tl.program_id(0), tl.max(tl.max((now != before).to(tl.int32), 1), 0))
-    tl.store(lines_ptrs, now, mask=mask)
+def _checksum(weight):  # [128, 128]
+    """Return the sum of the elements' bits times an odd number for each, modulo 2**64."""
+    bits = weight.to(tl.uint16 if weight.dtype.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
+    factors = _odd_numbers(0)[:, None] * _odd_numbers(128)[None, :]
+    return tl.sum(bits.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -197,29 +141,15 @@ def _quantize_weight_kernel(
     scales_ptr,  # [E, cdiv(OUT, 128), cdiv(IN, 128)] contiguous, or None
     turned_values_ptr,  # [E, IN, OUT] contiguous, or None
     turned_scales_ptr,  # [E, cdiv(IN, 128), cdiv(OUT, 128)] contiguous, or None
-    differ_ptr,  # [NUM_DIFFER], all zero where there is nothing to do; or None
-    num_blocks,
+    checksums_ptr,  # [num_blocks], or None
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    NUM_DIFFER: tl.constexpr,
-    DIFFER_P2: tl.constexpr,
+    IS_FIRST: tl.constexpr,  # the checksums are to be written
 ):
-    """One program writes one block of both results; with differ_ptr, every num_programs-th. Grid: (num_blocks,), or
-    fewer."""
-    forms = (values_ptr, scales_ptr, turned_values_ptr, turned_scales_ptr)
-    if differ_ptr is None:
-        _quantize_block(tl.program_id(0), weight_ptr, weight_strides, forms, OUT, IN)
-    else:
-        program = tl.arange(0, DIFFER_P2)
-        differs = tl.max(tl.load(differ_ptr + program, mask=program < NUM_DIFFER, other=0), 0)
-        for turn in range(0, tl.where(differs > 0, num_blocks - tl.program_id(0), 0), tl.num_programs(0)):
-            _quantize_block(tl.program_id(0) + turn, weight_ptr, weight_strides, forms, OUT, IN)
-
-
-@triton.jit
-def _quantize_block(block, weight_ptr, weight_strides, forms, OUT: tl.constexpr, IN: tl.constexpr):
+    """One program writes one block of both results; unless IS_FIRST, if its checksum differs. Grid: (num_blocks,)."""
     NUM_OUT: tl.constexpr = (OUT + 127) // 128
     NUM_IN: tl.constexpr = (IN + 127) // 128
+    block = tl.program_id(0)
     block_in, block_out = block % NUM_IN, block // NUM_IN % NUM_OUT
     expert = (block // (NUM_IN * NUM_OUT)).to(tl.int64)
     o, i = tl.arange(0, 128), tl.arange(0, 128)  # inside the block, whose elements lie less than 2**31 apart
@@ -227,16 +157,26 @@ def _quantize_block(block, weight_ptr, weight_strides, forms, OUT: tl.constexpr,
     is_out, is_in = first_out + o < OUT, first_in + i < IN
     weight_ptr += expert * weight_strides[0] + first_out * weight_strides[1] + first_in * weight_strides[2]
     weight_ptrs = weight_ptr + (o[:, None] * weight_strides[1] + i[None, :] * weight_strides[2])
-    weight = _widened(tl.load(weight_ptrs, mask=is_out[:, None] & is_in[None, :], other=0.0))
-    scale, inverse = block_scales(largest_size(weight, None))
-    values = encode_e4m3(weight * inverse)
-    if forms[0] is not None:
-        values_ptr = forms[0] + (expert * (OUT * IN) + first_out * IN + first_in)
-        tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
-        tl.store(forms[1] + (expert * NUM_OUT + block_out) * NUM_IN + block_in, scale)
-    if forms[2] is not None:
-        # As bytes, which Triton turns through shared memory.
-        turned_ptr = forms[2] + (expert * (OUT * IN) + first_in * OUT + first_out)
-        turned_ptrs = turned_ptr + (i[:, None] * OUT + o[None, :])
-        tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
-        tl.store(forms[3] + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
+    weight = tl.load(weight_ptrs, mask=is_out[:, None] & is_in[None, :], other=0.0)
+    differs = True
+    if checksums_ptr is not None:
+        checksum = _checksum(weight)
+        if not IS_FIRST:
+            differs = tl.load(checksums_ptr + block) != checksum
+    if differs:
+        wide = _widened(weight)
+        scale, inverse = block_scales(largest_size(wide, None))
+        values = encode_e4m3(wide * inverse)
+        if values_ptr is not None:
+            values_ptr += expert * (OUT * IN) + first_out * IN + first_in
+            tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
+            tl.store(scales_ptr + block, scale)
+        if turned_values_ptr is not None:
+            # As bytes, which Triton turns through shared memory.
+            turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
+            turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
+            tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
+            tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
+        if checksums_ptr is not None:
+            # Last, because each warp reads the earlier checksum before the barrier of `largest_size`.
+            tl.store(checksums_ptr + block, checksum)

@@ -118,13 +118,14 @@ class Architecture:
             ValueError: a field is missing, malformed or not supported.
         """
         config = replace(config, required=self.required)
-        sizes = config.nested(self.sizes_in) if self.sizes_in else config
+        sizes = self._sizes(config)
+        num_experts, d_ff = self.expert_sizes(config)
         latent = sizes.integer(self.latent, default=0) if self.latent else 0
         shared_d_ff = self.shared(config)
         return {
             "d_model": config.integer("hidden_size", "d_model", minimum=1),
-            "d_ff": sizes.integer(self.d_ff, minimum=1),
-            "num_experts": sizes.integer(*_NUM_EXPERTS, minimum=1),
+            "d_ff": d_ff,
+            "num_experts": num_experts,
             "top_k": self.top_k or sizes.integer(*_TOP_K, minimum=1),
             "activation": self.activation(config),
             "router": self.router(config),
@@ -137,6 +138,14 @@ class Architecture:
             "capacity": config.integer(self.capacity, minimum=1) if self.capacity else None,
             "separate_router_input": self.separate_router_input,
         }
+
+    def _sizes(self, config: ModelConfig) -> ModelConfig:
+        return config.nested(self.sizes_in) if self.sizes_in else config
+
+    def expert_sizes(self, config: ModelConfig) -> tuple[int, int]:
+        """Return the number of experts, without zero experts, and their hidden size."""
+        sizes = self._sizes(config)
+        return sizes.integer(*_NUM_EXPERTS, minimum=1), sizes.integer(self.d_ff, minimum=1)
 
     def num_zero_experts(self, config: ModelConfig) -> int:
         return config.integer(self.zero_experts) if self.zero_experts else 0
@@ -285,7 +294,7 @@ ARCHITECTURES = {
         lambda config: RouterSpec.phimoe(config.number("router_jitter_noise", default=0.01)),
         d_ff="intermediate_size",
     ),
-    OWN_MODEL_TYPE: _OwnArchitecture(routers.softmax(True), zero_experts="num_zero_experts"),
+    OWN_MODEL_TYPE: _OwnArchitecture(routers.softmax(True), d_ff="d_ff", zero_experts="num_zero_experts"),
     "switch_transformers": Architecture(
         routers.softmax(False),
         d_ff="d_ff",

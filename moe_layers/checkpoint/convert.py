@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..architectures import RECORD, read_config
+from ..architectures import ARCHITECTURES, RECORD, read_config
 from ..checks import first_three
 from .blocks import check_names
 from .files import CONFIG, CheckpointFiles, read_json
 from .layouts import Key, Layout, Sizes, find_layout
+from .plan import ambiguous_scales
 from .quantization import float8_block, without_quantization
+from .recognition import is_main
 from .stored import Stored, describe, group_names
 from .survey import BlockSurvey, survey
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
@@ -57,7 +59,8 @@ def convert(
 
     Raises:
         ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
-            damaged, incomplete or in an unknown layout; or `target` already holds files.
+            damaged, incomplete or in an unknown layout; its tensors are of other experts than its router or
+            config.json, or of several dtypes; or `target` already holds files.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -95,11 +98,37 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
         raise ValueError(f"{where} is not known, or tensors do not fit it:\n  " + first_three(found.wrong, "\n  "))
     if len(found.layouts) > 1:
         raise ValueError(f"{where} is ambiguous, it may be {' or '.join(layout.name for layout in found.layouts)}")
-    kinds = {(stored.encoding, stored.dtype) for name, stored in found.experts.items() if "bias" not in name}
-    if len(kinds) > 1:
-        kinds = first_three(sorted(f"{encoding} {dtype}" for encoding, dtype in kinds))
-        raise ValueError(f"checkpoint: the experts below {found.block.prefix} must have one dtype, got {kinds}")
-    return next(zip(found.layouts, found.sizes, strict=True))
+    for of_biases in (False, True):
+        held = [stored for name, stored in found.experts.items() if ("bias" in name) == of_biases]
+        kinds = sorted({f"{stored.encoding} {stored.dtype}" for stored in held})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"checkpoint: the experts below {found.block.prefix} must have one dtype, got {first_three(kinds)}"
+            )
+    layout, sizes = next(zip(found.layouts, found.sizes, strict=True))
+    _check_complete(found, layout, sizes)
+    return layout, sizes
+
+
+def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
+    """Raise ValueError if the tensors are of other experts than the router's and the configuration's."""
+    prefix, architecture = found.block.prefix, ARCHITECTURES.get(found.config.model_type)
+    if found.num_routed != sizes.num_experts:
+        raise ValueError(
+            f"checkpoint: the router of {prefix} must have a row for each expert, got {found.num_routed} rows and "
+            f"tensors of {sizes.num_experts} experts; join the files of all ranks first"
+        )
+    if architecture is not None and is_main(found.block):
+        expected = architecture.expert_sizes(found.config)
+        if expected != (sizes.num_experts, sizes.d_ff):
+            raise ValueError(
+                f"checkpoint: config.json gives block {prefix} {expected[0]} experts with d_ff {expected[1]}, "
+                f"but its tensors are of {sizes.num_experts} with d_ff {sizes.d_ff}"
+            )
+    for key in layout.select(bias=False):
+        stored = found.experts[key.name.replace("{e}", "0")]
+        if problem := ambiguous_scales(stored, key):
+            raise ValueError(f"checkpoint: {problem}")
 
 
 def copy_output(stored: Stored, dtype: torch.dtype) -> Output:
@@ -116,21 +145,12 @@ def _expert_outputs(
 ) -> Iterator[Output]:
     source, sizes = held
     target = find_layout(layout, gated=source.gated, bias=found.bias)
-    _check_readable(found, target, sizes)
+    check_names(found.block.prefix, target)
     reader = ExpertReader(found, source, sizes)
     for key in target.select(bias=found.bias):
         for number in range(sizes.num_experts) if key.per_expert else (None,):
             name = found.block.prefix + key.name.replace("{e}", str(number))
             yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
-
-
-def _check_readable(found: BlockSurvey, target: Layout, sizes: Sizes) -> None:
-    check_names(found.block.prefix, target)
-    if any(key.flat for key in target.keys) and found.num_routed != sizes.num_experts:
-        raise ValueError(
-            f"checkpoint: layout {target.name!r} leaves the number of experts to the router, and that of "
-            f"{found.block.prefix} has {found.num_routed} rows for {sizes.num_experts} experts"
-        )
 
 
 @dataclass(frozen=True)

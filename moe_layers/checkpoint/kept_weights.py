@@ -43,8 +43,11 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
         scales = torch.empty(scales_shape(format, shape), dtype=scale_dtype, device="meta")
         kept = QuantizedExperts(QuantizedWeight(values, scales, format, shape), weight.dtype)
         replace_weight(module.experts, name.rpartition(".")[2], kept)
-    (format,) = formats
-    return str(format)
+    if len(formats) > 1:
+        raise ValueError(
+            f"from_checkpoint: keep_quantized needs experts in one format, got {sorted(map(str, formats))}"
+        )
+    return str(formats.pop())
 
 
 def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple[WeightFormat, torch.dtype]:

@@ -70,6 +70,14 @@ class Key:
             return matrix
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
+    def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+        """Return whether the scales of blocks may be of gate and up together, or of each: both are equally many."""
+        if len(self.parts) == 1 or self.interleaved:
+            return False
+        axis = -1 if self.transposed else -2
+        size, step = shape[axis] // len(self.parts), block[axis]
+        return size % step > 0 and -(-2 * size // step) == 2 * -(-size // step)
+
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
         """Return the range of the tensor's first axis that holds an expert; None for a tensor of one expert."""
         if self.per_expert:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..architectures import RECORD, ModelConfig, read_config
+from ..checks import first_three
 from ..config import MoEConfig
 from ..experts.quantized import QuantizedExperts
 from .files import CONFIG, CheckpointFiles, read_json
@@ -62,7 +63,7 @@ def load_layer(
         layer: number of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
             tensors, for models with several such blocks.
         dtype: of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's dtype;
-            a router that is stored in float32 then stays float32.
+            a router that is stored in float32 then stays float32, and no other weight may need rounding.
         device: of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
         experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
         mesh: ranks that share the experts. Each rank reads its own experts, without communication.
@@ -74,9 +75,9 @@ def load_layer(
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
             missing, left over, ambiguous or of a wrong shape; config.json has another number of experts than the
-            tensors; scales are not finite; experts to be kept quantised are stored in another form; the mesh does not
-            fit the number of experts, or is given together with `experts`. The message names the cause, and no layer
-            is returned.
+            tensors; weights would be rounded without a `dtype`; scales are not finite; experts to be kept quantised are
+            stored in another form; the mesh does not fit the number of experts, or is given together with `experts`.
+            The message names the cause, and no layer is returned.
     """
     if (expert_parallel if mesh is None else experts) is not None:
         raise ValueError(
@@ -149,9 +150,21 @@ def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -
 
 def _take_stored_dtypes(module: Any, plan: Plan, values: dict, model_config: ModelConfig) -> None:
     module.to(_stored_dtype(plan, values, model_config))
-    router = next(fill.stored for fill in plan.fills if fill.parameter == "router.weight")
-    if router.encoding == "plain" and router.dtype == torch.float32:  # some models keep the router in float32
-        module.router.weight = nn.Parameter(module.router.weight.float())
+    plain = [fill for fill in plan.fills if fill.stored.encoding == "plain"]
+    in_float32 = {fill.parameter for fill in plain if fill.stored.dtype == torch.float32}
+    for name, parameter in module.router.named_parameters():
+        if f"router.{name}" in in_float32:  # some models keep the router in float32
+            parameter.data = parameter.data.float()
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    rounded = [
+        f"{fill.stored.name} of {fill.stored.dtype} to {dtypes[fill.parameter]}"
+        for fill in plain
+        if torch.promote_types(fill.stored.dtype, dtypes[fill.parameter]) != dtypes[fill.parameter]
+    ]
+    if rounded:
+        raise ValueError(
+            f"from_checkpoint: weights of several dtypes need a dtype, because some are rounded: {first_three(rounded)}"
+        )
 
 
 @torch.no_grad()

@@ -182,6 +182,9 @@ class Planner:
         if key is not None and key.flat and stored.encoding != "plain":
             self.problems.append(f"not supported: {self._full(name)} is {stored.encoding} in layout {plan.layout.name}")
             return
+        if key is not None and experts is not None and (problem := ambiguous_scales(stored, key)):
+            self.problems.append(problem)
+            return
         plan.fills.append(Fill(stored, parameter, key, experts))
 
     def _skip(self, plan: Plan, name: str) -> None:
@@ -212,6 +215,16 @@ class Planner:
     def _shape_of(self, name: str) -> str:
         present = [part for part in self.block.weights[name][1][1] if part in self.files.file_of]
         return "".join(f" {self.files.info(part).shape}" for part in present[:1])
+
+
+def ambiguous_scales(stored: Stored, key: Key) -> str | None:
+    """Return the problem of float8 experts whose scales may be of gate and up together, or of each."""
+    if stored.encoding != "float8" or not key.has_ambiguous_scales(stored.shape, stored.block):
+        return None
+    return (
+        f"ambiguous: the scales of {stored.name} {stored.shape} may be of gate and up together or of each, "
+        f"because gate is not whole blocks of {stored.block[0]}x{stored.block[1]}"
+    )
 
 
 def _without_leading_one(shape: tuple[int, ...]) -> tuple[int, ...]:

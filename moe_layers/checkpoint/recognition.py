@@ -15,6 +15,11 @@ _COMMON |= {"layers", "layer", "blocks", "block", "h"}
 _FIRST = {"thinker", "encoder"}  # the parts in which a number alone counts the layers
 
 
+def is_main(block: Block) -> bool:
+    """Return whether a block is of the language model or encoder, which the configuration describes."""
+    return _part(block.prefix) <= _FIRST
+
+
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     """Return the block of a layer, or the one with the given prefix.
 
@@ -27,7 +32,7 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     if isinstance(layer, str):
         found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]
     else:
-        main = [block for block in blocks if _part(block.prefix) <= _FIRST]
+        main = list(filter(is_main, blocks))
         found = [block for block in main or blocks if block.layer == layer]
     if len(found) == 1:
         return found[0]

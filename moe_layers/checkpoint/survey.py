@@ -25,6 +25,7 @@ class BlockSurvey:
         bias: the experts have biases.
         experts: the experts' weights by name below the block, including those written for zero experts.
         num_routed: rows of the router without those of zero experts.
+        config: of the model, for the block's layer.
         wrong: the reasons why no layout fits.
     """
 
@@ -34,6 +35,7 @@ class BlockSurvey:
     bias: bool
     experts: dict[str, Stored]
     num_routed: int
+    config: ModelConfig
     num_bytes: int
     wrong: tuple[str, ...]
 
@@ -75,6 +77,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
         bias=bias,
         experts={name: stored for name, stored in described.items() if name in names},
         num_routed=router[0] - num_zero if router else 0,
+        config=config,
         num_bytes=sum(stored.num_bytes for stored in described.values()),
         wrong=tuple(wrong),
     )

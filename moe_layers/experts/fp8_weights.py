@@ -1,8 +1,9 @@
 """The experts' weights in e4m3, kept from forward to forward until the weights change.
 
 A change is found in two ways. Changes that PyTorch counts (optimizers, `copy_`, `load_state_dict`, another parameter or
-another storage) make new forms. Others, such as an optimizer of raw memory or `weight.data.copy_(average)`, are found
-on the GPU by samples of every block, see `moe_kernels.quantization.weight_scaling`; the forms are then written again.
+another storage) make new forms. Others, such as an optimizer of raw memory or `weight.data[0] = 0`, are found on the
+GPU: each later forward reads the weights, compares a checksum of every block, and quantises the blocks that differ, see
+`moe_kernels.quantization.weight_scaling`.
 
 Forms are not kept where a change could be missed or memory would grow with the model: in a CUDA graph, which replays
 without this code; while a graph is compiled; and where FSDP gathers the weights for each forward. There the op
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_kernels.quantization.weight_scaling import (
-    Samples,
+    empty_checksums,
     launch_quantize_weight,
     launch_requantize,
     scaled_forms,
-    take_samples,
 )
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import functorch_is_active, unseen_by_modes
@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
     storage: StorageWeakRef
     facts: tuple[Any, ...]
     forms: tuple[QuantizedWeight | None, QuantizedWeight | None]
-    samples: Samples
+    checksums: Tensor  # of the weight's blocks
 
     def is_current(self, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> bool:
         return (
@@ -87,12 +87,13 @@ class KeptForms:
 
 def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> _Kept:
     if kept is not None and kept.is_current(parameter, part, weight, turned):
-        launch_requantize(weight, kept.forms, kept.samples)
+        launch_requantize(weight, kept.forms, kept.checksums)
         return kept
     del kept  # before memory for its successor is needed
-    forms = launch_quantize_weight(weight, transposed=turned)
+    checksums = empty_checksums(weight)
+    forms = launch_quantize_weight(weight, transposed=turned, checksums=checksums)
     storage = StorageWeakRef(part.untyped_storage())
-    return _Kept(weakref.ref(parameter), storage, _facts(part, weight), forms, take_samples(weight))
+    return _Kept(weakref.ref(parameter), storage, _facts(part, weight), forms, checksums)
 
 
 def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:

@@ -154,14 +154,76 @@ def test_interrupted_run_leaves_nothing_to_load(tmp_path):
     assert not list((tmp_path / "out").glob("*.safetensors*"))
 
 
-def test_mixed_dtypes_are_refused(tmp_path):
-    model = Golden("qwen3_moe").tensors("model")
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight"), ("gpt_oss", "experts.down_proj_bias")],
+)
+def test_mixed_dtypes_are_refused(case, name, tmp_path):
+    model = Golden(case).tensors("model")
+    name = next(held for held in model if held.endswith(name))
     model[name] = model[name].bfloat16()
-    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "config.json")
+    shutil.copy(GOLDEN / case / "config.json", tmp_path / "config.json")
     save_file(model, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="must have one dtype"):
         convert(tmp_path, tmp_path / "out", "fused")
+
+
+def two_rows_more(model):
+    name = next(name for name in model if name.endswith("mlp.gate.weight"))
+    model[name] = torch.cat([model[name], model[name][:2]])
+
+
+def half_of_the_experts(model):
+    for name in [name for name in model if any(f".experts.{e}." in name for e in range(4, 8))]:
+        del model[name]
+
+
+def half_of_the_router(model):
+    half_of_the_experts(model)
+    for name in [name for name in model if name.endswith("mlp.gate.weight")]:
+        model[name] = model[name][:4].clone()
+
+
+def half_of_the_width(model):
+    for name in [name for name in model if ".experts." in name]:
+        model[name] = (model[name][:, :24] if "down_proj" in name else model[name][:24]).clone()
+
+
+@pytest.mark.parametrize("layout", ["fused", "flat"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (two_rows_more, "must have a row for each expert, got 10 rows and tensors of 8 experts"),
+        (half_of_the_experts, "got 8 rows and tensors of 4 experts; join the files of all ranks"),
+        (half_of_the_router, r"gives block model\.layers\.1\.mlp\. 8 experts with d_ff 48, .* are of 4 with d_ff 48"),
+        (half_of_the_width, r"gives block model\.layers\.1\.mlp\. 8 experts with d_ff 48, .* are of 8 with d_ff 24"),
+    ],
+)
+def test_parts_of_a_model_are_refused(change, message, layout, tmp_path):
+    """As the ranks of expert or tensor parallelism write them. An unknown architecture has no sizes to compare."""
+    model = Golden("qwen3_moe").tensors("model")
+    change(model)
+    save_unknown(model, tmp_path / "unknown")
+    shutil.copytree(tmp_path / "unknown", tmp_path / "known")
+    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "known" / "config.json")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "known", tmp_path / "out", layout)
+    if "gives block" in message:
+        convert(tmp_path / "unknown", tmp_path / "out", layout)
+    else:
+        with pytest.raises(ValueError, match=message):
+            convert(tmp_path / "unknown", tmp_path / "out", layout)
+
+
+def test_blocks_beside_the_model_have_sizes_of_their_own(tmp_path):
+    model, beside = (Golden("qwen3_moe").tensors("model") for _ in range(2))
+    half_of_the_router(beside)
+    model |= {f"talker.{name}": tensor for name, tensor in beside.items()}
+    save_unknown(model, tmp_path / "in")
+    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "in" / "config.json")
+    convert(tmp_path / "in", tmp_path / "out", "fused")
+    convert(tmp_path / "out", tmp_path / "back", "per_expert")
+    assert same(read_model(tmp_path / "back"), model)
 
 
 class TestLayerThatIsTheBlockItself:
@@ -186,20 +248,6 @@ class TestLayerThatIsTheBlockItself:
         with pytest.raises(ValueError, match=message):
             convert(tmp_path / "in", tmp_path / "out", layout)
         assert not (tmp_path / "out").exists()
-
-
-def test_a_router_with_more_rows_than_experts(tmp_path):
-    """Neither the layout "flat" nor such a router tells the number of experts."""
-    model = Golden("mixtral").tensors("model")
-    router = next(name for name in model if name.endswith(".gate.weight"))
-    model[router] = torch.cat([model[router], model[router][:2]])
-    save_unknown(model, tmp_path / "in")
-    convert(tmp_path / "in", tmp_path / "out", "fused")
-    convert(tmp_path / "out", tmp_path / "back", "per_expert_w123")
-    assert same(read_model(tmp_path / "back"), model)
-    with pytest.raises(ValueError, match=r"'flat' leaves the number of experts to the router, .* 6 rows for 4 experts"):
-        convert(tmp_path / "in", tmp_path / "flat", "flat")
-    assert not (tmp_path / "flat").exists()
 
 
 def test_command_converts_a_directory_of_checkpoints(tmp_path, capsys):

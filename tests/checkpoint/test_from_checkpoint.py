@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_kernels.quantization.quantize import quantize
+from moe_kernels.types import WeightFormat
 from moe_layers import MoEFeedForward
+from moe_layers.checkpoint.convert import convert
 
 from ..layers import moe_layer
 from .golden import FASTEST, GOLDEN, Golden
@@ -182,6 +185,67 @@ def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
     assert rounded.router.weight.dtype == torch.bfloat16 and list(report.dtype_changes) == [
         f"{golden.prefix}gate.weight"
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["experts.2.up_proj.weight", "shared_experts.down_proj.weight", "experts.7.down_proj.weight"]
+)
+def test_no_weight_is_rounded_unasked(name, tmp_path):
+    def shorten(tensors):
+        for held in tensors:
+            if not held.endswith((f"{golden.prefix}{name}", "correction_bias")):
+                tensors[held] = tensors[held].bfloat16()
+
+    golden = Golden("deepseek_v3")
+    copy_case("deepseek_v3", tmp_path, shorten)
+    with pytest.raises(ValueError, match=rf"need a dtype, .*: {re.escape(golden.prefix + name)} of torch.float32 to"):
+        MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert MoEFeedForward.from_checkpoint(tmp_path, golden.layer, dtype=dtype).experts.w_up.dtype == dtype
+
+
+@pytest.mark.parametrize("in_float32", [("weight", "bias"), ("bias",), ("weight",)], ids=str)
+def test_parts_of_a_router_stay_float32(in_float32, tmp_path):
+    def shorten(tensors):
+        for name in tensors:
+            if not name.endswith(tuple(f"router.{part}" for part in in_float32)):
+                tensors[name] = tensors[name].bfloat16()
+
+    golden = copy_case("gpt_oss", tmp_path, shorten)
+    layer = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    assert layer.experts.w_up.dtype == torch.bfloat16
+    for name in ("weight", "bias"):
+        expected = golden.tensors("model")[f"{golden.prefix}router.{name}"]
+        assert torch.equal(getattr(layer.router, name), expected if name in in_float32 else expected.bfloat16())
+    assert layer(torch.randn(3, layer.d_model).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", ["fused", "transposed"])
+@pytest.mark.parametrize(("d_ff", "ambiguous"), [(12, True), (28, True), (20, False), (16, False)])
+def test_scales_of_gate_and_up_together_or_of_each(d_ff, ambiguous, layout, tmp_path):
+    """transformers saves scales of each half. Both readings have as many scales if a half ends in the second half of a
+    block, and only then."""
+    prefix, (num_experts, d_model), block = "model.layers.0.mlp.", (4, 32), 16
+    tensors = {f"{prefix}gate.weight": torch.randn(num_experts, d_model)}
+    for name, shape in (("gate_up_proj", (2 * d_ff, d_model)), ("down_proj", (d_model, d_ff))):
+        weight = quantize(torch.randn(num_experts, *shape), WeightFormat("fp8", (block, block)))
+        for suffix, part in (("", weight.values), ("_scale_inv", weight.scales)):
+            tensors[f"{prefix}experts.{name}{suffix}"] = part if layout == "fused" else part.mT.contiguous()
+    quantization = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    config = {"model_type": "qwen3_moe", "hidden_size": d_model, "moe_intermediate_size": d_ff, "num_experts": 4}
+    config |= {"num_experts_per_tok": 2, "quantization_config": quantization, "moe_layers_layout": layout}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if ambiguous:
+        message = rf"ambiguous: the scales of {prefix}experts.gate_up_proj .* may be of gate and up together or of each"
+        with pytest.raises(ValueError, match=message):
+            MoEFeedForward.from_checkpoint(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            convert(tmp_path, tmp_path / "out", "per_expert")
+    else:
+        convert(tmp_path, tmp_path / "out", "per_expert", dtype=torch.float32)
+        expected = MoEFeedForward.from_checkpoint(tmp_path, dtype=torch.float32)
+        assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "out"), expected)
 
 
 def test_a_quantised_router_is_of_the_models_dtype(tmp_path):

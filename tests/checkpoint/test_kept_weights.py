@@ -87,9 +87,22 @@ def test_some_experts_with_adapters(tmp_path):
     assert parts[0].experts.lora["default"].up_b.grad.any()
 
 
+def mixed_case(tmp_path):
+    """Write float8 experts whose gates and ups are packed float4."""
+    number = float8_case(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_proj.weight", "up_proj.weight"))]:
+        rows, columns = tensors[name].shape
+        tensors[name] = torch.zeros(rows, columns // 2, dtype=torch.int8)
+        tensors[f"{name}_scale_inv"] = torch.zeros(rows, columns // 32, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return number
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (mixed_case, r"needs experts in one format, got \['fp8 \(8x16\)', 'mxfp4 \(1x32\)'\]"),
         (lambda path: float8_case(path, (32, 16)), r"cannot place the scales of .* as fp8 \(32x16\)"),
         (lambda path: float8_case(path, (12, 16)), "blocks of fp8 must have sizes that are powers of two, got 12x16"),
         (

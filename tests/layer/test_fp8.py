@@ -57,7 +57,7 @@ def fresh(layer):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The number of weights that were quantised to be kept, and the number of looks at samples."""
+    """The number of weights that were quantised to be kept, and the number of looks for changes."""
     counts = {"quantize": 0, "look": 0}
 
     def counted(name, function):
@@ -166,6 +166,14 @@ def one_expert(layer, other):
     layer.experts.w_down.data[1] = 0.0
 
 
+def one_row(layer, other):
+    layer.experts.w_down.data[:, 3] = 0.0
+
+
+def one_element(layer, other):
+    layer.experts.w_up.data[0, 5, 7] += 3.0
+
+
 def raw_storage(layer, other):
     with torch.no_grad():
         layer.experts.w_up.untyped_storage().copy_(other.experts.w_up.untyped_storage())
@@ -211,6 +219,8 @@ CHANGES = (
     vector,
     replace_parameters,
     one_expert,
+    one_row,
+    one_element,
     raw_storage,
     set_storage,
     through_an_alias,
@@ -220,9 +230,10 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize(
-    "change", default_tier(CHANGES, {sgd, load, average, raw_storage}), ids=lambda change: change.__name__
-)
+OFTEN = {sgd, load, average, raw_storage, one_row, one_element}
+
+
+@pytest.mark.parametrize("change", default_tier(CHANGES, OFTEN), ids=lambda change: change.__name__)
 def test_forms_are_those_of_the_weights_after_every_change(change, device):
     """As in a layer that never kept any form."""
     layer, other, x = make_layer(device), make_layer(device, seed=1), make_x(device)

@@ -30,7 +30,7 @@ from moe_kernels.quantization.scaling import (
     launch_quantize_rows,
     launch_unpack_rows,
 )
-from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
+from moe_kernels.quantization.weight_scaling import empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
@@ -134,7 +134,8 @@ def run_scaled() -> None:
     for given in (weight, weight.mT, weight.float()):
         launch_quantize_weight(given)
     launch_quantize_weight(weight, as_is=False)
-    launch_requantize(weight, launch_quantize_weight(weight), take_samples(weight))
+    checksums = empty_checksums(weight)
+    launch_requantize(weight, launch_quantize_weight(weight, checksums=checksums), checksums)
     weights, slot_to_row = torch.empty(64, 8), torch.zeros(64, 8, dtype=torch.int32)
     for name, d_ff in (("swiglu", 512), ("swiglu", 1024), ("gpt_oss", 2048), ("relu_squared", 1856)):
         activation = mk.Activation(name)

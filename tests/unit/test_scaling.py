@@ -14,7 +14,7 @@ from moe_kernels.activation.ops import (
 from moe_kernels.quantization.ops import _quantize_rows_op, pack_rows, quantize_rows, unpack_rows
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.quantization.scaling import empty_scaled_rows
-from moe_kernels.quantization.weight_scaling import launch_quantize_weight, launch_requantize, take_samples
+from moe_kernels.quantization.weight_scaling import empty_checksums, launch_quantize_weight, launch_requantize
 
 from ..dtypes import DTYPES
 
@@ -191,42 +191,48 @@ CHANGES = {
     "average": lambda w: w.copy_(w.flip(0)),
     "one_expert": lambda w: w[1].zero_(),
     "one_block": lambda w: w[2, 128:, :128].add_(1.0),
+    "one_row": lambda w: w[:, 150].zero_(),
+    "one_column": lambda w: w[:, :, 5].zero_(),
+    "one_element": lambda w: w[2, 199, 143].add_(3.0),
+    "two_rows_swapped": lambda w: w[0, :2].copy_(w[0, :2].flip(0)),
+    "other_signs": lambda w: w.neg_(),
     "nothing": lambda w: w,
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("stored", ["as_is", "transposed"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_are_quantised_again_in_place(change, stored, device):
-    weight = draw((3, 200, 144), torch.float16, device)
+def test_changed_weights_are_quantised_again_in_place(change, stored, dtype, device):
+    weight = draw((3, 200, 144), dtype, device)
     if stored == "transposed":
         weight = weight.mT.contiguous().mT
-    forms, samples = launch_quantize_weight(weight), take_samples(weight)
+    checksums = empty_checksums(weight)
+    forms = launch_quantize_weight(weight, checksums=checksums)
     pointers = [form.values.data_ptr() for form in forms]
     CHANGES[change](weight)
-    if change == "nothing":
-        # Whatever the forms hold stays, because nothing is written.
-        forms[0].scales.fill_(7.0)
-        launch_requantize(weight, forms, samples)
-        assert (forms[0].scales == 7.0).all() and not samples.differ.any()
-        return
-    for _ in range(2):  # the second time nothing differs
-        launch_requantize(weight, forms, samples)
-        for actual, expected in zip(forms, launch_quantize_weight(weight), strict=True):
-            assert_same((actual.values, actual.scales), (expected.values, expected.scales))
-    assert not samples.differ.any() and pointers == [form.values.data_ptr() for form in forms]
+    launch_requantize(weight, forms, checksums)
+    for actual, expected in zip(forms, launch_quantize_weight(weight), strict=True):
+        assert_same((actual.values, actual.scales), (expected.values, expected.scales))
+    forms[0].scales.fill_(7.0)  # stays, because nothing is written the second time
+    launch_requantize(weight, forms, checksums)
+    assert (forms[0].scales == 7.0).all() and pointers == [form.values.data_ptr() for form in forms]
 
 
-def test_equal_bits_are_no_change(device):
+def test_only_blocks_of_other_bits_are_written(device):
     """NaN equals itself, and zeros of other signs differ."""
-    weight = torch.zeros(1, 128, 128, device=device)
+    weight = torch.zeros(1, 256, 128, device=device)
     weight[0, 0, :64] = torch.nan
-    forms, samples = launch_quantize_weight(weight), take_samples(weight)
-    launch_requantize(weight, forms, samples)
-    assert not samples.differ.any()
-    weight.neg_()
-    launch_requantize(weight, forms, samples)
-    assert samples.differ.any()
+    checksums = empty_checksums(weight)
+    forms = launch_quantize_weight(weight, checksums=checksums)
+    for form in forms:
+        form.scales.fill_(7.0)
+    launch_requantize(weight, forms, checksums)
+    assert all((form.scales == 7.0).all() for form in forms)
+    weight[0, 200, 3] = -0.0
+    launch_requantize(weight, forms, checksums)
+    assert forms[0].scales.flatten().tolist() == forms[1].scales.flatten().tolist() != [7.0, 7.0]
+    assert (forms[0].scales == 7.0).sum() == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import ExpertAdapters
-from moe_kernels.quantization.formats import FP8, MXFP4, as_format
-from moe_kernels.types import QuantizedWeight, Weight, WeightFormat
+from moe_kernels.types import Weight
 
 from .experts_forward import ExpertsSpec, LowRank, experts_forward
-from .recognition import recognise_gated, recognise_plain
+from .float8_experts import float8_spec
+from .recognition import recognise_gated
 
 
 @dataclass(frozen=True)
@@ -62,31 +62,6 @@ class _FirstSpec(ExpertsSpec):
         of_all = super().adapters(changes)
         up_a, up_b = (None if factor is None else factor[: self.num_experts] for factor in (of_all.up_a, of_all.up_b))
         return ExpertAdapters(up_a, up_b, of_all.down_a, of_all.down_b)
-
-
-@dataclass(frozen=True)
-class _Float8Spec(ExpertsSpec):
-    """transformers' FP8 experts: float8 blocks, or packed float4 with a power of two per 32 numbers."""
-
-    format: WeightFormat = FP8
-
-    def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
-        return (self._stored(experts, self._up_name),)
-
-    def w_down(self, experts: Any) -> Weight:
-        return self._stored(experts, "down_proj")
-
-    def _stored(self, experts: Any, name: str) -> QuantizedWeight:
-        values, scales = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
-        if torch.is_grad_enabled() and (values.requires_grad or scales.requires_grad):
-            raise ValueError(
-                f"moe_layers: {name} of {type(experts).__name__} is stored as {self.format.name} and must be frozen, "
-                "got one that requires a gradient; call requires_grad_(False) on the experts, and train adapters"
-            )
-        values, scales, shape = values.detach(), scales.detach(), list(values.shape)
-        if self.format.name == "mxfp4":
-            values, shape[2] = values.view(torch.uint8), 2 * shape[2]
-        return QuantizedWeight(values, scales, self.format, torch.Size(shape))
 
 
 @dataclass(frozen=True)
@@ -197,24 +172,8 @@ def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
     return ExpertsSpec(recognise_gated(experts, experts._apply_gate, interleaved=False), implementation)
 
 
-def _float8(experts: Any, implementation: str | None) -> ExpertsSpec:
-    kind = type(experts).__name__
-    if experts.down_proj.dtype == torch.int8:
-        format = MXFP4
-    elif experts.down_proj.dtype == torch.float8_e4m3fn and experts.block_size is not None:
-        format = as_format("enable", WeightFormat("fp8", tuple(experts.block_size)))
-    else:
-        raise ValueError(
-            f"enable: the weights of {kind} must be float8_e4m3fn in blocks, or packed float4, "
-            f"got {experts.down_proj.dtype} with block_size={experts.block_size}"
-        )
-    if not experts.has_gate:
-        return _Float8Spec(recognise_plain(experts, experts.act_fn), implementation, format=format)
-    return _Float8Spec(recognise_gated(experts, experts._apply_gate, interleaved=False), implementation, format=format)
-
-
 SWAPS = {
-    "FP8Experts": Swap(experts_forward, _float8),
+    "FP8Experts": Swap(experts_forward, float8_spec),
     "DbrxExperts": Swap(_dbrx_forward, _dbrx),
     "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
     "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),

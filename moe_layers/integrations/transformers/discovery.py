@@ -15,9 +15,6 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_kernels.quantization.formats import check_quantized
-from moe_kernels.types import QuantizedWeight
-
 from ...checks import first_three
 from .blocks import ATTENTION, REFUSED, SWAPS
 from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
@@ -76,12 +73,6 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
         with torch.no_grad():  # quantised weights must be frozen only where gradients are computed
             weights = (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts))
         check_weights(part.name, weights)
-        for name, weight in zip(("the up-projection", "the down-projection"), weights, strict=False):
-            if isinstance(weight, QuantizedWeight):
-                check_quantized("enable", f"{name} of {part.name}", weight)
-        formats = sorted({str(weight.format) for weight in weights if isinstance(weight, QuantizedWeight)})
-        if len(formats) > 1:
-            raise ValueError(f"enable: the weights of {part.name} must have one format, got {first_three(formats)}")
     return found
 
 

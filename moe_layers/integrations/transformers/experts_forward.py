@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,9 @@ from moe_kernels import (
     sort_by_expert,
 )
 from moe_kernels.experts.fused import compute_chosen
+from moe_kernels.quantization.formats import check_quantized
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
-from moe_kernels.types import ExpertWeights, ScaledForms, Weight
+from moe_kernels.types import ExpertWeights, QuantizedWeight, ScaledForms, Weight
 
 from ...checks import first_three
 from ...experts.fp8_weights import KeptForms
@@ -80,6 +81,10 @@ class ExpertsSpec:
     def readable(self) -> tuple[str, ...]:
         """Names of the parameters that the kernels can read in 4 bits."""
         return () if self.normed else (self._up_name, "down_proj")
+
+    def held(self, experts: Any) -> Iterable[Weight]:
+        """Return the weights to check at the first call. Reads no parameter, because PEFT caches what is read."""
+        return dict(experts.named_parameters(recurse=False)).values()
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (self._parameter(experts, self._up_name),)
@@ -139,23 +144,35 @@ def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
 
 def check_weights(name: str, weights: Iterable[Weight]) -> None:
     """Raise ValueError if the kernels cannot read the weights of an experts module."""
+    weights = list(weights)
     dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         raise ValueError(
             f"moe_layers: the weights of {name} must have one dtype of {first_three(_DTYPES)}, "
             f"got {first_three(sorted(map(str, dtypes)))}"
         )
+    for matrix, weight in zip(("the up-projection", "the down-projection"), weights, strict=False):
+        if isinstance(weight, QuantizedWeight):
+            check_quantized("moe_layers", f"{matrix} of {name}", weight)
+    formats = sorted({str(weight.format) for weight in weights if isinstance(weight, QuantizedWeight)})
+    if len(formats) > 1:
+        raise ValueError(f"moe_layers: the weights of {name} must have one format, got {first_three(formats)}")
+
+
+def recognise_once(experts: nn.Module, make_spec: Callable[[Any, str | None], ExpertsSpec]) -> None:
+    """Give a module that `enable` does not know its spec."""
+    if not hasattr(experts, ATTRIBUTE):
+        with unseen_by_tracers(), torch.no_grad():
+            spec = make_spec(experts, None)
+            kind = type(experts).__name__
+            check_stored(kind, experts, spec.readable, transposed=spec.transposed)
+            check_weights(kind, spec.held(experts))
+        setattr(experts, ATTRIBUTE, spec)
 
 
 @called_while_traced
 def _recognise_once(experts: nn.Module) -> None:
-    """Give a module that `enable` does not know its spec. Reads no parameter, because PEFT caches what is read."""
-    if not hasattr(experts, ATTRIBUTE):
-        with unseen_by_tracers():
-            spec = interface_spec(experts, None)
-        check_stored(type(experts).__name__, experts, spec.readable, transposed=spec.transposed)
-        check_weights(type(experts).__name__, dict(experts.named_parameters(recurse=False)).values())
-        setattr(experts, ATTRIBUTE, spec)
+    recognise_once(experts, interface_spec)
 
 
 def experts_forward(
