@@ -75,6 +75,22 @@ def test_a_later_adapter_that_is_left_to_peft_is_told():
         model(input_ids=draw_tokens(model))
 
 
+def test_a_later_adapter_with_a_hook_is_told_once():
+    """accelerate's hook has kept PEFT's own forward, and will put it back."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    down = lora(targets=TARGETS[1:])
+    golden, ours = float64_pair(config=down)
+    plain = ours.unload()
+    enable(plain, implementation="reference")
+    ours = adapt(plain, down)
+    hooks.add_hook_to_module(plain.model.layers[0].mlp.experts, hooks.ModelHook())
+    tokens = draw_tokens(golden)
+    name = r"model\.layers\.0\.mlp\.experts\.down_proj"
+    with pytest.warns(UserWarning, match=rf"PEFT computes the adapter of {name}, because another forward was put"):
+        ours(input_ids=tokens)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
 def change_variant(wrapper):
     wrapper.use_dora["default"] = True
 

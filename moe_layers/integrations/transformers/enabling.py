@@ -45,6 +45,7 @@ from .peft_adapters import (
     report_wrappers,
     restore_forwards,
 )
+from .replaced_forwards import replace_forward, restore_forward
 
 __all__ = ["EnableReport", "disable", "enable"]
 
@@ -175,7 +176,7 @@ def _in_precision(part: Found, precision: str) -> Found:
 
 def _replace(forwards: dict[nn.Module, Callable[..., object]], places: list[Place], configs: list[Any]) -> None:
     for module, forward in forwards.items():
-        module.forward = partial(forward, module)
+        replace_forward(module, forward)
     for place in places:
         replace_forwards(place)
     for config in configs:
@@ -207,6 +208,9 @@ def _selectable(model: nn.Module) -> set[int]:
 def disable(model: nn.Module) -> None:
     """Undo `enable` and restore the model's previous state. Statistics, losses and counts of its routers end.
 
+    Changes that others made since then stay: hooks and wrappers around replaced forwards, and another
+    `experts_implementation`.
+
     Raises:
         ValueError: the model is not enabled.
     """
@@ -220,9 +224,10 @@ def disable(model: nn.Module) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        config._experts_implementation_internal = implementation
+        if config._experts_implementation_internal == NAME:  # else the user has chosen another one since
+            config._experts_implementation_internal = implementation
     for module in state.replaced:
-        vars(module).pop("forward", None)  # not there if `enable` was interrupted
+        restore_forward(module)
     for hook in state.hooks:
         hook.remove()
     for place in state.places:

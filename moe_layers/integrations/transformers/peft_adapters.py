@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .experts_forward import ATTRIBUTE, CHANGES, NAME, ExpertsSpec, LowRank
+from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 from .stored_weights import parameter_shape
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
@@ -67,7 +67,8 @@ def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
                 left[place.name] = f"{type(wrapper).__name__} is not a ParamWrapper of PEFT's LoRA"
                 continue
             name = f"{place.name}.{wrapper.parameter_name}"
-            if reason := _reason_against(wrapper):
+            other = "another forward was put in its place" if has_other_forward(wrapper) else None
+            if reason := other or _reason_against(wrapper):
                 left[name] = reason
             else:
                 computed.append(name)
@@ -77,19 +78,18 @@ def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
 def replace_forwards(place: Place) -> None:
     """Replace the forward of PEFT's wrappers around experts."""
     for wrapper in place.wrappers():
-        if _is_param_wrapper(wrapper) and "forward" not in vars(wrapper):
-            wrapper.forward = partial(_forward, wrapper)
+        if _is_param_wrapper(wrapper):
+            replace_forward(wrapper, _forward)
 
 
 def restore_forwards(place: Place) -> None:
     for wrapper in place.wrappers():
-        if _is_replaced(wrapper):
-            del wrapper.forward
+        restore_forward(wrapper)
 
 
 def replace_new_forwards(place: Place, *_: object) -> None:
     """Replace the forward of wrappers that were added after `enable`. Called before the forward of the holder."""
-    if any(_is_param_wrapper(wrapper) and "forward" not in vars(wrapper) for wrapper in place.wrappers()):
+    if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
         _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # stubs take it for a decorator
 
 
@@ -106,19 +106,12 @@ def _is_param_wrapper(module: nn.Module) -> bool:
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
 
 
-def _is_replaced(wrapper: Any) -> bool:
-    forward = vars(wrapper).get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
-
-
 def _reason_against(wrapper: Any) -> str | None:
     """Return the reason why PEFT itself must compute the adapters of a wrapper in its present state, if any."""
     experts = wrapper.get_base_layer()
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
     if spec is None or not _is_computed_here(experts):
         return "moe_layers does not compute its experts"
-    if not _is_replaced(wrapper) and "forward" in vars(wrapper):
-        return "another forward was put in its place"
     if spec.normed:
         return "a norm follows its experts"
     if wrapper.parameter_name not in spec.adaptable:
@@ -130,7 +123,7 @@ def _reason_against(wrapper: Any) -> str | None:
 
 def _is_computed_here(experts: Any) -> bool:
     """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
-    return "forward" in vars(experts) or experts.config._experts_implementation == NAME
+    return is_replaced(experts) or experts.config._experts_implementation == NAME
 
 
 def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:
