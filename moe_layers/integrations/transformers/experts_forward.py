@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_kernels import (
@@ -36,6 +38,7 @@ NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from `enable` or from the first call
 FORMS = "_moe_layers_forms"  # of an experts module: KeptForms, with a precision
 CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
+TOLD = "_moe_layers_told"  # of an experts module: its user knows who computes PEFT's adapters, see `_tell_once`
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -150,12 +153,27 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
 @called_while_traced
 def _recognise_once(experts: nn.Module) -> None:
     """Give a module that `enable` does not know its spec. Reads no parameter, because PEFT caches what is read."""
+    _tell_once(experts)
     if not hasattr(experts, ATTRIBUTE):
         with unseen_by_tracers():
             spec = interface_spec(experts, None)
         check_stored(type(experts).__name__, experts, spec.readable, transposed=spec.transposed)
         check_weights(type(experts).__name__, dict(experts.named_parameters(recurse=False)).values())
         setattr(experts, ATTRIBUTE, spec)
+
+
+def _tell_once(experts: Any) -> None:
+    """Warn if PEFT computes adapters that `enable`, which was not called, would let the kernels compute."""
+    changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
+    if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
+        return
+    setattr(experts, TOLD, True)
+    kind = type_before_parametrizations(experts).__name__
+    warnings.warn(
+        f"moe_layers: PEFT itself computes the adapters of {kind}, as changes of the size of the weights; call "
+        "moe_layers.integrations.transformers.enable(model) to let the kernels compute their factors",
+        stacklevel=2,
+    )
 
 
 def experts_forward(

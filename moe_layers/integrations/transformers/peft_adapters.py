@@ -19,6 +19,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from ...checks import first_three
 from .experts_forward import ATTRIBUTE, CHANGES, NAME, ExpertsSpec, LowRank
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 from .stored_weights import parameter_shape
@@ -98,6 +99,44 @@ def _replace_and_warn(place: Place) -> None:
     replace_forwards(place)
     for name, reason in report_wrappers([place])[1].items():
         warnings.warn(f"moe_layers: PEFT computes the adapter of {name}, because {reason}", stacklevel=2)
+
+
+def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:
+    """Warn of adapters whose `target_parameters` name weights of experts that PEFT did not find, once per adapter.
+
+    PEFT finds a parameter behind a parametrization, as those in 4 bits are, by its full name alone.
+
+    Args:
+        models: may hold `peft_config`.
+        known: the configurations of PEFT that were checked, by adapter. New ones are added.
+    """
+    for model in models:
+        for adapter, config in vars(model).get("peft_config", {}).items():
+            if known.get(adapter) is config:
+                continue
+            known[adapter] = config
+            if missed := _missed_targets(model, experts, adapter, config):
+                warnings.warn(
+                    f"moe_layers: adapter {adapter!r} of PEFT does not train {first_three(missed)}: PEFT finds "
+                    "parameters in 4 bits by full names alone; use full names in target_parameters, such as "
+                    f"{missed[0]!r}",
+                    stacklevel=2,
+                )
+
+
+def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, config: Any) -> list[str]:
+    """Return the full names of parametrised weights that `target_parameters` name and that have no such adapter."""
+    modules: list[Any] = list(model.modules())
+    wrappers = [module for module in modules if _is_param_wrapper(module) and adapter in module.lora_A]
+    adapted = {(wrapper.get_base_layer(), wrapper.parameter_name) for wrapper in wrappers}
+    suffixes = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
+    weights = {
+        f"{path}.{parameter}".replace(".base_layer", ""): (module, parameter)
+        for path, module in model.named_modules()
+        if module in set(experts)
+        for parameter in getattr(module, "parametrizations", ())
+    }
+    return [name for name, weight in weights.items() if f".{name}".endswith(suffixes) and weight not in adapted]
 
 
 def _is_param_wrapper(module: nn.Module) -> bool:
