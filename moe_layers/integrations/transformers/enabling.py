@@ -167,10 +167,10 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
             setattr(part.experts, ATTRIBUTE, part.spec)
             setattr(part.experts, TOLD, True)
         _replace(forwards, places, configs)
+        state.check_targets()
     except BaseException:  # also Ctrl-C
         _restore(model, state)
         raise
-    state.check_targets()
     return _report(found, places)
 
 
