@@ -21,7 +21,8 @@ TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def lora(r=3, alpha=5, targets=TARGETS, **options):
-    return peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=[], target_parameters=targets, **options)
+    options = {"target_modules": [], **options}
+    return peft.LoraConfig(r=r, lora_alpha=alpha, target_parameters=targets, **options)
 
 
 def randomise(model):

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
     pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # peft 0.18
     pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
+    pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning"),  # PEFT's own, if it finds no parameter
 ]
 KEYS = ("gate_up_proj", "down_proj")
 # Of bitsandbytes' block sizes the smallest, the usual one and the largest; matrices are no whole blocks.
@@ -238,6 +239,45 @@ def test_targets_of_peft_need_full_names(replace_parameter_4bit):
     stored, _ = pair(replace_parameter_4bit)
     with pytest.raises(ValueError, match="target_parameters"):
         adapted(stored, peft_models, [f"mlp.experts.{key}" for key in KEYS])
+
+
+def with_short_names(model, peft_models, **options):
+    return peft_models.adapt(model, peft_models.lora(targets=[f"mlp.experts.{key}" for key in KEYS], **options))
+
+
+NOT_TRAINED = (
+    r"adapter 'default' of PEFT does not train model\.layers\.0\.mlp\.experts\.(down|gate_up)_proj, .*, .* and 1 more.*"
+    r"use full names in target_parameters, such as 'model\.layers\.0\.mlp\.experts\."
+)
+
+
+@pytest.mark.parametrize("order", ["enabled", "copied", "adapted"])
+def test_short_names_that_train_attention_alone_are_told(order, replace_parameter_4bit):
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
+    stored, _ = pair(replace_parameter_4bit)
+    tokens = draw_tokens(stored)
+    if order != "adapted":
+        enable(stored, implementation="reference")
+        stored(tokens)
+        stored = copy.deepcopy(stored) if order == "copied" else stored
+    adapted = with_short_names(stored, peft_models, target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match=NOT_TRAINED) as told:
+        _ = adapted(tokens) if order != "adapted" else enable(adapted, implementation="reference")
+    assert len([warning for warning in told if "does not train" in str(warning.message)]) == 1
+    assert not [name for name in step(adapted, tokens)[2] if "experts" in name]  # and no second warning
+
+
+def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit):
+    """PEFT adapts the plain ones, and gives no warning."""
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
+    model = build("qwen3_moe")
+    for key in KEYS:
+        replace_parameter_4bit(model.model.layers[1].mlp.experts, key)
+    adapted = with_short_names(model, peft_models)
+    with pytest.warns(
+        UserWarning, match=r"does not train model\.layers\.1\.mlp\.experts\.\w+, [\w.]+1\.mlp\.[\w.]+: PEFT"
+    ):
+        assert len(enable(adapted, implementation="reference").adapted) == 2
 
 
 def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_layers.integrations.transformers import enable
+from moe_layers.integrations.transformers import disable, enable
 from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE
 
 from ..processes import run_python
@@ -23,6 +23,7 @@ from .test_experts import draw_routing, experts_of
 draw_tokens = partial(draw_some, batch=1, length=3)
 NAME = "moe_layers"
 MODELS = ["qwen3_moe", "gpt_oss", "nemotron_h"]
+TOLD = r"PEFT itself computes the adapters of {}Experts.*call moe_layers\.integrations\.transformers\.enable\(model\)"
 
 
 def chosen_by_name(model_type, device="cpu", **changes):
@@ -133,7 +134,7 @@ def test_first_call_inside_selective_checkpointing(device):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("model_type", default_tier(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
-def test_peft_computes_its_adapters_by_itself(model_type):
+def test_peft_computes_its_adapters_by_itself_and_is_told(model_type):
     pytest.importorskip("peft", reason="peft is not installed")
     from .peft_models import adapt, assert_equal_steps, lora
 
@@ -142,10 +143,43 @@ def test_peft_computes_its_adapters_by_itself(model_type):
     ours.base_model.model.set_experts_implementation(NAME)
     tokens = draw_tokens(golden)
     expected = step(golden, tokens)
-    assert_equal_steps(step(ours, tokens), expected)
+    with pytest.warns(UserWarning, match=TOLD.format(r"\w+")):
+        assert_equal_steps(step(ours, tokens), expected)
+    assert_equal_steps(step(ours, tokens), expected)  # and no second warning
     assert hasattr(experts_of(ours).get_base_layer(), ATTRIBUTE)
     enable(ours, implementation="reference")
     assert_equal_steps(step(ours, tokens), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_adapters_that_follow_the_first_forward_are_told(device):
+    pytest.importorskip("peft", reason="peft is not installed")
+    from .peft_models import adapt, lora
+
+    model = chosen_by_name("qwen3_moe", device)
+    tokens = draw_tokens(model)
+    model(input_ids=tokens)
+    adapted = adapt(model, lora())
+    for _ in range(2):  # also after `disable`, which restores the name
+        with pytest.warns(UserWarning, match=TOLD.format("Qwen3Moe")):
+            adapted(input_ids=tokens)
+        enable(adapted)
+        adapted(input_ids=tokens)
+        disable(adapted)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_adapters_of_compiled_experts_are_told(device):
+    pytest.importorskip("peft", reason="peft is not installed")
+    from .peft_models import adapt, lora
+
+    adapted = adapt(chosen_by_name("qwen3_moe", device), lora())
+    wrapper = adapted.base_model.model.model.layers[0].mlp.experts
+    inputs = draw_routing(wrapper.get_base_layer(), torch.float32)
+    with pytest.warns(UserWarning, match=TOLD.format("Qwen3Moe")):
+        torch.compile(wrapper, backend="aot_eager")(*inputs)
 
 
 @slow  # the Trainer takes seconds

@@ -184,6 +184,14 @@ def test_targets_of_peft_need_full_names():
         peft_models.adapt(load_stored(), peft_models.lora())
 
 
+@pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning")  # PEFT's own
+def test_short_names_of_peft_are_told():
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
+    adapted = peft_models.adapt(load_stored(), peft_models.lora(target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match=rf"does not train {NAME}\.\w+, {NAME}\.\w+: PEFT.*full names"):
+        enable(adapted, implementation="reference")
+
+
 def test_merging_by_peft_does_not_reach_the_bytes():
     stored = load_stored(dtype=torch.float32)
     base = logits_of(stored)

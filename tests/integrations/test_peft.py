@@ -303,6 +303,7 @@ def test_gradient_checkpointing(use_reentrant):
     assert len(calls) == 2  # it was recomputed
 
 
+@pytest.mark.filterwarnings("ignore:moe_layers. PEFT itself computes the adapters:UserWarning")
 @pytest.mark.parametrize("chosen", ["enabled", "by name"])
 def test_inference_mode(chosen):
     """With the name alone PEFT makes the changed weights, as inference tensors."""

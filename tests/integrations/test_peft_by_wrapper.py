@@ -5,7 +5,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from moe_layers.integrations.transformers import enable
+from moe_layers.integrations.transformers import disable, enable
 
 from .models import build, draw_tokens, skip_old, step
 from .peft_models import TARGETS, WARNINGS, adapt, assert_equal_steps, float64_pair, lora, peft
@@ -73,6 +73,22 @@ def test_a_later_adapter_that_is_left_to_peft_is_told():
         UserWarning, match=r"PEFT computes the adapter of model\.layers\.\d\.mlp\.experts\.down_proj_bias"
     ):
         model(input_ids=draw_tokens(model))
+
+
+def test_a_later_adapter_with_a_hook_is_told_once():
+    """accelerate's hook has kept PEFT's own forward, and will put it back."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    down = lora(targets=TARGETS[1:])
+    golden, ours = float64_pair(config=down)
+    plain = ours.unload()
+    enable(plain, implementation="reference")
+    ours = adapt(plain, down)
+    hooks.add_hook_to_module(plain.model.layers[0].mlp.experts, hooks.ModelHook())
+    tokens = draw_tokens(golden)
+    name = r"model\.layers\.0\.mlp\.experts\.down_proj"
+    with pytest.warns(UserWarning, match=rf"PEFT computes the adapter of {name}, because another forward was put"):
+        ours(input_ids=tokens)
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))
 
 
 def change_variant(wrapper):
@@ -147,3 +163,33 @@ def test_dropout_is_refused_by_peft():
     """If PEFT allows dropout one day, the experts' op must not ignore it."""
     with pytest.raises(ValueError, match="does not work with lora_dropout"):
         adapt(build("qwen3_moe"), lora(lora_dropout=0.1))
+
+
+def test_hooks_around_the_forward_of_wrappers():
+    """accelerate wraps the forward that `enable` put there. The experts still compute the adapters, until `disable`."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    expected = step(golden, tokens)
+    enable(ours, implementation="reference")
+    wanted = step(ours, tokens)
+    hooked = [module for module in ours.modules() if "forward" in vars(module)]
+    for wrapper in hooked:
+        hooks.add_hook_to_module(wrapper, hooks.ModelHook())
+    report = enable(ours, implementation="reference")
+    assert len(report.adapted) == len(hooked) == 4 and not report.adapted_by_wrapper
+    assert_equal_steps(step(ours, tokens), wanted)
+    disable(ours)
+    assert torch.equal(step(ours, tokens)[0], expected[0])
+    assert all(hasattr(wrapper, "_hf_hook") and "forward" in vars(wrapper) for wrapper in hooked)
+
+
+def test_experts_with_a_hook_keep_their_adapters_with_another_implementation():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    enable(ours, implementation="reference")
+    for experts in [m for m in ours.modules() if type(m).__name__ == "Qwen3MoeExperts"]:
+        hooks.add_hook_to_module(experts, hooks.ModelHook())
+    ours.base_model.model.set_experts_implementation("eager")
+    assert_equal_steps(step(ours, tokens), step(golden, tokens))

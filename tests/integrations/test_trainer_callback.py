@@ -59,7 +59,8 @@ def test_logs_statistics_of_the_steps_since_the_last_log(tmp_path):
     trainer.add_callback(callback)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "routing/entropy" in entry]
-    assert [entry["step"] for entry in logged] == [2, 4]
+    assert [entry["step"] for entry in logged if {"loss", "learning_rate"} <= entry.keys()] == [2, 4]
+    assert len(logged) == 2
     layers = [f"model.layers.{i}.mlp" for i in range(2)]
     for entry, loads in zip(logged, callback.loads, strict=True):
         slots = 2 * 3 * BATCH * LENGTH * trainer.model.config.num_experts_per_tok
@@ -75,19 +76,65 @@ def test_logs_statistics_of_the_steps_since_the_last_log(tmp_path):
     assert all(router.observer is None for router in hooked_routers(trainer.model).values())
 
 
-def test_reaches_what_the_trainer_reports_to(tmp_path):
-    seen = []
+class Reporter(transformers.TrainerCallback):
+    """Keeps all logs, and asks for one after the first step."""
 
-    class Reporter(transformers.TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(logs)
+    def __init__(self):
+        self.seen = []
 
-    trainer = make_trainer("qwen3_moe", tmp_path)
-    trainer.add_callback(Reporter())
-    trainer.add_callback(RoutingCallback(trainer, per_layer=False))
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= state.global_step == 1
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append((state.global_step, logs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({}, [1, 2, 4]), ({"logging_strategy": "epoch"}, [1, 4]), ({"logging_strategy": "no"}, [1])],
+    ids=["steps", "epoch", "no"],
+)
+def test_each_log_of_the_loss_holds_the_statistics(settings, steps, tmp_path):
+    """Also logs that the callback cannot foresee at the end of a step, and for callbacks on both sides of it."""
+    trainer = make_trainer("qwen3_moe", tmp_path, **settings)
+    trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(STEPS * BATCH))  # one epoch
+    before, after = Reporter(), Reporter()
+    trainer.add_callback(before)
+    callback = RoutingCallback(trainer, per_layer=False)
+    trainer.add_callback(callback)
+    trainer.add_callback(after)
     trainer.train()
-    routing = [logs for logs in seen if "routing/max_violation" in logs]
-    assert len(routing) == 2 and not [name for name in routing[0] if "layers" in name]
+    slots = BATCH * LENGTH * trainer.model.config.num_experts_per_tok
+    assert [load["model.layers.0.mlp"].sum().item() for load in callback.loads] == [
+        slots * (step - last) for last, step in zip([0, *steps], steps, strict=False)
+    ]
+    for reporter in (before, after):
+        losses = [(step, logs) for step, logs in reporter.seen if "loss" in logs]
+        assert [step for step, logs in losses if "routing/max_violation" in logs] == steps == callback.steps
+        assert len(losses) == len(steps) and not [name for name in losses[0][1] if "layers" in name]
+        assert not [logs for _, logs in reporter.seen if "loss" not in logs and "routing/entropy" in logs]
+
+
+def test_logs_of_others_stay_as_they_are(tmp_path):
+    """`log` of a Trainer's class, as those of trl have, runs once per log. Only the Trainer's loss gets statistics."""
+    trainer, own = make_trainer("qwen3_moe", tmp_path), []
+
+    class Own(type(trainer)):
+        def log(self, logs, start_time=None):
+            own.append(min(logs))
+            super().log(logs, start_time)
+
+    class Other(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.log({"other": 1.0})
+
+    trainer.__class__ = Own
+    trainer.add_callback(Other())
+    trainer.add_callback(RoutingCallback(trainer))
+    trainer.train()
+    assert own == ["other", "other", "grad_norm"] * 2 + ["total_flos"]
+    trainer.log({"loss": 1.0})
+    assert not [name for name in trainer.state.log_history[-1] if name.startswith("routing/")]
 
 
 def test_statistics_of_every_second_step(tmp_path):

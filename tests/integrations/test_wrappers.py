@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from moe_layers import observe
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import default_tier
@@ -125,3 +126,104 @@ def test_a_hook_on_zero_experts_acts(device):
     baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
     enable(model)
     assert_same_step(step(model, tokens), baseline, exact)
+
+
+def hook_by_accelerate(modules):
+    """Add a hook to modules. Return the list of its calls, and what removes it."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    calls = []
+
+    class Hook(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            calls.append(module)
+            return args, kwargs
+
+    for module in modules:
+        hooks.add_hook_to_module(module, Hook())
+    return calls, lambda: [hooks.remove_hook_from_module(module) for module in modules]
+
+
+def with_replaced_forward(model_type, device):
+    """Return a model, what to enable of it, and the modules whose forwards are then replaced."""
+    model = build(model_type, device)
+    part = model if model_type in REPLACED else model.model.layers
+    enable(part, implementation="reference")
+    return model, part, [module for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
+def test_disable_keeps_hooks_around_a_replaced_forward(model_type, device):
+    """accelerate keeps the forward that it wraps, and puts it back later."""
+    model, part, replaced = with_replaced_forward(model_type, device)
+    tokens, own = draw_tokens(model), build(model_type, device)
+    wanted, ours = own(input_ids=tokens)[0], model(input_ids=tokens)[0]
+    calls, remove = hook_by_accelerate(replaced)
+    assert torch.equal(model(input_ids=tokens)[0], ours) and len(calls) == len(replaced)
+    enable(part, implementation="reference")
+    assert torch.equal(model(input_ids=tokens)[0], ours) and len(calls) == 2 * len(replaced)
+    disable(part)
+    assert torch.equal(model(input_ids=tokens)[0], wanted) and len(calls) == 3 * len(replaced)
+    enable(part, implementation="reference")
+    assert torch.equal(model(input_ids=tokens)[0], ours) and len(calls) == 4 * len(replaced)
+    disable(part)
+    remove()
+    assert torch.equal(model(input_ids=tokens)[0], wanted) and len(calls) == 4 * len(replaced)
+    enable(part, implementation="reference")
+    assert torch.equal(model(input_ids=tokens)[0], ours)
+    disable(part)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_copy_keeps_its_hooks(device):
+    model, _, replaced = with_replaced_forward("llama4_text", device)
+    calls, _ = hook_by_accelerate(replaced)
+    twin = copy.deepcopy(model)
+    tokens, wanted = draw_tokens(model), build("llama4_text", device)(input_ids=draw_tokens(model))[0]
+    ours = model(input_ids=tokens)[0]
+    disable(model)
+    assert torch.equal(model(input_ids=tokens)[0], wanted)
+    assert torch.equal(twin(input_ids=tokens)[0], ours)
+    disable(twin)
+    assert torch.equal(twin(input_ids=tokens)[0], wanted) and len(calls) == 4 * len(replaced)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
+def test_disable_keeps_a_forward_that_took_the_place_of_ours(model_type, device):
+    _, part, replaced = with_replaced_forward(model_type, device)
+    others = {module: lambda *args, **kwargs: None for module in replaced}
+    for module, forward in others.items():
+        module.forward = forward
+    with pytest.raises(ValueError, match="must be its class's own, got a replaced one"):
+        enable(part)
+    disable(part)
+    assert all(vars(module)["forward"] is forward for module, forward in others.items())
+
+
+def test_disable_keeps_an_implementation_that_was_chosen_later(device):
+    model = build("qwen3_moe", device)
+    enable(model)
+    model.set_experts_implementation("batched_mm")
+    disable(model)
+    assert model.config._experts_implementation == "batched_mm"
+
+
+def test_disable_keeps_hooks_around_a_router(device):
+    model = build("qwen3_moe", device)
+    tokens = draw_tokens(model)
+    enable(model, implementation="reference")
+    observers = observe(model)
+    routers = [module.gate for module in model.modules() if hasattr(module, "gate")]
+    calls, remove = hook_by_accelerate(routers)
+    model(input_ids=tokens)
+    assert [observer.read().num_calls for observer in observers.values()] == [1, 1] and len(calls) == 2
+    disable(model)
+    model(input_ids=tokens)
+    assert [observer.read().num_calls for observer in observers.values()] == [1, 1] and len(calls) == 4
+    again = observe(model)
+    model(input_ids=tokens)
+    assert [observer.read().num_calls for observer in again.values()] == [1, 1] and len(calls) == 6
+    remove()
+    enable(model)
+    disable(model)
+    model(input_ids=tokens)
+    assert len(calls) == 6

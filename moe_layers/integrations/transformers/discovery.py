@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...checks import first_three
 from .blocks import ATTENTION, REFUSED, SWAPS
 from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
+from .replaced_forwards import has_other_forward
 from .stored_weights import check_stored
 
 # Naming pattern of transformers' classes that hold routed experts.
@@ -100,11 +101,10 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
     return Found(name, module, swap.spec(module, implementation), forwards)
 
 
-def _check_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> None:
+def _check_forwards(forwards: Iterable[nn.Module]) -> None:
     """Raise ValueError if someone else replaced a forward."""
-    for module, forward in forwards.items():
-        present = vars(module).get("forward")
-        if present is not None and getattr(present, "func", None) is not forward:
+    for module in forwards:
+        if has_other_forward(module):
             raise ValueError(
                 f"enable: the forward of {type(module).__name__} must be its class's own, got a replaced one"
             )

@@ -31,12 +31,13 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_kernels.experts.fused import PRECISIONS, check_fp8_sizes
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.runtime.pytorch import called_while_traced
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
 from .attached_routers import release_routers
 from .discovery import Found, find_experts
-from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME
+from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME, TOLD
 from .peft_adapters import (
     Place,
     find_places,
@@ -44,7 +45,9 @@ from .peft_adapters import (
     replace_new_forwards,
     report_wrappers,
     restore_forwards,
+    warn_of_missed_targets,
 )
+from .replaced_forwards import replace_forward, restore_forward
 
 __all__ = ["EnableReport", "disable", "enable"]
 
@@ -95,6 +98,11 @@ class _State:
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
     hooks: list[RemovableHandle]  # on the holders of the places
+    models: list[nn.Module]  # may hold configurations of PEFT
+    adapters: dict[str, Any] = field(default_factory=dict)  # their configurations that were checked
+
+    def check_targets(self) -> None:
+        warn_of_missed_targets(self.models, self.experts, self.adapters)
 
     def __post_init__(self) -> None:
         _STATES.add(self)
@@ -148,16 +156,35 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         list(forwards),
         places,
         [place.holder.register_forward_pre_hook(partial(replace_new_forwards, place)) for place in places],
+        [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)],
     )
+    state.hooks.extend(place.holder.register_forward_pre_hook(_check_targets) for place in places[:1])
     setattr(_innermost(model), _STATE, state)
     try:
         for part in found:
             setattr(part.experts, ATTRIBUTE, part.spec)
+            setattr(part.experts, TOLD, True)
         _replace(forwards, places, configs)
+        state.check_targets()
     except BaseException:  # also Ctrl-C
         _restore(model, state)
         raise
     return _report(found, places)
+
+
+@called_while_traced
+def _check_new_targets(holder: nn.Module) -> None:
+    for state in list(_STATES):
+        if any(place.holder is holder for place in state.places[:1]):
+            state.check_targets()
+
+
+def _check_targets(holder: nn.Module, *_: object) -> None:
+    """Check adapters that were added after `enable`. Called before the forward of the first block.
+
+    The hook refers to no model, because a copy of the block would copy it.
+    """
+    _check_new_targets(holder)
 
 
 @torch.no_grad()
@@ -173,7 +200,7 @@ def _in_precision(part: Found, precision: str) -> Found:
 
 def _replace(forwards: dict[nn.Module, Callable[..., object]], places: list[Place], configs: list[Any]) -> None:
     for module, forward in forwards.items():
-        module.forward = partial(forward, module)
+        replace_forward(module, forward)
     for place in places:
         replace_forwards(place)
     for config in configs:
@@ -205,6 +232,9 @@ def _selectable(model: nn.Module) -> set[int]:
 def disable(model: nn.Module) -> None:
     """Undo `enable` and restore the model's previous state. Statistics, losses and counts of its routers end.
 
+    Changes that others made since then stay: hooks and wrappers around replaced forwards, and another
+    `experts_implementation`.
+
     Raises:
         ValueError: the model is not enabled.
     """
@@ -218,17 +248,17 @@ def disable(model: nn.Module) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        config._experts_implementation_internal = implementation
+        if config._experts_implementation_internal == NAME:  # else the user has chosen another one since
+            config._experts_implementation_internal = implementation
     for module in state.replaced:
-        vars(module).pop("forward", None)  # not there if `enable` was interrupted
+        restore_forward(module)
     for hook in state.hooks:
         hook.remove()
     for place in state.places:
         restore_forwards(place)
     for experts in state.experts:
-        vars(experts).pop(ATTRIBUTE, None)
-        vars(experts).pop(CHANGES, None)
-        vars(experts).pop(FORMS, None)
+        for attribute in (ATTRIBUTE, CHANGES, FORMS, TOLD):
+            vars(experts).pop(attribute, None)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
     delattr(holder, _STATE)

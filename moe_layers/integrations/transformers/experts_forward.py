@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_kernels import (
@@ -37,6 +39,7 @@ NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from `enable` or from the first call
 FORMS = "_moe_layers_forms"  # of an experts module: KeptForms, with a precision
 CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
+TOLD = "_moe_layers_told"  # of an experts module: its user knows who computes PEFT's adapters, see `_tell_once`
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -172,7 +175,22 @@ def recognise_once(experts: nn.Module, make_spec: Callable[[Any, str | None], Ex
 
 @called_while_traced
 def _recognise_once(experts: nn.Module) -> None:
+    _tell_once(experts)
     recognise_once(experts, interface_spec)
+
+
+def _tell_once(experts: Any) -> None:
+    """Warn if PEFT computes adapters that `enable`, which was not called, would let the kernels compute."""
+    changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
+    if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
+        return
+    setattr(experts, TOLD, True)
+    kind = type_before_parametrizations(experts).__name__
+    warnings.warn(
+        f"moe_layers: PEFT itself computes the adapters of {kind}, as changes of the size of the weights; call "
+        "moe_layers.integrations.transformers.enable(model) to let the kernels compute their factors",
+        stacklevel=2,
+    )
 
 
 def experts_forward(

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from ...checks import first_three
 from .experts_forward import ATTRIBUTE, CHANGES, NAME, ExpertsSpec, LowRank
+from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 from .stored_weights import parameter_shape
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
@@ -67,7 +68,8 @@ def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
                 left[place.name] = f"{type(wrapper).__name__} is not a ParamWrapper of PEFT's LoRA"
                 continue
             name = f"{place.name}.{wrapper.parameter_name}"
-            if reason := _reason_against(wrapper):
+            other = "another forward was put in its place" if has_other_forward(wrapper) else None
+            if reason := other or _reason_against(wrapper):
                 left[name] = reason
             else:
                 computed.append(name)
@@ -77,19 +79,18 @@ def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
 def replace_forwards(place: Place) -> None:
     """Replace the forward of PEFT's wrappers around experts."""
     for wrapper in place.wrappers():
-        if _is_param_wrapper(wrapper) and "forward" not in vars(wrapper):
-            wrapper.forward = partial(_forward, wrapper)
+        if _is_param_wrapper(wrapper):
+            replace_forward(wrapper, _forward)
 
 
 def restore_forwards(place: Place) -> None:
     for wrapper in place.wrappers():
-        if _is_replaced(wrapper):
-            del wrapper.forward
+        restore_forward(wrapper)
 
 
 def replace_new_forwards(place: Place, *_: object) -> None:
     """Replace the forward of wrappers that were added after `enable`. Called before the forward of the holder."""
-    if any(_is_param_wrapper(wrapper) and "forward" not in vars(wrapper) for wrapper in place.wrappers()):
+    if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
         _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # stubs take it for a decorator
 
 
@@ -100,15 +101,48 @@ def _replace_and_warn(place: Place) -> None:
         warnings.warn(f"moe_layers: PEFT computes the adapter of {name}, because {reason}", stacklevel=2)
 
 
+def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:
+    """Warn of adapters whose `target_parameters` name weights of experts that PEFT did not find, once per adapter.
+
+    PEFT finds a parameter behind a parametrization, as those in 4 bits are, by its full name alone.
+
+    Args:
+        models: may hold `peft_config`.
+        known: the configurations of PEFT that were checked, by adapter. New ones are added.
+    """
+    for model in models:
+        for adapter, config in vars(model).get("peft_config", {}).items():
+            if known.get(adapter) is config:
+                continue
+            known[adapter] = config
+            if missed := _missed_targets(model, experts, adapter, config):
+                warnings.warn(
+                    f"moe_layers: adapter {adapter!r} of PEFT does not train {first_three(missed)}: PEFT finds "
+                    "parameters in 4 bits by full names alone; use full names in target_parameters, such as "
+                    f"{missed[0]!r}",
+                    stacklevel=2,
+                )
+
+
+def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, config: Any) -> list[str]:
+    """Return the full names of parametrised weights that `target_parameters` name and that have no such adapter."""
+    modules: list[Any] = list(model.modules())
+    wrappers = [module for module in modules if _is_param_wrapper(module) and adapter in module.lora_A]
+    adapted = {(wrapper.get_base_layer(), wrapper.parameter_name) for wrapper in wrappers}
+    suffixes = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
+    weights = {
+        f"{path}.{parameter}".replace(".base_layer", ""): (module, parameter)
+        for path, module in model.named_modules()
+        if module in set(experts)
+        for parameter in getattr(module, "parametrizations", ())
+    }
+    return [name for name, weight in weights.items() if f".{name}".endswith(suffixes) and weight not in adapted]
+
+
 def _is_param_wrapper(module: nn.Module) -> bool:
     """Return whether the class's forward is that of PEFT's ParamWrapper. Subclasses made by FSDP inherit it."""
     forward = type(module).forward
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
-
-
-def _is_replaced(wrapper: Any) -> bool:
-    forward = vars(wrapper).get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
 
 
 def _reason_against(wrapper: Any) -> str | None:
@@ -117,8 +151,6 @@ def _reason_against(wrapper: Any) -> str | None:
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
     if spec is None or not _is_computed_here(experts):
         return "moe_layers does not compute its experts"
-    if not _is_replaced(wrapper) and "forward" in vars(wrapper):
-        return "another forward was put in its place"
     if spec.normed:
         return "a norm follows its experts"
     if wrapper.parameter_name not in spec.adaptable:
@@ -130,7 +162,7 @@ def _reason_against(wrapper: Any) -> str | None:
 
 def _is_computed_here(experts: Any) -> bool:
     """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
-    return "forward" in vars(experts) or experts.config._experts_implementation == NAME
+    return is_replaced(experts) or experts.config._experts_implementation == NAME
 
 
 def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:

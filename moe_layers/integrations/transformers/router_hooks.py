@@ -56,16 +56,19 @@ class HookedRouter:
         self._adds: list[Callable[[Tensor], None]] = []
         self._choose: Callable[[int, int], ReplayedChoice] | None = None
         self._inner = vars(router).get("forward")
+        self._released = False
         vars(router)["forward"] = self.run
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "recomputed": None, "_adds": [], "_choose": None}
 
     def release(self) -> None:
-        """Give the router its own forward back."""
-        del vars(self.router)["forward"]
-        if self._inner is not None:
-            vars(self.router)["forward"] = self._inner
+        """Give the router its own forward back. A wrapper that others put around `run` stays."""
+        self._released = True
+        if vars(self.router).get("forward") == self.run:
+            del vars(self.router)["forward"]
+            if self._inner is not None:
+                vars(self.router)["forward"] = self._inner
 
     @property
     def training(self) -> bool:
@@ -139,6 +142,8 @@ class HookedRouter:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's forward. The compiler breaks its graph here."""
         inner = self._inner or type(self.router).forward.__get__(self.router)
+        if self._released:
+            return inner(*args, **kwargs)
         recomputes = is_in_backward()
         forward = self.recomputed if recomputes else current_forward()
         choose = self._replayed(forward, recomputes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +38,9 @@ class RoutingCallback(TrainerCallback):
         trainer = Trainer(model, ...)
         trainer.add_callback(RoutingCallback(trainer))
 
-    Whenever the Trainer logs, the callback passes the statistics of the training forwards since its last log to
-    `Trainer.log`. They reach the log history and everything that `report_to` names. The names are `routing/<metric>`,
-    the mean or the worst over the layers, and `routing/<layer>/<metric>`. With several ranks, statistics cover all.
+    Whenever the Trainer logs its loss, the callback adds the statistics of the training forwards since the last log.
+    They reach the log history and everything that `report_to` names. The names are `routing/<metric>`, the mean or the
+    worst over the layers, and `routing/<layer>/<metric>`. With several ranks, statistics cover all.
 
     With losses of `balance_routing`, the callback divides their gradients by the accumulation steps, and extends the
     batch of `global_batch` over the accumulated calls.
@@ -74,6 +76,8 @@ class RoutingCallback(TrainerCallback):
         self._observers: dict[str, RoutingObserver] = {}
         self.steps: list[int] = []
         self.loads: list[dict[str, Tensor]] = []  # [E] by layer, one per log
+        # Callbacks have no event before a log is written. A log of their own would take the place of the Trainer's.
+        trainer.log = partial(self._log, trainer.log)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -103,8 +107,6 @@ class RoutingCallback(TrainerCallback):
         if self.bias_rate is not None:
             update_selection_bias(self.model, rate=self.bias_rate, group=self.group)
         reset_expert_counts(self.model)
-        if control.should_log and (metrics := self._metrics(state.global_step)):
-            self.trainer.log(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the statistics and the scale, and write the plot."""
@@ -112,6 +114,12 @@ class RoutingCallback(TrainerCallback):
             router.observer = router.aux_loss_scale = None
         if self._plot is not None and state.is_world_process_zero and self.steps:
             self.plot(self._plot)
+
+    def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Call `Trainer.log`, with the statistics in the log that the Trainer itself writes on every rank."""
+        if "loss" in logs and self.trainer.control.should_log:
+            logs.update(self._metrics(self.trainer.state.global_step))
+        log(logs, *args, **kwargs)
 
     def _metrics(self, step: int) -> dict[str, float]:
         """Return what to log. Nothing if no step since the last log was observed."""

@@ -1,0 +1,51 @@
+"""Forwards of single modules that this package replaces, and that others may wrap, as accelerate's hooks do.
+
+`restore_forward` undoes only what is still this package's. A wrapper around a replaced forward stays, and calls the
+class's forward from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+_FORWARD = "_moe_layers_forward"  # attribute of a module: the function that computes its forward
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
+    """Let `forward(module, ...)` compute a module, unless someone else put a forward into it.
+
+    A wrapper around an earlier replacement stays, and calls the new one.
+    """
+    vars(module)[_FORWARD] = forward
+    if "forward" not in vars(module):
+        module.forward = partial(_run, module)
+
+
+def restore_forward(module: nn.Module) -> None:
+    vars(module).pop(_FORWARD, None)
+    if _is_run(vars(module).get("forward")):
+        del module.forward
+
+
+def is_replaced(module: nn.Module) -> bool:
+    return _FORWARD in vars(module)
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Return whether someone else put a forward into a module that does not wrap one of this package."""
+    forward = vars(module).get("forward")
+    while forward is not None and not _is_run(forward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is None and "forward" in vars(module)
+
+
+def _is_run(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _run
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> object:
+    return getattr(module, _FORWARD, type(module).forward)(module, *args, **kwargs)
