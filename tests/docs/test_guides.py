@@ -31,9 +31,10 @@ def test_blocks_run(page, tmp_path):
     run_python(["-m", "tests.markdown", page], cwd=tmp_path, **TORCHRUN)
 
 
-@slow  # test_blocks_run runs the same page in one process
-def test_several_gpus_in_two_processes(tmp_path):
-    page = ROOT / "docs" / "guides" / "several_gpus.md"
+@slow  # test_blocks_run runs the same pages in one process
+@pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "guides" / "several_gpus.md"], ids=lambda page: page.stem)
+def test_several_gpus_in_two_processes(page, tmp_path):
+    skip_without_transformers(page)
     result = run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
