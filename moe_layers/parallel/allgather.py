@@ -69,8 +69,8 @@ class AllGatherDispatcher(RankDispatcher):
         message = "ExpertParallel: to gather tokens, all ranks must have equally many tokens and slots, "
         message += "equally many bytes per token, and need the same gradients"
         if sizes.device.type == "cpu":
-            message += f", got [T, K, bytes, gradients] of {sizes.tolist()}; the alltoall dispatcher takes any T; "
-            message += GRADIENTS
+            cure = "the alltoall dispatcher takes any T" if (sizes[:, 3] == sizes[0, 3]).all() else GRADIENTS
+            message += f", got [T, K, bytes, gradients] of {sizes.tolist()}; {cure}"
         check_on_device((sizes == sizes[0]).all(), message)
         if bounds is not None:
             self._check_bounds(numbers[:, num_sizes:], bounds)
