@@ -1,6 +1,6 @@
 """Train a Hugging Face Qwen3-MoE or Mixtral twice from the same start: with this package's experts and with its own.
 
-    python examples/fine_tune_hugging_face.py                       # under a minute on two CPU cores; larger with a GPU
+    python examples/fine_tune_hugging_face.py                       # under a minute on one CPU core; larger with a GPU
     python examples/fine_tune_hugging_face.py --model-type mixtral
 
 The only change is `enable(model)`. The model has random weights and reads bytes, so that nothing is downloaded; a
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from _language_model import VOCABULARY, Settings, Text, draw_batch, held_out_windows, load_text
+from _language_model import VOCABULARY, Settings, Text, draw_batch, held_out_windows, load_text, use_one_cpu_thread
 from torch import Tensor, nn
 
 from moe_layers.integrations.transformers import enable
@@ -168,6 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model-type", choices=MODEL_TYPES, default=MODEL_TYPES[0])
     parser.add_argument("--implementation", choices=("triton", "reference"), help="of our experts; default: by device")
     options = parser.parse_args(arguments)
+    use_one_cpu_thread()
     settings = PRESETS[options.preset]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = load_text(Path(sysconfig.get_paths()["stdlib"]), device)

@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face Qwen3-MoE by LoRA: PEFT adapts attention and experts, and transformers' Trainer trains.
 
     pip install 'transformers>=5.7' 'peft>=0.19' accelerate
-    python examples/fine_tune_lora.py                          # about a minute on two CPU cores; larger with a GPU
+    python examples/fine_tune_lora.py                          # under a minute on one CPU core; larger with a GPU
     python examples/fine_tune_lora.py --rank 32 --output lora
 
 Nothing is downloaded, so the base is trained here first, on the source of the Python standard library; a published
@@ -21,7 +21,7 @@ from pydoc_data.topics import topics
 
 import torch
 import transformers
-from _language_model import Settings, Text, load_text
+from _language_model import Settings, Text, load_text, use_one_cpu_thread
 from fine_tune_hugging_face import PRESETS, make_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=8, help="of all adapters; default: %(default)s")
     parser.add_argument("--output", type=Path, help="folder of base, adapter and merged; default: a temporary one")
     options = parser.parse_args(arguments)
+    use_one_cpu_thread()
     settings = PRESETS[options.preset]
     transformers.set_seed(settings.seed)
     with tempfile.TemporaryDirectory() as temporary:

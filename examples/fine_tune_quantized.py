@@ -4,7 +4,7 @@ The model of `train_language_model.py` first learns the standard library's sourc
 the model with quantised experts, and the loss after some steps of LoRA adapters over them. Losses are in nats per byte;
 e to that power is the perplexity per byte.
 
-    python examples/fine_tune_quantized.py    # about two minutes on two CPU cores
+    python examples/fine_tune_quantized.py    # about two minutes on one CPU core
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from _language_model import LanguageModel, Settings, Text, draw_batch, held_out_windows, load_text
+from _language_model import LanguageModel, Settings, Text, draw_batch, held_out_windows, load_text, use_one_cpu_thread
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
@@ -91,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="of the base model; adapters get a quarter")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of *.py files")
     options = parser.parse_args(arguments)
+    use_one_cpu_thread()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = dataclasses.replace(SETTINGS, steps=options.steps)
     text = load_text(options.text, device)

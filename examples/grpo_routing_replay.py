@@ -4,7 +4,7 @@ The sampler runs in bfloat16 with a cache, as an inference engine does, and retu
 trainer runs in float32 on whole sequences. Without replay, it sends some tokens to other experts than the sampler did,
 and its log-probabilities of the samples are off by more than rounding. With replay, it uses the sampler's experts.
 
-    python examples/grpo_routing_replay.py             # less than half a minute on two CPU cores
+    python examples/grpo_routing_replay.py             # less than half a minute on one CPU core
     python examples/grpo_routing_replay.py --steps 5
 
 Letters: B sequences, S tokens of a sequence, L layers, K experts per token.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from _language_model import use_one_cpu_thread
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -202,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--without-replay", action="store_true", help="train on the own choices of the trainer")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="default: by device")
     options = parser.parse_args(arguments)
+    use_one_cpu_thread()
     if options.steps < 1:
         parser.error(f"--steps must be at least 1, got {options.steps}")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,7 +3,7 @@
 Trains the model of `train_language_model.py` three times, from the same weights and on the same batches, and writes
 expert_load.png and expert_load.json.
 
-    python examples/plot_expert_load.py             # a few minutes on two CPU cores
+    python examples/plot_expert_load.py             # under a minute on one CPU core
     python examples/plot_expert_load.py --steps 50
 
 Letters: N points in time, L layers, E experts.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _language_model import LanguageModel, Settings, Text, draw_batch, load_text
+from _language_model import LanguageModel, Settings, Text, draw_batch, load_text, use_one_cpu_thread
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
@@ -146,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/expert_load"), help="default: %(default)s")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="default: by device")
     options = parser.parse_args(arguments)
+    use_one_cpu_thread()
     settings = dataclasses.replace(SETTINGS, steps=options.steps)
     if options.steps < settings.log_every:
         parser.error(f"--steps must be at least {settings.log_every}, got {options.steps}")

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from _language_model import LanguageModel, Settings, Text, draw_batch, held_out_windows, load_text
+from _language_model import LanguageModel, Settings, Text, draw_batch, held_out_windows, load_text, use_one_cpu_thread
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -184,6 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     expert_processes = num_processes if options.expert_processes is None else options.expert_processes
     if expert_processes < 1 or num_processes % expert_processes:
         parser.error(f"--expert-processes must divide the number of processes, {num_processes}, got {expert_processes}")
+    use_one_cpu_thread()
     device = start_processes()
     text = load_text(Path(sysconfig.get_paths()["stdlib"]), device)
     run = start_run(

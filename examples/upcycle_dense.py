@@ -1,6 +1,6 @@
 """Turn the feed-forwards of a trained dense transformer into Mixtures of Experts, and continue training.
 
-    python examples/upcycle_dense.py        # under a minute on two CPU cores; a larger model with a GPU
+    python examples/upcycle_dense.py        # under a minute on one CPU core; a larger model with a GPU
 
 Every expert starts as a copy of the dense feed-forward. The routing weights of a token sum to one, so the new model is
 the same function as the old one, whatever its new routers choose; the example checks this in float64. Then both models
@@ -27,6 +27,7 @@ from _language_model import (
     held_out_windows,
     load_text,
     rotary_table,
+    use_one_cpu_thread,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -202,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--preset", choices=PRESETS, default=default_preset, help="default here: %(default)s")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="of the experts; default: by device")
     options = parser.parse_args(arguments)
+    use_one_cpu_thread()
     settings = PRESETS[options.preset]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = load_text(Path(sysconfig.get_paths()["stdlib"]), device)

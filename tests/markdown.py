@@ -2,8 +2,8 @@
 
 Blocks share their names and the current folder. `python` blocks run. `pycon` blocks are sessions whose output,
 including errors, must equal that on the page. Of `sh` blocks, only commands run that need neither network nor much
-time. A block marked `gpu` runs only where there is a GPU, one marked `peft` or `bitsandbytes` only where that package
-is installed.
+time. After the line `<!-- needs: gpu -->` a block runs only where there is a GPU, after `<!-- needs: peft -->` or
+`<!-- needs: bitsandbytes -->` only where that package is installed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ QUICK = (
     "python -m moe_layers.checkpoint",
     "python -m tests.fuzz",
 )
+NEEDS = re.compile(r"<!-- needs: (gpu|peft|bitsandbytes) -->")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replace
 
 
 class Block(NamedTuple):
     language: str
-    marks: tuple[str, ...]  # words after the language: "gpu", "peft", "bitsandbytes"
+    needs: str  # "gpu", "peft", "bitsandbytes" or nothing
     text: str
     line: int  # line of its first line in the page, from 1
 
@@ -51,10 +52,11 @@ def blocks_of(page: Path) -> list[Block]:
         if start is None:
             start = number
             continue
-        language, *marks = lines[start].removeprefix("```").split() or [""]
+        language, needs = lines[start].removeprefix("```"), NEEDS.fullmatch(lines[max(start - 1, 0)])
         if language not in LANGUAGES:
             raise ValueError(f"{page.name}:{start + 1}: a block must be one of {LANGUAGES}, got {language!r}")
-        found.append(Block(language, tuple(marks), "\n".join(lines[start + 1 : number]) + "\n", start + 2))
+        text = "\n".join(lines[start + 1 : number]) + "\n"
+        found.append(Block(language, needs[1] if needs else "", text, start + 2))
         start = None
     return found
 
@@ -79,14 +81,17 @@ def is_quick(command: Command) -> bool:
     return " ".join(command.words).startswith(QUICK) and not any(map(PLACEHOLDER.fullmatch, command.words))
 
 
+def is_here(needs: str) -> bool:
+    if needs == "gpu":
+        return torch.cuda.is_available()
+    return not needs or importlib.util.find_spec(needs) is not None
+
+
 def run_page(page: Path) -> None:
     """Run the page. An error of a block is raised with the line of the page."""
     names: dict[str, Any] = {"__name__": "__page__"}
     for block in blocks_of(page):
-        if "gpu" in block.marks and not torch.cuda.is_available():
-            continue
-        packages = {"peft", "bitsandbytes"} & set(block.marks)
-        if not all(map(importlib.util.find_spec, packages)):
+        if not is_here(block.needs):
             continue
         if block.language == "python":
             # Compiled with the page's line numbers, for tracebacks.

@@ -94,7 +94,8 @@ def load_layer(
 
         from ..parallel.expert_parallel import ExpertParallel
 
-        parallelize_module(module, mesh, expert_parallel or ExpertParallel())
+        # Every rank has read the same files.
+        parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
     return (module, report) if return_report else module
 
 

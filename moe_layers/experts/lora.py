@@ -209,9 +209,9 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # half as long as importing PyTorch
 
         for key, factor in list(adapter.named_parameters()):
-            # All ranks draw the factors of all experts and keep their own.
-            placement = Replicate() if adapter.is_shared(key) else Shard(0)
-            sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=None)
+            # All ranks draw the factors of all experts and keep their own. Shared factors are the first rank's.
+            placement, source = (Replicate(), 0) if adapter.is_shared(key) else (Shard(0), None)
+            sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=source)
             setattr(adapter, key, nn.Parameter(sharded))
     adapters = set() if experts.lora is None else set(experts.lora.parameters())
     for parameter in layer.parameters():

@@ -17,7 +17,7 @@ from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
 from ..routing.capacity import Slots
 from .collectives import AsyncCollective, check_on_device, wait
-from .rank_dispatcher import Chunk, RankDispatcher, packing_of, row_bytes
+from .rank_dispatcher import GRADIENTS, Chunk, RankDispatcher, gradients_needed, packing_of, row_bytes
 
 
 class AllGatherDispatcher(RankDispatcher):
@@ -50,14 +50,16 @@ class AllGatherDispatcher(RankDispatcher):
     def _count_rows(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> tuple[list[int] | None, list[Tensor]]:
         """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
 
-        Raise ValueError unless all ranks have tensors of equal sizes, and no more rows than the limits."""
+        Raise ValueError unless all ranks have tensors of equal sizes, need the same gradients, and have no more rows
+        than the limits."""
         offsets = [
             sort_by_expert(slots.topk_experts, experts.num_experts, implementation=experts.implementation).offsets
             for _, slots in chunks
         ]
         num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
-        own = [offsets[0].new_full((1,), size) for size in (num_tokens, top_k, row_bytes(chunks[0][0]))]
-        num_sizes, bounds = len(own), None
+        sizes = num_tokens, top_k, row_bytes(chunks[0][0]), gradients_needed(*chunks[0], experts)
+        own = [offsets[0].new_full((1,), size) for size in sizes]
+        num_sizes, bounds = len(sizes), None
         if self.max_rows_factor is not None:
             bounds = [self._bound(slots, self.max_rows_factor) for _, slots in chunks]
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
@@ -66,9 +68,10 @@ class AllGatherDispatcher(RankDispatcher):
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
         sizes = numbers[:, :num_sizes]
         message = "ExpertParallel: to gather tokens, all ranks must have equally many tokens and slots, "
-        message += "and equally many bytes per token"
+        message += "equally many bytes per token, and need the same gradients"
         if sizes.device.type == "cpu":
-            message += f", got [T, K, bytes] of [{first_three(sizes.tolist())}]; the alltoall dispatcher takes any T"
+            cure = "the alltoall dispatcher takes any T" if (sizes[:, 3] == sizes[0, 3]).all() else GRADIENTS
+            message += f", got [T, K, bytes, gradients] of [{first_three(sizes.tolist())}]; {cure}"
         check_on_device((sizes == sizes[0]).all(), message)
         if bounds is not None:
             self._check_bounds(numbers[:, num_sizes:], bounds)

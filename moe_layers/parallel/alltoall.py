@@ -15,7 +15,7 @@ from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows, GroupedExperts
 from ..routing.capacity import Slots
 from .collectives import AsyncCollective, check_on_device, wait
-from .rank_dispatcher import Chunk, RankDispatcher, packing_of, row_bytes
+from .rank_dispatcher import GRADIENTS, Chunk, RankDispatcher, gradients_needed, packing_of, row_bytes
 
 
 class _Route(NamedTuple):
@@ -53,7 +53,8 @@ class AllToAllDispatcher(RankDispatcher):
     def dispatch(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> Iterator[ExpertRows]:
         implementation, num_local = experts.implementation, experts.num_experts // self.ranks.size
         leaving = [self._sort(*chunk, experts) for chunk in chunks]
-        routes = self._routes(leaving, *self._exchange_counts(leaving), implementation)
+        agreed = row_bytes(chunks[0][0]), gradients_needed(*chunks[0], experts)
+        routes = self._routes(leaving, *self._exchange_counts(leaving, agreed), agreed, implementation)
         sent = [self._send(part, route, experts) for part, route in zip(leaving, routes, strict=True)]
         for part, route, (weights, rows) in zip(leaving, routes, sent, strict=True):
             permutation = sort_by_expert(route.experts[:, None], num_local, implementation=implementation)
@@ -74,12 +75,14 @@ class AllToAllDispatcher(RankDispatcher):
             capacity = math.ceil(self.max_rows_factor * self.num_slots(slots) / self.ranks.size)
         return _Outgoing(tokens, slots, order, counts, capacity)
 
-    def _exchange_counts(self, chunks: list[_Outgoing]) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [P]
-        """Return each rank's slots for each local expert, and the bytes of its tokens.
+    def _exchange_counts(
+        self, chunks: list[_Outgoing], agreed: tuple[int, ...]
+    ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
+        """Return each rank's slots for each local expert, and its numbers that must equal `agreed`.
 
         Raise ValueError if the counts exceed the capacity.
         """
-        own = [chunks[0].counts.new_full((self.ranks.size, 1), row_bytes(chunks[0].tokens))]
+        own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
             if chunk.capacity is not None:  # all ranks learn of one rank's error
@@ -87,31 +90,36 @@ class AllToAllDispatcher(RankDispatcher):
             own += [chunk.counts, limit]
         ones = [1] * self.ranks.size
         received = wait(self.ranks.all_to_all(torch.cat(own, dim=1), ones, ones))
-        num_bytes, by_chunk = received[:, 0], received[:, 1:].chunk(len(chunks), dim=1)
+        to_agree, by_chunk = received[:, : len(agreed)].t(), received[:, len(agreed) :].chunk(len(chunks), dim=1)
         for chunk, numbers in zip(chunks, by_chunk, strict=True):
             if chunk.capacity is not None:
                 check_on_device(
                     (numbers[:, -1] == chunk.capacity).all(),
                     f"ExpertParallel: with max_rows_factor={self.max_rows_factor} every rank must have "
-                    f"equally many tokens, and at most {chunk.capacity} slots for any rank's experts, got unequal "
-                    "numbers or more slots",
+                    f"equally many tokens, sequences and pairs, and at most {chunk.capacity} slots for any rank's "
+                    "experts, got unequal numbers or more slots",
                 )
-        return [numbers[:, :-1] for numbers in by_chunk], num_bytes
+        return [numbers[:, :-1] for numbers in by_chunk], to_agree
 
     def _routes(
-        self, chunks: list[_Outgoing], arriving: list[Tensor], num_bytes: Tensor, implementation: str | None
+        self,
+        chunks: list[_Outgoing],
+        arriving: list[Tensor],
+        to_agree: Tensor,  # [2, P]
+        agreed: tuple[int, ...],
+        implementation: str | None,
     ) -> list[_Route]:
-        """Return the routes. Raise ValueError unless the tokens of all ranks have equally many bytes."""
-        own_bytes = row_bytes(chunks[0].tokens)
-        message = "ExpertParallel: the tokens of all ranks must have equally many bytes"
+        """Return the routes. Raise ValueError unless all ranks agree."""
+        message = "ExpertParallel: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
-            check_on_device((num_bytes == own_bytes).all(), f"{message}, got numbers other than {own_bytes}")
+            agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])
+            check_on_device(agree.all(), f"{message}, got others than [bytes, gradients] of {agreed}; {GRADIENTS}")
             return [_bounded_route(*pair, implementation) for pair in zip(chunks, arriving, strict=True)]
         departing = [chunk.counts for chunk in chunks]
         sums = [counts.sum(1) for pair in zip(departing, arriving, strict=True) for counts in pair]
-        num_bytes, *splits = torch.stack([num_bytes.long(), *sums]).tolist()  # synchronises the host
-        if set(num_bytes) != {own_bytes}:
-            raise ValueError(f"{message}, got {num_bytes}")
+        num_bytes, gradients, *splits = torch.stack([*to_agree.long(), *sums]).tolist()  # synchronises the host
+        if set(zip(num_bytes, gradients, strict=True)) != {agreed}:
+            raise ValueError(f"{message}, got bytes {num_bytes} and gradients {gradients}; {GRADIENTS}")
         return [
             _exact_route(*counts, implementation)
             for counts in zip(chunks, arriving, splits[::2], splits[1::2], strict=True)

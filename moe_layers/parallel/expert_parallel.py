@@ -18,9 +18,10 @@ all parameters get the gradient of the ranks' mean loss.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -40,16 +41,18 @@ DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 class ExpertParallel(ParallelStyle):
     """Shard the experts of a `MoEFeedForward` over a mesh: a plan for PyTorch's `parallelize_module`.
 
-    A layer that holds all experts keeps its share of them. The values come from the first rank, or with
-    `parallelize_module(..., src_data_rank=None)` from each rank's own parameters, without communication. A layer built
-    or loaded with `keep_local_experts` of exactly this share keeps what it holds. Parameters that two layers share
+    A layer that holds all experts keeps its share of them. All values, also those of router and shared experts, are the
+    first rank's, or with `parallelize_module(..., src_data_rank=None)` each rank's own, without communication. A layer
+    built or loaded with `keep_local_experts` of exactly this share keeps its experts. Parameters that two layers share
     become two parameters. Adapters are sharded as their experts; factors that all experts share are replicated, and
-    backward sums their gradients over the ranks. `reset_parameters` afterwards draws different experts
-    on each rank on GPUs, but the same on all ranks on CPUs, as PyTorch then warns.
+    backward sums their gradients over the ranks. `reset_parameters` afterwards draws the router from each rank's own
+    random state, so seed all ranks equally. It draws different experts on each rank on GPUs, but the same on all ranks
+    on CPUs, as PyTorch then warns.
 
     The layer synchronises the host only where stated below. All ranks of the mesh must call the layer equally often, in
-    forward and backward. Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False`,
-    because routing weights are float32.
+    forward and backward, and tokens, routing weights and experts must need gradients on all ranks or on none. Under
+    `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False`, because routing weights are
+    float32.
 
     Args:
         dispatcher: "alltoall" sends each token to the ranks of its experts, with one host synchronisation per forward.
@@ -59,9 +62,11 @@ class ExpertParallel(ParallelStyle):
             Its GPUs must share one host, and keep P times their tokens for it: see `OverlappedDispatcher`.
         average_gradients: gradients are averaged over the ranks, as FSDP2 does (default); False if they are summed.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
-            Buffers have that size; more rows are an error, which P never causes. With "alltoall" each rank sends each
-            other rank at most that multiple of T * top_k / P rows, and all ranks must have equally many tokens. There
-            is then no host synchronisation, and CUDA graphs can capture the layer. Default: no limit.
+            Buffers have that size; more rows are an error. P never causes one, if all ranks have equally many tokens,
+            sequences and pairs. With "alltoall" this is required, and each rank sends each other rank at most that
+            multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has room for all slots that
+            it leaves, because they may lie in one chunk. There is then no host synchronisation, and CUDA graphs can
+            capture the layer. Default: no limit.
         chunks: parts of the tokens; one is sent while another is computed. With more chunks the weights are read more
             often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and its first
             chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
@@ -74,7 +79,7 @@ class ExpertParallel(ParallelStyle):
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or they are sharded already. When called: a plain parameter has
-            replaced a parameter of the experts.
+            replaced a parameter of the experts, or the ranks need different gradients.
     """
 
     def __init__(
@@ -107,6 +112,8 @@ class ExpertParallel(ParallelStyle):
         _check_held("ExpertParallel", module, share)
         experts.check_divisible("ExpertParallel")
         chosen = self._chosen(module, device_mesh)
+        if self.src_data_rank is not None:
+            _broadcast_replicated(module, device_mesh, self.src_data_rank)
         replicated = {
             f"lora.{adapter_name}.{factor}"
             for adapter_name, adapter in (experts.lora or {}).items()
@@ -154,6 +161,17 @@ class ExpertParallel(ParallelStyle):
         if len(held) > len(share):
             held = held[share.start : share.stop].clone()  # a clone, so that the other experts' memory is freed
         return DTensor.from_local(held, mesh, [Shard(0)], run_check=False)
+
+
+def _broadcast_replicated(module: Any, mesh: DeviceMesh, source: int) -> None:
+    """Give all ranks the source rank's router and shared experts: with routers of their own, they would train several
+    models. Tensors that another plan shards already are left alone."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if not (name.startswith("experts.") or isinstance(tensor, DTensor) or tensor.is_meta):
+            held = tensor.detach()
+            sent = held.to(mesh.device_type).contiguous()
+            distributed.broadcast(sent, group=mesh.get_group(), group_src=source)
+            held.copy_(sent)
 
 
 _DISPATCHERS = {

@@ -8,6 +8,7 @@ from functools import partial, reduce
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from moe_kernels.quantization.ops import pack_rows, unpack_rows
 from moe_kernels.runtime.pytorch import disable_dynamo
@@ -84,6 +85,26 @@ def row_bytes(tokens: Tensor) -> int:
     return tokens.shape[1] * tokens.element_size()
 
 
+GRADIENTS = (
+    "gradients are the sum of 1 for tokens, 2 for routing weights, 4 for experts, and more for shared adapter factors; "
+    "use requires_grad_() of the input, and no_grad(), on all ranks or on none"
+)
+
+
+def gradients_needed(tokens: Tensor, slots: Slots, experts: GroupedExperts) -> int:
+    """Return which tensors need gradients, as bits. Backward communicates these gradients alone, so a rank would wait
+    forever for one that another rank does not need."""
+    if not torch.is_grad_enabled():
+        return 0
+    parameters = list(experts.parameters())
+    needed = [tensor.requires_grad for tensor in (tokens, slots.topk_weights)]
+    needed.append(any(needed) or any(parameter.requires_grad for parameter in parameters))
+    needed += [
+        each.requires_grad for each in parameters if isinstance(each, DTensor) and each.placements == (Replicate(),)
+    ]
+    return sum(bit << place for place, bit in enumerate(needed)) % (2**31 - 1)  # sent as int32
+
+
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     """Split tokens and slots into chunks of these lengths."""
     device_type = tokens.device.type
@@ -91,10 +112,10 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
         tokens = autocast(tokens, device_type)
     if len(lengths) == 1:
         return [(tokens, slots)]
-    num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
     parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
-    num_tokens = max(len(tokens), 1)
-    return [(part, Slots(*rest, max_rows=-(-num_rows * len(part) // num_tokens))) for part, *rest in parts]
+    # One chunk may hold all the slots that a capacity or a list of pairs leaves.
+    num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+    return [(part, Slots(*rest, max_rows=min(num_rows, rest[0].numel()))) for part, *rest in parts]
 
 
 class PendingChunks:

@@ -1,10 +1,13 @@
 """The README and the guides: each code block runs, and every name in them exists."""
 
+import importlib
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from ..markdown import QUICK, Block, blocks_of, commands_of, is_quick, run_page
 from ..processes import ROOT, run_python, run_torchrun
@@ -31,9 +34,10 @@ def test_blocks_run(page, tmp_path):
     run_python(["-m", "tests.markdown", page], cwd=tmp_path, **TORCHRUN)
 
 
-@slow  # test_blocks_run runs the same page in one process
-def test_several_gpus_in_two_processes(tmp_path):
-    page = ROOT / "docs" / "guides" / "several_gpus.md"
+@slow  # test_blocks_run runs the same pages in one process
+@pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "guides" / "several_gpus.md"], ids=lambda page: page.stem)
+def test_several_gpus_in_two_processes(page, tmp_path):
+    skip_without_transformers(page)
     result = run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -95,6 +99,25 @@ def test_readme_links_every_guide():
     assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]} and linked
 
 
+@pytest.fixture(scope="module")
+def render():
+    """Return a function from Markdown to HTML with the extensions of the site."""
+    load_config = pytest.importorskip("mkdocs.config", reason="the extra docs is not installed").load_config
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    extensions = {"extensions": config["markdown_extensions"], "extension_configs": config["mdx_configs"]}
+    return partial(importlib.import_module("markdown").markdown, **extensions)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_site_shows_each_heading_block_and_table(page, render):
+    html = render(page.read_text())
+    text = re.sub(r"(?ms)^```.*?^```$", "BLOCK", page.read_text())
+    headings = [re.sub(r"[`\\]", "", heading) for heading in re.findall(r"(?m)^#+ (.*)$", text)]
+    assert re.findall(r"<h\d.*?>(.*?)</h\d>", re.sub("</?code>", "", html)) == headings
+    assert html.count("<pre>") >= text.count("BLOCK")
+    assert html.count("<table>") == len(re.findall(r"(?m)^\|[ -|]*---", text))
+
+
 def write(tmp_path, text):
     page = tmp_path / "page.md"
     page.write_text(text)
@@ -109,13 +132,22 @@ def test_a_wrong_block_is_named_by_its_line(tmp_path):
     page = write(tmp_path, "```python\nx = 1\n```\n\n```pycon\n>>> x\n1\n>>> int('a')\n2\n```\n")
     with pytest.raises(AssertionError, match=r"(?s)page.md\", line 8.*invalid literal"):
         run_page(page)
-    with pytest.raises(ValueError, match=r"page.md:1: a block must be one of .*, got 'rust'"):
-        run_page(write(tmp_path, "```rust\n```\n"))
+    for fence in ("rust", "python gpu"):  # the site takes no words after the language for a block
+        with pytest.raises(ValueError, match=rf"page.md:1: a block must be one of .*, got '{fence}'"):
+            run_page(write(tmp_path, f"```{fence}\n```\n"))
+
+
+def test_a_block_runs_where_there_is_what_it_needs(tmp_path):
+    needs = "bitsandbytes" if importlib.util.find_spec("bitsandbytes") is None else "gpu"
+    page = write(tmp_path, f"<!-- needs: {needs} -->\n```python\nraise SystemExit\n```\n")
+    if needs == "gpu" and torch.cuda.is_available():
+        pytest.skip("everything is here")
+    run_page(page)
 
 
 def test_commands_are_read_as_a_shell_does():
     text = "A=1 python -m moe_kernels explain '1 2' # why\npython3 -m venv .venv && .venv/bin/pip install x\n"
-    commands = commands_of(Block("sh", (), text, 1))
+    commands = commands_of(Block("sh", "", text, 1))
     assert [command.words for command in commands] == [
         ("python", "-m", "moe_kernels", "explain", "1 2"),
         ("python3", "-m", "venv", ".venv"),
@@ -123,5 +155,5 @@ def test_commands_are_read_as_a_shell_does():
     ]
     assert commands[0].variables == ("A",)
     assert [is_quick(command) for command in commands] == [True, False, False]
-    assert not is_quick(commands_of(Block("sh", (), f"{QUICK[0]} DIR", 1))[0])
+    assert not is_quick(commands_of(Block("sh", "", f"{QUICK[0]} DIR", 1))[0])
     assert as_python(("torchrun", "--nproc-per-node", "2", "a.py", "--b")) == ("python", "a.py", "--b")

@@ -216,6 +216,25 @@ def each_process_keeps_its_experts_only(device):
     assert meta.experts.w_up.to_local().shape == expected.shape
 
 
+def all_ranks_start_equal(device):
+    """Router, selection bias, shared and latent parameters come from the first rank, as the experts do."""
+    options = {"shared_d_ff": 12, "shared_gate": True, "bias": True, "latent_dim": 12}
+    options["router"] = RouterSpec.deepseek_v3()
+    one, many = make_layer(device, **options), make_layer(device, seed=distributed.get_rank(), **options)
+    for layer, value in ((one, 0), (many, distributed.get_rank())):
+        layer.router.selection_bias.fill_(value)
+    many.router.weight.data = many.router.weight.data.t().contiguous().t()  # strides of its own
+    shard_experts(many, expert_mesh(device))
+    for (name, a), (other, b) in zip(many.state_dict().items(), one.state_dict().items(), strict=True):
+        assert name == other and torch.equal(full(a), b), name
+    x = draw(device, 7)
+    assert_close(many(x), one(x))
+    other = make_layer(device, seed=distributed.get_rank())
+    before = other.router.weight.clone()
+    parallelize_module(other, expert_mesh(device)["ep"], ExpertParallel(), src_data_rank=None)
+    assert torch.equal(other.router.weight, before)
+
+
 def frozen_experts_stay_frozen(device):
     layer = make_layer(device)
     layer.experts.requires_grad_(False)
@@ -294,9 +313,13 @@ def wrong_numbers_of_tokens(device):
         return
     mesh, rank = expert_mesh(device), distributed.get_rank()
     x = draw(device, 5 + rank)
-    with pytest.raises(ValueError, match=r"got \[T, K, bytes\] of \[\[5, 3, \d+\], \[6, 3, \d+\]\]; the all"):
+    with pytest.raises(
+        ValueError, match=r"got \[T, K, bytes, gradients\] of \[\[5, 3, \d+, 6\], \[6, 3, \d+, 6\]\]; the all"
+    ):
         shard_experts(make_layer(device), mesh, "allgather")(x)
-    with pytest.raises(ValueError, match=r"max_rows_factor=2.0 every rank must have equally many tokens, and at most"):
+    with pytest.raises(
+        ValueError, match=r"max_rows_factor=2.0 every rank must have equally many tokens, .* and at most"
+    ):
         shard_experts(make_layer(device), mesh, "alltoall", max_rows_factor=2.0)(x)
     # Only the first rank's slots are too many, for the second rank.
     slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6)
@@ -316,6 +339,7 @@ CASES = [
     empty_experts_have_zero_gradients,
     layers_equal_one_process,
     each_process_keeps_its_experts_only,
+    all_ranks_start_equal,
     frozen_experts_stay_frozen,
     parameters_keep_their_attributes,
     auto_chooses_by_traffic,

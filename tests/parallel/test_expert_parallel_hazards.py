@@ -4,11 +4,12 @@ different ranks, and parameters that are no longer sharded."""
 import os
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from moe_layers import CapacityFactor, CustomAssignment, MoEFeedForward, TokenExpertPairs, clip_grad_norm_, save_routing
+from moe_layers import (
+    CapacityFactor,
+    CustomAssignment,
+    ExpertChoice,
+    MoEFeedForward,
+    TokenExpertPairs,
+    clip_grad_norm_,
+    save_routing,
+)
 
 from ..processes import gloo_group, make_test
 from ..tiers import slow
@@ -188,11 +197,76 @@ def bounds_of_other_sequences(device):
                 many(x)
 
 
+def early_slots_within_the_bound(device):
+    """With P as the factor, all slots of a capacity, of a list of pairs or of expert choice may lie in one chunk."""
+    mesh, x = expert_mesh(device), draw(device, 12)
+    num_ranks = distributed.get_world_size()
+
+    def route(logits):  # the first token's slots, all for experts of the first rank
+        experts = (torch.arange(6, device=device) % (NUM_EXPERTS // num_ranks)).int()
+        return TokenExpertPairs(torch.zeros_like(experts), experts, logits[0, experts.long()].sigmoid())
+
+    few = torch.arange(3, dtype=torch.int32, device=device).expand(12, 3)
+    kinds = (
+        ({"assignment": CustomAssignment(route)}, {}),
+        ({"capacity": CapacityFactor(0.5)}, {"topk_experts": few}),
+        ({"assignment": ExpertChoice()}, {}),
+    )
+    for (options, given), dispatcher, chunks in product(kinds, ("alltoall", "allgather", "overlapped"), (2, 6)):
+        one, many = make_layer(device, **options), make_layer(device, **options)
+        shard_experts(many, mesh, dispatcher, chunks=chunks, max_rows_factor=float(num_ranks))
+        for layer in (one, many):
+            nn.init.zeros_(layer.router.weight)  # ties: each expert chooses the first tokens
+        assert_close(many(x, **given), one(x, **given))
+
+
+def unequal_gradients(device):
+    """An error on every rank, before tokens are sent, where backward would wait for another rank's gradient forever."""
+    if device.type == "cuda":
+        return
+    mesh, rank = expert_mesh(device), distributed.get_rank()
+
+    def needs_input(layer, x):
+        layer(x.requires_grad_(bool(rank)))
+
+    def needs_router(layer, x):
+        layer.router.requires_grad_(bool(rank))
+        layer(x)
+
+    def needs_experts(layer, x):
+        layer.router.requires_grad_(False)
+        layer.experts.requires_grad_(bool(rank))
+        layer(x)
+
+    def needs_none(layer, x):
+        with torch.set_grad_enabled(bool(rank)):
+            layer(x)
+
+    for style, case in product((*STYLES, OVERLAPPED), (needs_input, needs_router, needs_experts, needs_none)):
+        layer = shard_experts(make_layer(device), mesh, **style)
+        with CollectiveCounter() as sent, pytest.raises(ValueError, match="need the same gradients, got"):
+            case(layer, draw(device, 6))
+        assert len(sent.names) == 1, (style, case)
+
+
+def experts_frozen_on_one_rank(device):
+    """Backward communicates none of their gradients, so they need not be equal."""
+    one, many = make_layer(device), shard_experts(make_layer(device), expert_mesh(device), average_gradients=False)
+    many.experts.requires_grad_(bool(distributed.get_rank()))
+    x = draw(device, 6)
+    for layer in (one, many):
+        layer(x).square().sum().backward()
+    assert_close(many.router.weight.grad, one.router.weight.grad)
+
+
 CASES = [
     collectives_start_in_one_order,
     nothing_reads_what_is_under_way,
     plain_parameters_afterwards,
     bounds_of_other_sequences,
+    early_slots_within_the_bound,
+    unequal_gradients,
+    experts_frozen_on_one_rank,
 ]
 SLOW = [processes_without_tokens, bounds_of_unequal_numbers_of_slots]  # every dispatcher, in the interpreter
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -21,6 +21,7 @@ from .expert_parallel_cases import (
     full,
     own_data,
     shard_experts,
+    summed,
 )
 
 SETTINGS = [LoRA(3, 6), LoRA(3, 6, shared_outer=True)]
@@ -39,7 +40,7 @@ def with_effect(model):
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if name.endswith("_b"):
-            nn.init.normal_(parameter.data, std=0.3, generator=generator)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def adapted_after_sharding(device, mesh, dispatcher, settings):
@@ -128,4 +129,20 @@ def _merging_equals_one_process(device, settings):
     torch.testing.assert_close(many(x), one(x), rtol=1e-5, atol=1e-6)
 
 
-test_two_processes = make_test([steps_equal_one_process, merging_equals_one_process], 2)
+def shared_factors_are_equal(device):
+    """Ranks with other random states start with the first rank's factors, and all need the factors' gradients."""
+    layer = shard_experts(Model(device).layers[0]["moe"], expert_mesh(device))
+    torch.manual_seed(distributed.get_rank())
+    layer.add_lora(SETTINGS[1])
+    shared = [factor for factor in layer.experts.lora.parameters() if factor.placements[0].is_replicate()]
+    for factor in shared:
+        assert_close(summed(factor.to_local()) / distributed.get_world_size(), factor.to_local().detach())
+    if device.type == "cpu":  # on a GPU the error ends the process
+        shared[0].requires_grad_(bool(distributed.get_rank()))
+        with pytest.raises(ValueError, match=r"need the same gradients, .* shared adapter factors"):
+            layer(draw(device, 4))
+
+
+CASES = [steps_equal_one_process, merging_equals_one_process, shared_factors_are_equal]
+
+test_two_processes = make_test(CASES, 2)
