@@ -10,11 +10,11 @@ from torch import Tensor
 from ..permutation.sort import MAX_EXPERTS, sort_by_expert
 from ..quantization.formats import check_quantized
 from ..routing.linear_op import LinearRouter
-from ..routing.routers import check_linear_router
-from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
-from ..runtime.dispatch import choose, is_traced, once_per_form
+from ..runtime.checks import check_dtype
+from ..runtime.dispatch import choose, is_traced
 from ..specs import Activation, as_activation
-from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, ScaledForms, Weight
+from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
+from .checks import check_operands
 from .fused_op import fused_experts_op
 from .operands import ExpertOperands
 from .rows import Rows
@@ -114,7 +114,8 @@ def compute_experts(
     """Compute `fused_experts`. `settings` are those of `_operands`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
-    operands = _operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, weights, **settings)
+    operands = _operands(tokens, weights, topk_weights=topk_weights, **settings)
+    _check_permuted(operands, permutation)
     if choose("fused_experts", implementation, tokens) == "reference":
         # Autograd through the reference would save dequantised weights; the op saves its operands.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
@@ -123,6 +124,12 @@ def compute_experts(
         return run(ReferenceOperands(tokens, topk_weights, experts, permutation, batch_invariant, precision))
     rows = Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant)
     return fused_experts_op(operands._replace(topk_weights=topk_weights.float().contiguous(), rows=rows)).out
+
+
+def _check_permuted(operands: ExpertOperands, permutation: Permutation) -> None:
+    tokens, experts, topk_weights, *_ = operands
+    gated = experts.kind().gated
+    check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *experts.weights, gated)
 
 
 def compute_chosen(
@@ -141,10 +148,16 @@ def compute_chosen(
         permutation = sort_by_expert(topk_experts, num_experts, implementation=implementation)
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         return compute_experts(tokens, topk_weights, permutation, weights, **options, **settings)
-    operands = _operands(tokens, topk_weights, topk_experts, None, weights, **settings)
-    topk_weights, topk_experts = topk_weights.float().contiguous(), topk_experts.contiguous()
-    choice = {"topk_weights": topk_weights, "topk_experts": topk_experts, "batch_invariant": batch_invariant}
-    return fused_experts_op(operands._replace(**choice)).out
+    check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
+    operands = _operands(
+        tokens,
+        weights,
+        topk_weights=topk_weights.float().contiguous(),
+        topk_experts=topk_experts.contiguous(),
+        batch_invariant=batch_invariant,
+        **settings,
+    )
+    return fused_experts_op(operands).out
 
 
 class RoutedExperts(NamedTuple):
@@ -157,26 +170,19 @@ def compute_routed(
     tokens: Tensor,  # [T, D]
     router: LinearRouter,
     weights: ExpertWeights,
-    *,
-    batch_invariant: bool = False,
     **settings: Any,
 ) -> RoutedExperts:
     """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op of kernels.
 
     Every expert that the router knows is among the weights. No gradient flows back through the routing of the result.
     """
-    check_linear_router(tokens, router)
-    operands = _operands(tokens, None, None, None, weights, **settings)
-    made = fused_experts_op(operands._replace(router=router, batch_invariant=batch_invariant))
+    made = fused_experts_op(_operands(tokens, weights, router=router, **settings))
     assert made.topk_experts is not None and made.topk_weights is not None
     return RoutedExperts(made.out, made.topk_experts, made.topk_weights)
 
 
 def _operands(
     tokens: Tensor,  # [T, D]
-    topk_weights: Tensor | None,  # [T, K]
-    slots: Tensor | None,  # [T, K]: `slot_to_row`, or `topk_experts` without offsets
-    offsets: Tensor | None,  # [E]
     weights: ExpertWeights,
     *,
     adapters: ExpertAdapters | None = None,
@@ -184,12 +190,12 @@ def _operands(
     weight_on_input: bool = False,
     recompute: str | None = None,
     precision: str | None = None,
-    forms: ScaledForms | None = None,
+    **others: Any,
 ) -> ExpertOperands:
-    """Check the operands, and pack what all ways to the op share.
+    """Pack what all ways to the op share. The op checks shapes, dtypes and devices, once for each form.
 
     Args:
-        forms: `weights` in e4m3, for precision "fp8". Not checked to be those of the weights.
+        others: further fields of `ExpertOperands`.
 
     Raises:
         ValueError, NotImplementedError: as `fused_experts`.
@@ -197,14 +203,14 @@ def _operands(
     activation = as_activation("fused_experts", activation)
     if recompute not in RECOMPUTE:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
-    _check_formats(weights)
-    _check_operands(tokens, topk_weights, slots, offsets, *weights, activation.gated)
+    if isinstance(weights.w_up, QuantizedWeight) or isinstance(weights.w_down, QuantizedWeight):
+        _check_formats(weights)
     if adapters is not None:
         _check_adapters(adapters, weights.w_up, weights.w_down)
     if precision is not None:
         _check_precision(precision, weights, adapters)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
-    return ExpertOperands(tokens, experts, recompute=recompute == "up", precision=precision, forms=forms)
+    return ExpertOperands(tokens, experts, recompute=recompute == "up", precision=precision, **others)
 
 
 def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAdapters | None) -> None:
@@ -227,8 +233,6 @@ def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
 
 
 def _check_formats(weights: ExpertWeights) -> None:
-    if not (isinstance(weights.w_up, QuantizedWeight) or isinstance(weights.w_down, QuantizedWeight)):
-        return
     formats = [str(weight.format) if isinstance(weight, QuantizedWeight) else "a tensor" for weight in weights[:2]]
     if formats[0] != formats[1]:
         raise ValueError(f"fused_experts: w_up and w_down must be of one format, got {formats[0]} and {formats[1]}")
@@ -259,44 +263,3 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: tor
         raise ValueError(
             f"fused_experts: {name} must be of floating point on {device}, got {factor.dtype} on {factor.device}"
         )
-
-
-@once_per_form
-def _check_operands(
-    tokens: Tensor,
-    topk_weights: Tensor | None,
-    slots: Tensor | None,  # [T, K]: slot_to_row, or topk_experts
-    offsets: Tensor | None,
-    w_up: Weight,
-    w_down: Weight,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    gated: bool,
-) -> None:
-    width = "2F" if gated else "F"
-    given = {
-        "tokens": (tokens, "T D"),
-        "topk_weights": (topk_weights, "T K"),
-        "topk_experts" if offsets is None else "slot_to_row": (slots, "T K"),
-        "offsets": (offsets, "E"),
-        "w_up": (w_up, f"E {width} D"),
-        "w_down": (w_down, "E D F"),
-        "b_up": (b_up, f"E {width}"),
-        "b_down": (b_down, "E D"),
-    }
-    given = {name: operand for name, operand in given.items() if operand[0] is not None}
-    sizes = check_shapes("fused_experts", **given)
-    if gated and sizes["2F"] != 2 * sizes["F"]:
-        raise ValueError(
-            f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
-            f"got {list(w_up.shape)} and {list(w_down.shape)}"
-        )
-    parts = {"tokens": tokens, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
-    check_same_dtype("fused_experts", **{name: part for name, part in parts.items() if isinstance(part, Tensor)})
-    if topk_weights is not None:
-        check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
-    if slots is not None and offsets is None:
-        check_dtype("fused_experts", "topk_experts", slots, torch.int32)
-    others = {"topk_weights": topk_weights, "permutation": offsets, "topk_experts": slots if offsets is None else None}
-    operands = {"tokens": tokens, **others, **parts}
-    check_same_device("fused_experts", **{name: part for name, part in operands.items() if part is not None})

@@ -76,11 +76,13 @@ from ..gemm.kernel import device_cc
 from ..permutation.permute import launch_slot_products
 from ..permutation.sort import BLOCK_ROWS, SortedSlots
 from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
+from ..routing.linear import check_linear_router
 from ..routing.linear_op import linear_routing_op, routing_gradients
 from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
 from ..types import ScaledRows
+from .checks import check_operands
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
 from .operands import ExpertOperands
 from .steps import (
@@ -135,6 +137,7 @@ def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor
     """Choose experts and sort the slots, as far as the caller has not. Return also the last three of `_Outputs`."""
     if operands.rows is not None:
         return operands, (None, None, None)
+    _check_chosen(operands)
     topk_weights = topk_experts = None
     if operands.router is not None:
         topk_weights, topk_experts, _ = linear_routing_op(operands.tokens, operands.router)
@@ -143,6 +146,13 @@ def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor
     sorted_slots = SortedSlots.empty(operands.topk_experts, operands.num_experts)
     sorted_slots.sort(operands.topk_experts)
     return operands._replace(sorted_slots=sorted_slots), (topk_weights, topk_experts, sorted_slots.buffer)
+
+
+def _check_chosen(operands: ExpertOperands) -> None:
+    tokens, experts, topk_weights, topk_experts, router, *_ = operands
+    if router is not None:
+        check_linear_router(tokens, router.w_router)
+    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, experts.kind().gated)
 
 
 def _check_fp8(operands: ExpertOperands) -> None:
@@ -162,6 +172,7 @@ def _(operands):
     elif not operands.recompute:
         preactivation = empty_rows(tokens, num_rows, d_up)
     if operands.rows is None:
+        _check_chosen(operands)
         topk_experts = tokens.new_empty(tokens.shape[0], operands.top_k, dtype=torch.int32)
         buffer = SortedSlots.empty(topk_experts, operands.num_experts).buffer
     if operands.router is not None:

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from ..gemm.batch_invariance import invariant_product
-from ..runtime.checks import check_same_dtype
+from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
+from ..runtime.dispatch import once_per_form
 from ..runtime.ops import registered_op
 from ..runtime.triton import tl, triton
 
 
-def check_router_dtypes(op: str, tokens: Tensor, w_router: Tensor) -> None:
-    """Raise ValueError unless both have one floating-point dtype, or a float32 weight meets 16-bit tokens."""
+@once_per_form
+def check_linear_router(tokens: Tensor, w_router: Tensor) -> None:
+    """Raise ValueError unless shapes and devices fit, and both have one floating-point dtype, or a float32 weight meets
+    16-bit tokens."""
+    check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
     if w_router.dtype != torch.float32 or tokens.dtype not in (torch.bfloat16, torch.float16):
-        check_same_dtype(op, tokens=tokens, w_router=w_router)
+        check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
+    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
 
 
 def halves_dtype(tokens: Tensor, w_router: Tensor) -> torch.dtype | None:

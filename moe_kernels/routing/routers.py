@@ -15,10 +15,10 @@ from torch import Tensor
 from .. import reference
 from ..gemm.batch_invariance import token_by_token
 from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
-from ..runtime.dispatch import choose, once_per_form, without_autocast
+from ..runtime.dispatch import choose, without_autocast
 from ..specs import RouterSpec
 from ..types import Routing
-from .linear import check_router_dtypes
+from .linear import check_linear_router
 from .linear_op import LinearRouter, linear_routing_op
 from .scored import score_settings, scored_routing_op
 from .softmax import topk_routing_op
@@ -99,7 +99,7 @@ def linear_routing(
             `spec` cannot choose `top_k`.
     """
     spec = _SOFTMAX if spec is None else spec
-    _check_linear(tokens, w_router)
+    check_linear_router(tokens, w_router)
     num_experts, needs_bias = w_router.shape[0], spec.selection_bias is not None
     _check_bias("linear_routing", "logit_bias", spec.logit_bias, logit_bias, w_router, num_experts)
     _check_bias("linear_routing", "selection_bias", needs_bias, selection_bias, w_router, num_experts)
@@ -196,18 +196,6 @@ def selection_keys(
     check_dtype("selection_keys", "logits", logits, torch.float32, torch.float64)
     _check_bias("selection_keys", "selection_bias", spec.selection_bias is not None, selection_bias, logits, sizes["E"])
     return reference.selection_keys(logits, spec, selection_bias)
-
-
-@once_per_form
-def _check_linear(tokens: Tensor, w_router: Tensor) -> None:
-    check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
-    check_router_dtypes("linear_routing", tokens, w_router)
-    check_same_device("linear_routing", tokens=tokens, w_router=w_router)
-
-
-def check_linear_router(tokens: Tensor, router: LinearRouter) -> None:
-    """Raise ValueError unless shapes, dtypes and devices of tokens and router fit each other."""
-    _check_linear(tokens, router.w_router)
 
 
 def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, operand: Tensor, num_experts: int) -> None:

@@ -138,21 +138,17 @@ class _Thread(threading.local):
         self.observer: LaunchObserver | None = None
 
 
-_thread = _Thread()
+launching = _Thread()  # of the current thread
 
 
 @contextlib.contextmanager
 def observing_launches(observer: LaunchObserver) -> Iterator[None]:
     """Let the observer make the launches of this thread."""
-    _thread.observer = observer
+    launching.observer = observer
     try:
         yield
     finally:
-        _thread.observer = None
-
-
-def are_launches_observed() -> bool:
-    return _thread.observer is not None
+        launching.observer = None
 
 
 def need_single_launches() -> bool:
@@ -166,9 +162,9 @@ def ensure_context(device: int) -> None:
     Encoding a descriptor and the driver's launches need one. A thread without earlier launches, such as autograd's at
     first, has none.
     """
-    if device not in _thread.devices:
+    if device not in launching.devices:
         torch.empty(1, device=f"cuda:{device}").zero_()
-        _thread.devices.add(device)
+        launching.devices.add(device)
 
 
 # Triton's compiled kernels of artifacts that ran. Since Triton 3.8, freeing such an object unloads its code from the
@@ -189,9 +185,9 @@ def _launch_with_scratch(
 
 
 def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
-    if _thread.observer is None:
+    if launching.observer is None:
         return _launch_unobserved(launch, ready)[0]
-    return _thread.observer(launch, functools.partial(_launch_unobserved, launch, ready))
+    return launching.observer(launch, functools.partial(_launch_unobserved, launch, ready))
 
 
 def _launch_unobserved(launch: Launch, ready: Ready | None) -> tuple[Ready | None, Any]:

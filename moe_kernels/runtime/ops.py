@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
-from .launch import are_launches_observed
+from .launch import launching
 from .packing import PackedSignature, Places, places_of
 from .pytorch import disable_dynamo
 from .replay import Replayed
@@ -28,6 +28,7 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
 class _Call(NamedTuple):
     """One call of an op, as its autograd node gets it."""
 
+    args: tuple[Any, ...]  # of the function
     leaves: tuple[Any, ...]
     places: Places  # of the tensors among the leaves
     tensors: tuple[Tensor, ...]
@@ -67,7 +68,7 @@ class Op:
         leaves = signature.flatten(*args)
         if torch.compiler.is_dynamo_compiling():
             return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
-        if are_launches_observed():
+        if launching.observer is not None:  # part of an op that is recorded
             return self._function(*args)
         places = places_of(leaves)
         tensors = places.read(leaves)
@@ -85,7 +86,7 @@ class Op:
         )
         # No other dispatch key applies here, so calling what the dispatcher would call saves one pass of it.
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-            call = _Call(leaves, places, tensors, is_unseen)
+            call = _Call(args, leaves, places, tensors, is_unseen)
             results = self._apply(*(tensors if signature.has_packed else leaves), call)
             return results if signature.result is None else signature.result._make(results)
         with torch._C._AutoDispatchBelowAutograd():
@@ -134,14 +135,14 @@ class Op:
             check_tangents(f"moe_kernels::{self.name}", tensors)
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             check_transforms(f"moe_kernels::{self.name}", tensors)
-            call = _Call(leaves, places, tensors, False)
+            call = _Call(signature.pack(*leaves), leaves, places, tensors, False)
             results = self._node.apply(*(tensors if signature.has_packed else leaves), call)
             return signature.to_tensors(results)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*arguments)
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:
-        leaves, places, tensors, is_unseen = inputs[-1]
+        args, leaves, places, tensors, is_unseen = inputs[-1]
         signature = self._signature
         with torch._C._AutoDispatchBelowAutograd():
             if is_unseen:
@@ -151,7 +152,7 @@ class Op:
         if signature.has_packed:
             ctx.names = [signature.names[place] for place in places.places]
         if self._setup_context is not None:
-            self._setup_context(ctx, signature.pack(*leaves), output)
+            self._setup_context(ctx, args, output)
         return output
 
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:

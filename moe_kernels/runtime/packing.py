@@ -26,16 +26,12 @@ _LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}
 _NOT_QUANTIZED = (None,) * (len(_LEAVES) - 1)
 
 
-def _weight_to_leaves(weight: Weight) -> tuple[Tensor | str | None, ...]:
-    """Return the leaves of a weight: the tensor, or the tensors of a quantised weight and the rest as a string."""
-    if not isinstance(weight, QuantizedWeight):
-        return weight, *_NOT_QUANTIZED
+def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
+    """Return the leaves of a quantised weight: no tensor, its tensors, and the rest as a string."""
     return None, *[getattr(weight, name) for name in _TENSORS], _layout_to_string(weight.format, weight.shape)
 
 
-def _weight_of_leaves(tensor: Tensor | None, values: Tensor, scales: Tensor, *rest: Any) -> Weight:
-    if tensor is not None:
-        return tensor
+def _quantized_of_leaves(values: Tensor, scales: Tensor, *rest: Any) -> QuantizedWeight:
     *tables, layout = rest
     return QuantizedWeight(values, scales, *_layout_of_string(layout), *tables)
 
@@ -99,8 +95,9 @@ class Packing:
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
         # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
-        split = {"weight_to_leaves": _weight_to_leaves}
-        join = {"weight_of_leaves": _weight_of_leaves, **self._kinds}
+        quantized = {"QuantizedWeight": QuantizedWeight, "nothing": _NOT_QUANTIZED}
+        split = {"to_leaves": _quantized_to_leaves, **quantized}
+        join = {"of_leaves": _quantized_of_leaves, **self._kinds}
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves
         self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", join)  # the inverse
         self.names = tuple(self.types)
@@ -114,8 +111,9 @@ class Packing:
         if kind in (Weight, QuantizedWeight):
             assert not absent, name
             self.types |= {f"{name}{leaf}": leaf_type for leaf, leaf_type in _LEAVES.items()}
-            self._paths.append(f"*weight_to_leaves({path})")
-            return f"weight_of_leaves({', '.join(f'{name}{leaf}' for leaf in _LEAVES)})"
+            self._paths.append(f"*(to_leaves({path}) if type({path}) is QuantizedWeight else ({path}, *nothing))")
+            parts = ", ".join(f"{name}{leaf}" for leaf in _LEAVES if leaf)
+            return f"{name} if {name}_layout is None else of_leaves({parts})"
         given = [part for part in get_args(kind) if is_packed(part)]
         if given:
             (kind,) = given

@@ -8,7 +8,7 @@ is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -84,12 +84,16 @@ class Record:
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
         function, (args, kwargs), results = call
-        read = [self._argument(value) for value in args]
-        read_named = {name: self._argument(value) for name, value in kwargs.items()}
+        template, readers = list(args), self._readers(enumerate(args))
+        named_template, named_readers = dict(kwargs), self._readers(kwargs.items())
 
         def run(memory: list[Any]) -> None:
-            named = {name: part(memory) for name, part in read_named.items()}
-            made = function(*[part(memory) for part in read], **named)
+            args, kwargs = template.copy(), named_template.copy()
+            for place, read in readers:
+                args[place] = read(memory)
+            for name, read in named_readers:
+                kwargs[name] = read(memory)
+            made = function(*args, **kwargs)
             if len(results) == 1:
                 memory[results[0]] = made
             else:
@@ -98,13 +102,16 @@ class Record:
 
         return run
 
-    def _argument(self, value: Any) -> Callable[[list[Any]], Any]:
-        if isinstance(value, Ref):
-            return self._reader(value)
-        if isinstance(value, list):
-            parts = [self._argument(part) for part in value]
-            return lambda memory: [read(memory) for read in parts]
-        return lambda _: value
+    def _readers(self, arguments: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Callable[[list[Any]], Any]]]:
+        """Return (key, function that reads it) of the arguments that are or hold tensors."""
+        readers = []
+        for key, value in arguments:
+            if isinstance(value, Ref):
+                readers.append((key, self._reader(value)))
+            elif isinstance(value, list) and any(isinstance(part, Ref) for part in value):
+                parts = [self._reader(part) for part in value]
+                readers.append((key, lambda memory, parts=parts: [read(memory) for read in parts]))
+        return readers
 
 
 class _Plan:

@@ -47,9 +47,13 @@ class Replayed:
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(leaves, places, tensors)
-        settings = _settings(device)
-        if settings is None:
+        is_deterministic = torch._C._get_deterministic_algorithms()
+        poisons = is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
+        if _single_launches or poisons or (device < 0 and not INTERPRET) or need_single_launches():
             return self._function(leaves)
+        kind = "cuda" if device >= 0 else "cpu"
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        settings = device, fp32_precision("cuda", "matmul"), is_deterministic, autocast
         of_tensors = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
         form = (settings, places.number, places.read_others(leaves), *of_tensors)
         program = self._forms.get(form)
@@ -101,15 +105,3 @@ def clear_records() -> None:
     """Forget all records and forms. Whatever changes the choice of kernels calls this."""
     for replayed in _all:
         replayed.clear()
-
-
-def _settings(device: int) -> tuple[Any, ...] | None:
-    """Return the settings of PyTorch that a form includes; None where nothing is recorded or replayed."""
-    if _single_launches or (device < 0 and not INTERPRET) or need_single_launches():
-        return None
-    is_deterministic = torch._C._get_deterministic_algorithms()
-    if is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory():
-        return None  # replays do not poison the parts of a block
-    kind = "cuda" if device >= 0 else "cpu"
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return device, fp32_precision("cuda", "matmul"), is_deterministic, autocast

@@ -1,0 +1,56 @@
+"""The check of the expert op's operands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
+from ..runtime.dispatch import once_per_form
+from ..types import Weight
+
+
+@once_per_form
+def check_operands(
+    tokens: Tensor,
+    topk_weights: Tensor | None,
+    slots: Tensor | None,  # [T, K]
+    offsets: Tensor | None,  # [E]
+    w_up: Weight,
+    w_down: Weight,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    gated: bool,
+) -> None:
+    """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. None is absent.
+
+    Args:
+        slots: `slot_to_row` with offsets, `topk_experts` without.
+    """
+    width = "2F" if gated else "F"
+    given = {
+        "tokens": (tokens, "T D"),
+        "topk_weights": (topk_weights, "T K"),
+        "topk_experts" if offsets is None else "slot_to_row": (slots, "T K"),
+        "offsets": (offsets, "E"),
+        "w_up": (w_up, f"E {width} D"),
+        "w_down": (w_down, "E D F"),
+        "b_up": (b_up, f"E {width}"),
+        "b_down": (b_down, "E D"),
+    }
+    given = {name: operand for name, operand in given.items() if operand[0] is not None}
+    sizes = check_shapes("fused_experts", **given)
+    if gated and sizes["2F"] != 2 * sizes["F"]:
+        raise ValueError(
+            f"fused_experts: w_up must be [E, 2F, D] and w_down [E, D, F], "
+            f"got {list(w_up.shape)} and {list(w_down.shape)}"
+        )
+    parts = {"tokens": tokens, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
+    check_same_dtype("fused_experts", **{name: part for name, part in parts.items() if isinstance(part, Tensor)})
+    if topk_weights is not None:
+        check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
+    if slots is not None and offsets is None:
+        check_dtype("fused_experts", "topk_experts", slots, torch.int32)
+    others = {"topk_weights": topk_weights, "permutation": offsets, "topk_experts": slots if offsets is None else None}
+    operands = {"tokens": tokens, **others, **parts}
+    check_same_device("fused_experts", **{name: part for name, part in operands.items() if part is not None})
