@@ -118,6 +118,8 @@ def run_products(layout, implementation, device):
         invariant_linear(a, b[0].T, **options),
         apply_activation(a, **options),
         topk_routing(a, 2, **options).topk_weights,
+        topk_routing(a, 2, RouterSpec.softmax(scale=2.0), **options).topk_weights,
+        topk_routing(a, 2, RouterSpec.llama4(), **options).topk_weights,
     ]
     sum(out.sum() for out in outs).backward()
     with torch.no_grad():

@@ -14,7 +14,7 @@ from ...runtime.checks import (
     check_shapes,
     result_dtype,
 )
-from ...runtime.dispatch import FLOAT8, once_per_form
+from ...runtime.dispatch import FLOAT8, is_traced, once_per_form
 from ...runtime.triton import cdiv
 from ..epilogue import check_epilogue
 
@@ -84,7 +84,7 @@ def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
 def check_values(op: str, offsets: Tensor, num_rows: int) -> None:
     """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]."""
     # While a graph is traced there are no values to check; the kernels clamp them instead.
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if offsets.device.type == "cpu" and not is_traced(offsets):
         values = offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
             raise ValueError(f"{op}: offsets must be non-decreasing and within [0, R={num_rows}], got {values}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import reference
 from ...runtime.checks import check_dtype, check_same_device, check_shapes
-from ...runtime.dispatch import choose, without_autocast
+from ...runtime.dispatch import choose, is_traced, without_autocast
 from ...runtime.ops import registered_op
 from ...runtime.triton import cdiv
 from ...runtime.upload import upload
@@ -96,7 +96,7 @@ def _check_offsets(group_offsets: Tensor, num_rows: int) -> None:
             f"jagged_gemm: group_offsets must be [G + 1] with at least one group, got {list(group_offsets.shape)}"
         )
     # While a graph is traced there are no values to check; the kernels clamp them instead.
-    if group_offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if group_offsets.device.type == "cpu" and not is_traced(group_offsets):
         values = group_offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:
             raise ValueError(
