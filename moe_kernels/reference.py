@@ -9,7 +9,7 @@ choice with the flat index t * K + k; a *row* is a slot moved to expert order. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
@@ -207,6 +207,16 @@ def result_dtype(dtype: torch.dtype, out: Tensor | None = None) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
 
 
+def multiply_groups(
+    a: Tensor,  # [R, K]
+    b: Tensor,  # [G, K, N]
+    offsets: Tensor,  # [G] int32
+) -> Tensor:  # [R, N]
+    *groups, tail = _split_groups(a, offsets)
+    rows = torch.cat([group @ matrix for group, matrix in zip(groups, b.unbind(), strict=True)])
+    return functional.pad(rows, (0, 0, 0, len(tail)))
+
+
 def grouped_gemm(
     a: Tensor,  # [R, K]
     b: Tensor,  # [G, K, N]
@@ -219,23 +229,24 @@ def grouped_gemm(
     scale_b: Tensor | None = None,  # [G, N] float32
     out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
     out_dtype: torch.dtype | None = None,
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = multiply_groups,
 ) -> Tensor:
     out_dtype = out_dtype or result_dtype(a.dtype, out)
     is_plain = out_dtype == a.dtype and bias is row_scale is scale_a is scale_b is None
     dtype = a.dtype if is_plain else torch.promote_types(out_dtype, torch.float32)
-    *groups, tail = _split_groups(a.to(dtype), offsets)
-    rows = torch.cat([group @ matrix for group, matrix in zip(groups, b.to(dtype).unbind(), strict=True)])
-    sizes = torch.tensor([len(group) for group in groups], device=a.device)
-    group = torch.arange(len(b), device=a.device).repeat_interleave(sizes)  # group index of each row before the tail
+    rows = multiply(a.to(dtype), b.to(dtype), offsets)
+    ends = offsets.clamp(0, len(a)).cummax(0).values
+    group = torch.searchsorted(ends, torch.arange(len(a), device=a.device, dtype=ends.dtype), right=True)
+    in_group, group = group < len(b), group.clamp(max=len(b) - 1)  # [R]
     if scale_a is not None:
-        rows = rows * scale_a[: len(rows), None]
+        rows = rows * scale_a[:, None]
     if scale_b is not None:
         rows = rows * scale_b[group]
     if bias is not None:
         rows = rows + bias.to(dtype)[group]
     if row_scale is not None:
-        rows = rows * row_scale[: len(rows), None]
-    rows = functional.pad(rows.to(out_dtype), (0, 0, 0, len(tail)))
+        rows = rows * torch.where(in_group, row_scale, 0.0)[:, None]
+    rows = torch.where(in_group[:, None], rows, 0.0).to(out_dtype)
     rows = rows if activation is None else apply_activation(rows, activation)
     return rows if out is None else out.copy_(rows)
 
@@ -283,11 +294,12 @@ def jagged_gemm(
     b: Tensor,  # [K, N]
     group_offsets: Tensor,  # [G + 1] int32 or int64
 ) -> Tensor:  # [R, N]
+    # All groups share the matrix, so that only the first and the last offset matter.
+    ends = group_offsets.clamp(0, len(a_packed)).cummax(0).values
+    row = torch.arange(len(a_packed), device=a_packed.device)
+    in_group = ((row >= ends[0]) & (row < ends[-1]))[:, None]  # [R, 1]
     dtype = torch.promote_types(a_packed.dtype, b.dtype)
-    head, *groups, tail = _split_groups(a_packed.to(dtype), group_offsets)
-    products = [group @ b.to(dtype) for group in groups]
-    zeros = [a_packed.new_zeros(len(rows), b.shape[1], dtype=dtype) for rows in (head, tail)]
-    return torch.cat([zeros[0], *products, zeros[1]])
+    return torch.where(in_group, torch.where(in_group, a_packed, 0.0).to(dtype) @ b.to(dtype), 0.0)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool,
 
     # Autograd is off inside an op, torch.func is not.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
-    gradients = dict(zip(names, differentiate(dout), strict=True))
+    # Autograd's strides depend on the form, those of a fake must not.
+    gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
     return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 
 

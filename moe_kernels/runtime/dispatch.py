@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import Parameter
 
 from ..types import QuantizedWeight
+from .pytorch import jit_tracing_state
 from .triton import HAS_TRITON, INTERPRET
 
 IMPLEMENTATIONS = ("triton", "reference")
@@ -102,8 +104,12 @@ def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[to
 
     Raises:
         ValueError: `implementation` is not a known name.
-        NotImplementedError: "triton" was requested, but its kernels cannot take this tensor.
+        NotImplementedError: "triton" was requested, but its kernels cannot take this tensor; or `torch.jit.trace` runs.
     """
+    if jit_tracing_state() is not None:
+        raise NotImplementedError(
+            f"{op}: torch.jit.trace loses kernels and makes constants of group sizes; use torch.compile or torch.export"
+        )
     if implementation is None:
         if tensor.is_cuda and not HAS_TRITON:
             _warn_without_triton()
@@ -127,8 +133,8 @@ def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Return whether a tracer sees the call: torch.compile, torch.export, or a tensor without data."""
-    return torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
+    """Return whether a tracer sees the call: torch.compile, torch.export, make_fx, or a tensor without data."""
+    return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor) or get_proxy_mode() is not None
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

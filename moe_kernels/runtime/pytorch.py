@@ -45,6 +45,9 @@ def unseen_by_tracers() -> Iterator[None]:
         yield
 
 
+# Not None inside `torch.jit.trace`. `torch.jit.is_tracing` takes twice as long; every op asks.
+jit_tracing_state = torch._C._get_tracing_state
+
 functorch_is_active = torch._C._are_functorch_transforms_active
 
 # Hides ops from all modes, as inside a registered op. PyTorch's `no_dispatch` does the same and takes 1 us longer.

@@ -166,6 +166,17 @@ def test_compiled_model_is_the_same(model_type, device):
     assert torch.equal(step(compiled, tokens)[0], step(plain, tokens)[0])  # code compiled for ours is not reused
 
 
+@pytest.mark.filterwarnings("ignore")  # of Inductor and of transformers under it
+def test_training_of_a_compiled_block(device):
+    """By the default backend, Inductor, on a CPU as well."""
+    model = build("qwen3_moe", device, num_hidden_layers=1)
+    tokens = draw_tokens(model)
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    enable(model)
+    model.model.layers[0].mlp.compile()
+    assert_same_step(step(model, tokens), baseline, exact)
+
+
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], ids=["linear", "sequential"])
 def test_a_model_without_experts_is_refused(model):
     with pytest.raises(ValueError, match="must have MoE blocks of transformers, got"):

@@ -78,9 +78,10 @@ def test_a_compiled_model_is_one_graph(dtype):
     assert counter.frame_count == 1
 
 
-@forms
-def test_compiled_gradients_are_those_without_the_compiler(options):
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor.*")  # advice on performance
+@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in FORMS), ("plain", "inductor")])
+def test_compiled_gradients_are_those_without_the_compiler(name, backend):
     torch._dynamo.reset()
-    layer, x = make_layer(options), torch.randn(3, 5, 8)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    layer, x = make_layer(FORMS[name]), torch.randn(3, 5, 8)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
     torch.testing.assert_close(results(layer, compiled, x), results(layer, layer, x))

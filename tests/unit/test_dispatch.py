@@ -1,9 +1,12 @@
 """Behaviour that all ops share: choice of the implementation, and PyTorch's modes and transforms."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_kernels import (
     GroupedProblem,
@@ -121,6 +124,51 @@ def test_transforms_give_the_gradient_or_name_the_reference(op, implementation, 
         else:
             with pytest.raises(NotImplementedError, match=r"torch\.func.*implementation='reference'"):
                 gradient(rows)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+@pytest.mark.parametrize("op", OPS)
+def test_references_of_tensors_without_data(op, kind, operands):
+    """Kernels are registered ops. `test_fakes.py` compares those with their fakes."""
+    device = "meta" if kind == "meta" else operands[0].device
+    with FakeTensorMode() if kind == "fake" else nullcontext():
+        leaves = [torch.empty(operand.shape, device=device, requires_grad=True) for operand in operands]
+        out = OPS[op](*leaves, implementation="reference")
+        gradients = torch.autograd.grad(out.cos().sum(), leaves, materialize_grads=True)
+    assert out.shape == OPS[op](*operands, implementation="reference").shape
+    assert [gradient.shape for gradient in gradients] == [operand.shape for operand in operands]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_references_in_traced_graphs(op, operands):
+    """A graph computes another input's groups, not those of its example."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *operands):
+            return OPS[op](*operands, implementation="reference")
+
+    others = [operand.flip(0).contiguous() for operand in operands]
+    expected = Module()(*others)
+    graphs = [torch.export.export(Module(), tuple(operands), strict=False).module(), make_fx(Module())(*operands)]
+    for graph in graphs:
+        torch.testing.assert_close(graph(*others), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.parametrize("op", ["grouped_gemm", "gated grouped_gemm", "grouped_gemm_wgrad", "jagged_gemm"])
+def test_compiled_references(op, operands):
+    op = partial(OPS[op], implementation="reference")
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run_with_grads(compiled, operands), run_with_grads(op, operands))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace. is deprecated")
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("op", OPS)
+def test_the_tracer_of_torchscript_is_refused(op, implementation, operands):
+    """It would record the example's groups, and see no kernel."""
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace .*use torch\.compile or torch\.export"):
+        torch.jit.trace(lambda *operands: OPS[op](*operands, implementation=implementation), tuple(operands))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

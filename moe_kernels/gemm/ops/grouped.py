@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import reference
 from ...reference_fp8 import BLOCK, dequantize_blocks
 from ...runtime.checks import check_float8, check_no_gradient
-from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, without_autocast
+from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, is_traced, without_autocast
 from ...runtime.ops import registered_op
 from .. import selection
 from ..arguments import GroupedGemmArguments, WgradArguments
@@ -29,6 +29,7 @@ from ..epilogue import (
 )
 from ..kernel import device_cc
 from .grouped_checks import check_out, check_product, check_values, check_wgrad, has_block_scales
+from .traced import multiply_groups_op, wgrad_op
 
 
 def grouped_gemm(
@@ -97,10 +98,9 @@ def grouped_gemm(
                 a = dequantize_blocks(a, scale_a, 1, BLOCK, torch.float32)
                 b = dequantize_blocks(b, scale_b, BLOCK, BLOCK, torch.float32)
                 scale_a = scale_b = None
-            scales = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b}
-            return reference.grouped_gemm(
-                a, b, offsets, bias=bias, **scales, activation=activation, out=out, out_dtype=out_dtype
-            )
+            others = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b, "activation": activation}
+            others["multiply"] = multiply_groups_op if is_traced(a) else reference.multiply_groups
+            return reference.grouped_gemm(a, b, offsets, bias=bias, **others, out=out, out_dtype=out_dtype)
     if a.dtype == FLOAT8 and a.is_cuda:
         check_float8("grouped_gemm", device_cc(a.device))
     if out is not None:
@@ -140,6 +140,10 @@ def grouped_gemm_wgrad(
         check_out("grouped_gemm_wgrad", out, a, dout)
     if choose("grouped_gemm_wgrad", implementation, a) == "reference":
         with without_autocast(a):
+            if is_traced(a):
+                dtype = torch.promote_types(a.dtype, out_dtype)
+                matrices = wgrad_op(a.to(dtype), dout.to(dtype), offsets).to(out_dtype)
+                return matrices if out is None else out.copy_(matrices)
             return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
     if out is not None:
         _wgrad_out_op(a, dout, offsets, out)
