@@ -325,28 +325,25 @@ class MoEFeedForward(nn.Module):
                 mask, choice or router's input has another shape or dtype, the choice has an id on the CPU that no
                 expert has, or a loss lacks its sequence lengths.
         """
-        if self.batch_invariant:
-            self._check_invariance()  # parts may have been replaced
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
-        router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
-        reads_routing = return_routing or topk_experts is not None or token_mask is not None or self._reads_routing()
+        reads_routing = return_routing or (token_mask, topk_experts, router_input) != (None, None, None)
         if not reads_routing and runs_as_one_op(self, tokens):
-            out = compute_whole(self, tokens)
-            shared_out = self._shared(info.all_tokens)
-            return restore_shape(out if shared_out is None else out + shared_out, info)
+            return restore_shape(self._add_shared(compute_whole(self, tokens), info), info)
+        if self.batch_invariant:
+            self._check_invariance()  # parts may have been replaced
+        router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
         slots = self._route(router_tokens, info, topk_experts)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
-        shared_out = self._shared(info.all_tokens)
+        shared = self.shared_expert
+        shared_out = None if shared is None else shared(info.all_tokens)  # while outputs may be in flight
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
 
-    def _reads_routing(self) -> bool:
-        return self._has_aux_loss() or self._counts_experts() or self.observer is not None
-
-    def _shared(self, tokens: Tensor) -> Tensor | None:  # [T, D]
-        return None if self.shared_expert is None else self.shared_expert(tokens)
+    def _add_shared(self, out: Tensor, info: TokenInfo) -> Tensor:  # [T, D]
+        shared = self._modules.get("shared_expert")
+        return out if shared is None else out + shared(info.all_tokens)
 
     def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None) -> Slots:
         """The slots that reach an expert."""

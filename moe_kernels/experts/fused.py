@@ -12,7 +12,7 @@ from ..quantization.formats import check_quantized
 from ..routing.linear_op import LinearRouter
 from ..runtime.checks import check_dtype
 from ..runtime.dispatch import choose, is_traced
-from ..specs import Activation, as_activation
+from ..specs import Activation, as_activation, is_gated
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
 from .checks import check_operands
 from .fused_op import fused_experts_op
@@ -128,8 +128,8 @@ def compute_experts(
 
 def _check_permuted(operands: ExpertOperands, permutation: Permutation) -> None:
     tokens, experts, topk_weights, *_ = operands
-    gated = experts.kind().gated
-    check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *experts.weights, gated)
+    slots, offsets, gated = permutation.slot_to_row, permutation.offsets, is_gated(experts.activation)
+    check_operands(tokens, topk_weights, slots, offsets, *experts.weights, gated)
 
 
 def compute_chosen(

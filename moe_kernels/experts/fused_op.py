@@ -77,10 +77,11 @@ from ..permutation.permute import launch_slot_products
 from ..permutation.sort import BLOCK_ROWS, SortedSlots
 from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
-from ..routing.linear_op import linear_routing_op, routing_gradients
+from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
 from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
+from ..specs import is_gated
 from ..types import ScaledRows
 from .checks import check_operands
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
@@ -152,7 +153,7 @@ def _check_chosen(operands: ExpertOperands) -> None:
     tokens, experts, topk_weights, topk_experts, router, *_ = operands
     if router is not None:
         check_linear_router(tokens, router.w_router)
-    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, experts.kind().gated)
+    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, is_gated(experts.activation))
 
 
 def _check_fp8(operands: ExpertOperands) -> None:
@@ -201,9 +202,9 @@ def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
     operands, (_, preactivation, scales, low, topk_weights, topk_experts, buffer) = inputs[0], output
     if buffer is not None:
         sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
-        operands = operands._replace(sorted_slots=sorted_slots, topk_experts=topk_experts)
-    if topk_weights is not None:
-        operands = operands._replace(topk_weights=topk_weights)
+        topk_weights = operands.topk_weights if topk_weights is None else topk_weights
+        found = {"topk_weights": topk_weights, "topk_experts": topk_experts, "sorted_slots": sorted_slots}
+        operands = operands._replace(**found)
     save_for_backward(ctx, _Saved(operands, preactivation, scales, low))
 
 
@@ -260,16 +261,14 @@ def _router_gradients(
     """The gradients of the router's operands, and that of the tokens through the experts and the router."""
     router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
     assert router is not None and topk_weights is not None and topk_experts is not None
-    if operands.fuses_router_gradient():
-        needed = needed - {"tokens"}
-    wanted = needed & {"tokens", "w_router", "logit_bias"}
-    if not wanted:
+    needs = needed_of_router(needed - {"tokens"} if operands.fuses_router_gradient() else needed)
+    if not any(needs):
         return {}
-    made = routing_gradients(operands.tokens, router, topk_weights, topk_experts, dtopk_weights, None, wanted)
+    choice = topk_weights, topk_experts
+    dtokens = dtokens if needs[0] else None
+    made = routing_gradients_op(operands.tokens, router, *choice, dtopk_weights, None, dtokens, *needs)
     gradients: dict[str, Tensor | None] = {"w_router": made.w_router, "logit_bias": made.logit_bias}
-    if made.tokens is not None:
-        gradients["tokens"] = made.tokens if dtokens is None else dtokens + made.tokens
-    return gradients
+    return gradients if made.tokens is None else gradients | {"tokens": made.tokens}
 
 
 fused_experts_op.register_autograd(_backward, setup_context=_setup)

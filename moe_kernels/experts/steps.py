@@ -55,6 +55,9 @@ def _factor(factor: Tensor, rank_axis: int, scale: float, num_experts: int, dtyp
     return factor.expand(num_experts, -1, -1).contiguous()
 
 
+_NO_ADAPTERS = Adapters()
+
+
 class Experts(NamedTuple):
     """Weights and settings, the same for all chunks."""
 
@@ -77,10 +80,11 @@ class Experts(NamedTuple):
         dtype: torch.dtype | None = None,  # of the tokens; for adapters of quantised weights
     ) -> Experts:
         w_up, w_down, b_up, b_down = weights
-        b_up = None if b_up is None else b_up.contiguous()
-        b_down = None if b_down is None else b_down.contiguous()
-        weights = ExpertWeights(w_up, w_down, b_up, b_down)
-        factors = Adapters() if adapters is None else Adapters.of(adapters, weights, dtype)
+        if b_up is not None or b_down is not None:
+            b_up = None if b_up is None else b_up.contiguous()
+            b_down = None if b_down is None else b_down.contiguous()
+            weights = ExpertWeights(w_up, w_down, b_up, b_down)
+        factors = _NO_ADAPTERS if adapters is None else Adapters.of(adapters, weights, dtype)
         settings = activation.name, activation.limit, activation.alpha, activation.interleaved
         return cls(weights, factors, *settings, weight_on_input)
 

@@ -1,6 +1,6 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
-Both are registered ops, because Inductor would compile a visible GEMM a second time for few tokens.
+Registered ops call them, because Inductor would compile a visible GEMM a second time for few tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from torch import Tensor
 from ..gemm.batch_invariance import invariant_product
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import once_per_form
-from ..runtime.ops import registered_op
 from ..runtime.triton import tl, triton
 
 
@@ -49,14 +48,6 @@ def router_logits(
     return logits if logit_bias is None else logits.add_(logit_bias)
 
 
-router_logits_op = registered_op("router_logits")(router_logits)
-
-
-@router_logits_op.register_fake
-def _(tokens, w_router, logit_bias, batch_invariant):
-    return tokens.new_empty(tokens.shape[0], w_router.shape[0], dtype=torch.float32)
-
-
 def router_gradients(
     dlogits: Tensor,  # [T, E] float32, or [T, 2E] split
     tokens: Tensor,  # [T, D]
@@ -65,34 +56,18 @@ def router_gradients(
     batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of tokens and weights; None for one that is not needed."""
-    gradients = _gradients_op(dlogits, tokens, w_router, *needs, batch_invariant)
-    dtokens, dw_router = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
-    return dtokens, dw_router
-
-
-@registered_op("router_gradients")
-def _gradients_op(
-    dlogits: Tensor, tokens: Tensor, w_router: Tensor, needs_dtokens: bool, needs_dw_router: bool, batch_invariant: bool
-) -> tuple[Tensor, Tensor]:  # [T, D], [E, D]; empty where not needed
     is_split = dlogits.shape[1] != w_router.shape[0]
     dtokens = dw_router = None
-    if needs_dtokens:
+    if needs[0]:
         weights = torch.cat([w_router, w_router]) if is_split else w_router.float()
         product = invariant_product(dlogits, weights, dlogits.dtype) if batch_invariant else dlogits @ weights
         dtokens = product.to(tokens.dtype)
-    if needs_dw_router and is_split:
+    if needs[1] and is_split:
         high, low = torch.mm(dlogits.t(), tokens, out_dtype=torch.float32).chunk(2)
         dw_router = torch.add(high, low, out=w_router.new_empty(w_router.shape))  # rounded in the same launch
-    elif needs_dw_router:
+    elif needs[1]:
         dw_router = (dlogits.t() @ tokens.float()).to(w_router.dtype)
-    dtokens = tokens.new_empty(0) if dtokens is None else dtokens
-    return dtokens, tokens.new_empty(0) if dw_router is None else dw_router
-
-
-@_gradients_op.register_fake
-def _(dlogits, tokens, w_router, needs_dtokens, needs_dw_router, batch_invariant):
-    dtokens = tokens.new_empty(tokens.shape if needs_dtokens else 0)
-    return dtokens, w_router.new_empty(w_router.shape if needs_dw_router else 0)
+    return dtokens, dw_router
 
 
 @triton.jit

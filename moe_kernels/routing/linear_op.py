@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..runtime.dispatch import without_autocast
 from ..runtime.ops import registered_op
-from .linear import halves_dtype, router_gradients, router_logits, router_logits_op
+from .linear import halves_dtype, router_gradients, router_logits
 from .scored import scored_backward_op
 from .scored_kernels import ScoreSettings, launch_forward
 from .softmax import launch_topk, topk_backward_op
@@ -68,38 +68,80 @@ def _backward(ctx: Any, dweights: Tensor | None, _: Tensor | None, dlogits: Tens
     if dweights is None and dlogits is None:
         return {}
     tokens, w_router, logit_bias, *choice = ctx.saved_tensors
-    router, needed = ctx.router._replace(w_router=w_router, logit_bias=logit_bias), linear_routing_op.needed(ctx)
-    with without_autocast(tokens):
-        return routing_gradients(tokens, router, *choice, dweights, dlogits, needed)._asdict()
+    router = ctx.router._replace(w_router=w_router, logit_bias=logit_bias)
+    needs = needed_of_router(linear_routing_op.needed(ctx))
+    return routing_gradients_op(tokens, router, *choice, dweights, dlogits, None, *needs)._asdict()
 
 
 linear_routing_op.register_autograd(_backward, setup_context=_setup)
 
 
-def routing_gradients(
+def needed_of_router(needed: set[str]) -> tuple[bool, bool, bool]:
+    """Return whether tokens, weight and bias are among the names."""
+    return "tokens" in needed, "w_router" in needed, "logit_bias" in needed
+
+
+@registered_op("linear_routing_gradients")
+def routing_gradients_op(
     tokens: Tensor,  # [T, D]
     router: LinearRouter,
     topk_weights: Tensor,  # [T, K]
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor | None,  # [T, K]
     dlogits: Tensor | None,  # [T, E]: a gradient to add
-    needed: set[str],
+    dtokens: Tensor | None,  # [T, D]: a gradient to add
+    needs_tokens: bool,
+    needs_w_router: bool,
+    needs_logit_bias: bool,
 ) -> RouterGradients:
-    """The needed gradients, by the names of the result. The logits are computed again where they are needed."""
-    w_router, logit_bias = router.w_router, router.logit_bias
-    if dweights is not None:
-        logits = None
-        if not router.is_softmax_of_chosen:
-            logits = router_logits_op(tokens, w_router, logit_bias, router.invariant_logits)
-        split_dtype = halves_dtype(tokens, w_router)
-        if router.is_softmax:
-            choice, num_experts = (topk_weights, topk_experts), w_router.shape[0]
-            dlogits = topk_backward_op(dweights, *choice, logits, dlogits, num_experts, split_dtype)
-        else:
-            dlogits = scored_backward_op(dweights, topk_experts, logits, dlogits, split_dtype, router.settings)
-    assert dlogits is not None
-    dlogit_bias = None
-    if "logit_bias" in needed and logit_bias is not None:
-        dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
-    needs = "tokens" in needed, "w_router" in needed
-    return RouterGradients(*router_gradients(dlogits, tokens, w_router, needs, router.invariant_logits), dlogit_bias)
+    """The needed gradients. The logits are computed again where they are needed."""
+    with without_autocast(tokens):
+        if dweights is not None:
+            dlogits = _logits_gradient(tokens, router, topk_weights, topk_experts, dweights, dlogits)
+        assert dlogits is not None
+        w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
+        if needs_logit_bias and logit_bias is not None:
+            dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
+        needs = needs_tokens, needs_w_router
+        of_tokens, dw_router = router_gradients(dlogits, tokens, w_router, needs, router.invariant_logits)
+        if of_tokens is not None and dtokens is not None:
+            of_tokens += dtokens
+        return RouterGradients(of_tokens, dw_router, dlogit_bias)
+
+
+@routing_gradients_op.register_fake
+def _(
+    tokens,
+    router,
+    topk_weights,
+    topk_experts,
+    dweights,
+    dlogits,
+    dtokens,
+    needs_tokens,
+    needs_w_router,
+    needs_logit_bias,
+):
+    return RouterGradients(
+        tokens.new_empty(tokens.shape) if needs_tokens else None,
+        router.w_router.new_empty(router.w_router.shape) if needs_w_router else None,
+        router.logit_bias.new_empty(router.logit_bias.shape) if needs_logit_bias else None,
+    )
+
+
+def _logits_gradient(
+    tokens: Tensor,  # [T, D]
+    router: LinearRouter,
+    topk_weights: Tensor,  # [T, K]
+    topk_experts: Tensor,  # [T, K]
+    dweights: Tensor,  # [T, K]
+    dlogits: Tensor | None,  # [T, E]
+) -> Tensor:  # [T, E] float32, or [T, 2E] split
+    w_router, logits = router.w_router, None
+    split_dtype = halves_dtype(tokens, w_router)
+    if not router.is_softmax_of_chosen:
+        logits = router_logits(tokens, w_router, router.logit_bias, router.invariant_logits)
+    if router.is_softmax:
+        choice = topk_weights, topk_experts
+        return topk_backward_op(dweights, *choice, logits, dlogits, w_router.shape[0], split_dtype)
+    return scored_backward_op(dweights, topk_experts, logits, dlogits, split_dtype, router.settings)

@@ -151,9 +151,9 @@ def observing_launches(observer: LaunchObserver) -> Iterator[None]:
         launching.observer = None
 
 
-def need_single_launches() -> bool:
-    """Return whether hooks of Triton, such as a profiler's, must see each launch."""
-    return HAS_TRITON and bool(_hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls)
+def launch_hooks() -> list[Any]:
+    """Return the hooks of Triton, such as a profiler's, that must see each launch."""
+    return [*_hooks.launch_enter_hook.calls, *_hooks.launch_exit_hook.calls] if HAS_TRITON else []
 
 
 def ensure_context(device: int) -> None:
@@ -198,7 +198,7 @@ def _launch_unobserved(launch: Launch, ready: Ready | None) -> tuple[Ready | Non
         ready = None if compiled is None else _keep_ready(launch, compiled)
     else:
         compiled, run, kernel, constants, _, _, device = ready
-        if need_single_launches():
+        if launch_hooks():
             compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
         else:
             stream = triton.runtime.driver.active.get_current_stream(device)

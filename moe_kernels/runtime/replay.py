@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import need_single_launches
+from .launch import launch_hooks
 from .launch_list import NotRecordable
 from .packing import Places
 from .pytorch import fp32_precision
@@ -49,7 +49,7 @@ class Replayed:
                 return self(leaves, places, tensors)
         is_deterministic = torch._C._get_deterministic_algorithms()
         poisons = is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
-        if _single_launches or poisons or (device < 0 and not INTERPRET) or need_single_launches():
+        if _single_launches or poisons or (device < 0 and not INTERPRET) or launch_hooks():
             return self._function(leaves)
         kind = "cuda" if device >= 0 else "cpu"
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

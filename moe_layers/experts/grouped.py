@@ -28,7 +28,7 @@ from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 
 from ..checks import check_choice, check_positive
-from ..precision import call_with_autocast_rules
+from ..precision import autocast_is_enabled, call_with_autocast_rules
 from ..routing.router import TopKRouter
 from .fp8_weights import KeptForms
 from .lora import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
@@ -185,15 +185,22 @@ class GroupedExperts(nn.Module):
 
     def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
         """Compute router and experts as one op: see `whole_op.py` for where that is right."""
-        adapters, parts = active_adapters(self.lora, None), self._weights()
-        self._check_precision(adapters)
+        parts, w_router = self._weights(), router._parameters["weight"]
+        assert w_router is not None
+        if not autocast_is_enabled(w_router.device.type):
+            return self._compute_routed(router, parts, tokens, w_router, *parts)
+        compute = partial(self._compute_routed, router, parts)
+        return call_with_autocast_rules(compute, tokens, w_router, *parts)
 
-        def compute(tokens: Tensor, w_router: Tensor, *operands: Any) -> RoutedExperts:
-            weights = ExpertWeights(*operands)
-            settings = self._settings(adapters, parts, weights)
-            return compute_routed(tokens, router.operands(w_router), weights, **settings)
-
-        return call_with_autocast_rules(compute, tokens, router.weight, *parts)
+    def _compute_routed(
+        self, router: TopKRouter, parts: ExpertWeights, tokens: Tensor, w_router: Tensor, *operands: Any
+    ) -> RoutedExperts:
+        adapters: list[ActiveAdapter] = []
+        if self._modules.get("lora") is not None:
+            adapters = active_adapters(self.lora, None)
+            self._check_precision(adapters)
+        weights = ExpertWeights(*operands)
+        return compute_routed(tokens, router.operands(w_router), weights, **self._settings(adapters, parts, weights))
 
     def _check(self, rows: ExpertRows, adapters: list[ActiveAdapter]) -> None:
         dtype = rows.topk_weights.dtype
@@ -248,18 +255,18 @@ class GroupedExperts(nn.Module):
 
     def _settings(self, adapters: list[ActiveAdapter], parts: ExpertWeights, weights: ExpertWeights) -> dict[str, Any]:
         return {
-            "adapters": joined([factors for factors, _ in adapters]),
+            "adapters": joined([factors for factors, _ in adapters]) if adapters else None,
             "activation": self.activation,
             "weight_on_input": self.weight_on_input,
             "recompute": self.recompute,
             "batch_invariant": self.batch_invariant,
             "precision": self.precision,
-            "forms": self._forms(parts, weights),
+            "forms": None if self.precision is None else self._forms(parts, weights),
         }
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
-        """Return the kept e4m3 forms of the weights; None without `precision`, or where the op is to make them."""
-        if self.precision is None or isinstance(self.w_up, QuantizedExperts):
+        """Return the kept e4m3 forms of the weights; None where the op is to make them."""
+        if isinstance(self.w_up, QuantizedExperts):
             return None
         own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))
         return self.kept_forms.of(self, own, local, given, self.implementation)  # pyright: ignore[reportArgumentType]  # not quantised
@@ -270,7 +277,9 @@ class GroupedExperts(nn.Module):
 
     def _weights(self) -> ExpertWeights:
         """Return this rank's weights."""
-        share = self.local_share
+        share, own = self.local_share, self._parameters
+        if share is None and "w_up" in own and "w_down" in own:
+            return ExpertWeights(own["w_up"], own["w_down"], own.get("b_up"), own.get("b_down"))  # pyright: ignore[reportArgumentType]  # never None
         given = {"w_up": self.w_up, "w_down": self.w_down, "b_up": self.b_up, "b_down": self.b_down}
         weights: dict[str, Any] = {}
         for name, weight in given.items():

@@ -19,8 +19,9 @@ def check_tokens(
 
     Hooks may convert parameters or tokens, as those of FSDP do. With hooks, the ops check what they get.
     """
-    experts = layer.experts
-    weight = experts.w_up
+    experts = layer._modules["experts"]
+    weight = experts._parameters.get("w_up")
+    weight = experts.w_up if weight is None else weight
     if x.dtype == weight.dtype and x.device == weight.device:
         return
     if type(experts) is not GroupedExperts or not is_called_as_written(experts):

@@ -5,6 +5,9 @@ where it sums the rows of the gradient through the experts. The result is the la
 router's output, unchanged. So the parts run one by one where an auxiliary loss, an observer, a hook on the router or
 the experts, a mode, or the caller reads the routing. A hook that is added or removed between a checkpointed forward and
 its recomputation changes what is saved, which PyTorch reports as an error.
+
+This module asks what is off in every call. It reads the dictionaries of modules, because an attribute that is a
+parameter or a module costs a call of `nn.Module.__getattr__`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.routing.routers import is_one_op
 from moe_kernels.runtime.dispatch import runs_kernels
 
 from ..routing.router import TopKRouter
@@ -22,47 +24,58 @@ from .lora import uses_dropout
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple("_global" + name for name in _HOOKS)
+_of_all_modules = vars(torch.nn.modules.module)
 
 
 def runs_as_one_op(layer: nn.Module, tokens: Tensor) -> bool:
-    """Return whether the layer's parts allow it. Subclasses of the parts never do.
+    """Return whether the layer's parts and settings allow it. Subclasses of the parts never do.
 
     Compiled code runs the parts one by one, because `save_routing` keeps the results of the router's op.
     """
-    router, experts = layer.router, layer.experts
+    router, experts = layer._modules["router"], layer._modules["experts"]
+    if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
+        return False
+    if layer.balance_losses.any and (torch.is_grad_enabled() or layer.training):
+        return False
+    lora = experts._modules.get("lora")
     return (
-        type(router) is TopKRouter
-        and type(experts) is GroupedExperts
-        and type(layer.dispatcher) is LocalDispatcher
-        and router.is_linear
-        and is_one_op(router.spec)
+        type(layer.dispatcher) is LocalDispatcher
+        and router.is_linear_op
+        and (router.assignment, router.noise) == (None, None)
+        and not (layer.training and router._buffers["selection_bias"] is not None)  # counts the choices
         and experts.num_experts == router.num_experts
-        and experts.local_share is None
-        and experts.reserved_sms == 0
-        and layer.w_latent_in is None
-        and layer.capacity is None
-        and not layer.separate_router_input
-        and not torch.compiler.is_compiling()
+        and experts.implementation == router.implementation
+        and (experts.local_share, layer.capacity, layer.observer) == (None, None, None)
+        and not (experts.reserved_sms or layer.separate_router_input or "w_latent_in" in layer._parameters)
+        and not torch.compiler.is_dynamo_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and is_called_as_written(router)
         and is_called_as_written(experts)
-        and not uses_dropout(experts.lora)
+        and (lora is None or not uses_dropout(lora))  # pyright: ignore[reportArgumentType]  # a ModuleDict
         and runs_kernels(experts.implementation, tokens)
-        and runs_kernels(router.implementation, tokens)
     )
 
 
 def compute_whole(layer: nn.Module, tokens: Tensor) -> Tensor:  # [T, D]
     """Compute the sum of the experts' outputs. Hooks that only watch the router's choice get it afterwards."""
-    made = layer.experts.route_and_compute(tokens, layer.router)
-    for hook in layer.router._forward_hooks.values():
-        hook(layer.router, (tokens,), made)
+    router, experts = layer._modules["router"], layer._modules["experts"]
+    assert isinstance(router, TopKRouter) and isinstance(experts, GroupedExperts)
+    made = experts.route_and_compute(tokens, router)
+    for hook in router._forward_hooks.values():
+        hook(router, (tokens,), made)
     return made.out
 
 
 def is_called_as_written(module: nn.Module) -> bool:
     """Return whether the module has no hook, nor another `forward` in this instance, as some libraries put there."""
     own = vars(module)
-    if any(map(vars(torch.nn.modules.module).get, _GLOBAL_HOOKS)) or "forward" in own:
+    if "forward" in own:
         return False
-    return all([hasattr(hook, "watches_choice") for name in _HOOKS for hook in own[name].values()])
+    for name in _GLOBAL_HOOKS:
+        if _of_all_modules[name]:
+            return False
+    for name in _HOOKS:
+        for hook in own[name].values():
+            if not hasattr(hook, "watches_choice"):
+                return False
+    return True

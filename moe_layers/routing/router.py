@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from moe_kernels import RouterSpec, Routing, linear_routing, routing_weights
 from moe_kernels.routing.linear_op import LinearRouter
-from moe_kernels.routing.routers import check_experts, linear_router
+from moe_kernels.routing.routers import check_experts, is_one_op
+from moe_kernels.routing.scored import score_settings
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from ..checks import check_choice, check_kind, check_positive
@@ -80,6 +81,10 @@ class TopKRouter(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self._spec = spec
+        # Whether one op computes the choice, with nothing before its linear map or after it.
+        self.is_linear_op = is_one_op(spec) and spec.input_norm_epsilon is None and not spec.per_expert_scale
+        self._is_softmax = spec.is_softmax_of_logits and not spec.logit_bias
+        self._score_settings = score_settings(spec)
         self.assignment = as_assignment("TopKRouter", assignment)
         self.noise = noise
         if self.assignment is not None:
@@ -116,16 +121,10 @@ class TopKRouter(nn.Module):
         """Return the settings. They are fixed, because they determine the parameters."""
         return self._spec
 
-    @property
-    def is_linear(self) -> bool:
-        """Return whether nothing happens before the linear map or after the choice of `linear_routing`."""
-        parts = self.assignment, self.noise, self.input_scale, self.per_expert_scale
-        return all([part is None for part in parts])
-
     def operands(self, weight: Tensor) -> LinearRouter:  # [E, D]
-        """Return the operands of an op that routes as a linear router with this weight."""
-        biases = {"logit_bias": self.bias, "selection_bias": self.selection_bias}
-        return linear_router(self._spec, self.top_k, weight, **biases, batch_invariant=self.batch_invariant)
+        """Return the operands of the op that routes with this weight, for a router with `is_linear_op`."""
+        biases = self._parameters.get("bias"), self._buffers["selection_bias"]
+        return LinearRouter(weight, *biases, self.top_k, self._is_softmax, self.batch_invariant, self._score_settings)
 
     @property
     def num_slots(self) -> int | None:

@@ -39,12 +39,13 @@ def flatten_tokens(
     Raises:
         ValueError: x is a DTensor or its last axis is not `d_model`, or another argument does not fit x.
     """
-    if is_dtensor(x):
-        raise ValueError(
-            "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this rank, as "
-            "PrepareModuleInput does with use_local_output=True"
-        )
-    check_kind("MoEFeedForward", "x", x, Tensor)
+    if type(x) is not Tensor:
+        if is_dtensor(x):
+            raise ValueError(
+                "MoEFeedForward: x must be a plain tensor, got a DTensor; pass the tokens of this rank, as "
+                "PrepareModuleInput does with use_local_output=True"
+            )
+        check_kind("MoEFeedForward", "x", x, Tensor)
     if x.dim() < 1 or x.shape[-1] != d_model:
         raise ValueError(f"MoEFeedForward: x must be [..., d_model={d_model}], got {list(x.shape)}")
     if num_tokens is not None:
