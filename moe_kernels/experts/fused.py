@@ -12,7 +12,7 @@ from ..quantization.formats import check_quantized
 from ..routing.linear_op import LinearRouter
 from ..runtime.checks import check_dtype
 from ..runtime.dispatch import choose, is_traced
-from ..specs import Activation, as_activation, is_gated
+from ..specs import Activation, as_activation
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
 from .checks import check_operands
 from .fused_op import fused_experts_op
@@ -114,8 +114,9 @@ def compute_experts(
     """Compute `fused_experts`. `settings` are those of `_operands`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
-    operands = _operands(tokens, weights, topk_weights=topk_weights, **settings)
-    _check_permuted(operands, permutation)
+    gated = as_activation("fused_experts", settings.get("activation", "swiglu")).gated
+    check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, gated)
+    operands = _operands(tokens, weights, **settings)
     if choose("fused_experts", implementation, tokens) == "reference":
         # Autograd through the reference would save dequantised weights; the op saves its operands.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
@@ -124,12 +125,6 @@ def compute_experts(
         return run(ReferenceOperands(tokens, topk_weights, experts, permutation, batch_invariant, precision))
     rows = Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant)
     return fused_experts_op(operands._replace(topk_weights=topk_weights.float().contiguous(), rows=rows)).out
-
-
-def _check_permuted(operands: ExpertOperands, permutation: Permutation) -> None:
-    tokens, experts, topk_weights, *_ = operands
-    slots, offsets, gated = permutation.slot_to_row, permutation.offsets, is_gated(experts.activation)
-    check_operands(tokens, topk_weights, slots, offsets, *experts.weights, gated)
 
 
 def compute_chosen(

@@ -217,7 +217,8 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
     needs_weights = "topk_weights" in needed or needs_router
     needs_tokens = "tokens" in needed or (needs_weights and experts.weight_on_input)
-    hidden = _hidden_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, type(dout) is not Tensor)
+    is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
+    hidden = _hidden_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, is_traced)
     del saved
     dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled = hidden
     del hidden

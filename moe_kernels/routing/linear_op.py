@@ -60,6 +60,7 @@ def _(tokens, router):
 def _setup(ctx: Any, inputs: tuple[Tensor, LinearRouter], output: tuple[Tensor, ...]) -> None:
     tokens, ctx.router = inputs[0], inputs[1]._replace(w_router=None, logit_bias=None)  # pyright: ignore[reportArgumentType]  # saved below
     topk_weights, topk_experts, _ = output
+    topk_weights = topk_weights if inputs[1].is_softmax else None  # the gradients of other scores do not read it
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(tokens, inputs[1].w_router, inputs[1].logit_bias, topk_weights, topk_experts)
 
@@ -85,7 +86,7 @@ def needed_of_router(needed: set[str]) -> tuple[bool, bool, bool]:
 def routing_gradients_op(
     tokens: Tensor,  # [T, D]
     router: LinearRouter,
-    topk_weights: Tensor,  # [T, K]
+    topk_weights: Tensor | None,  # [T, K]; read for a softmax
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor | None,  # [T, K]
     dlogits: Tensor | None,  # [T, E]: a gradient to add
@@ -132,7 +133,7 @@ def _(
 def _logits_gradient(
     tokens: Tensor,  # [T, D]
     router: LinearRouter,
-    topk_weights: Tensor,  # [T, K]
+    topk_weights: Tensor | None,  # [T, K]
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor,  # [T, K]
     dlogits: Tensor | None,  # [T, E]

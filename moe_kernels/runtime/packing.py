@@ -186,18 +186,29 @@ class PackedSignature(Packing):
         if self.result is None:
             return results
         pairs = zip(results, self._is_optional, strict=True)
-        return self.result(*[None if optional and tensor.dim() == 1 else tensor for tensor, optional in pairs])
+        return self.result(*[None if optional and _is_empty_vector(tensor) else tensor for tensor, optional in pairs])
+
+
+def _is_empty_vector(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.shape[0] == 0
 
 
 def _leaf_to_string(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return "..."
-    return repr(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)  # a size of a model, such as its top_k
+    if isinstance(leaf, torch.SymInt):
+        return repr(int(leaf))  # a size of a model, such as its top_k
+    return repr(str(leaf) if isinstance(leaf, torch.dtype) else leaf)
 
 
 @functools.lru_cache(maxsize=4096)
 def _leaves_of_string(others: str) -> tuple[Any, ...]:
-    return ast.literal_eval(f"({others},)")
+    leaves = ast.literal_eval(f"({others},)")
+    return tuple([_dtype_of(leaf) if isinstance(leaf, str) and leaf.startswith("torch.") else leaf for leaf in leaves])
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
 
 
 @functools.cache

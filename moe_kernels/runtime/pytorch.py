@@ -50,6 +50,9 @@ jit_tracing_state = torch._C._get_tracing_state
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 
+# The number of modes that see every operation.
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 # Hides ops from all modes, as inside a registered op. PyTorch's `no_dispatch` does the same and takes 1 us longer.
 unseen_by_modes = torch._C._DisableTorchDispatch
 

@@ -44,9 +44,8 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
         kept = QuantizedExperts(QuantizedWeight(values, scales, format, shape), weight.dtype)
         replace_weight(module.experts, name.rpartition(".")[2], kept)
     if len(formats) > 1:
-        raise ValueError(
-            f"from_checkpoint: keep_quantized needs experts in one format, got {sorted(map(str, formats))}"
-        )
+        found = first_three(sorted(map(str, formats)))
+        raise ValueError(f"from_checkpoint: keep_quantized needs experts in one format, got {found}")
     return str(formats.pop())
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.runtime.dispatch import runs_kernels
+from moe_kernels.runtime.pytorch import num_dispatch_modes
 
+from ..precision import autocast, autocast_is_enabled
 from ..routing.router import TopKRouter
 from .dispatcher import LocalDispatcher
 from .grouped import GroupedExperts
@@ -48,12 +50,18 @@ def runs_as_one_op(layer: nn.Module, tokens: Tensor) -> bool:
         and (experts.local_share, layer.capacity, layer.observer) == (None, None, None)
         and not (experts.reserved_sms or layer.separate_router_input or "w_latent_in" in layer._parameters)
         and not torch.compiler.is_dynamo_compiling()
-        and not torch._C._len_torch_dispatch_stack()
+        and not (num_dispatch_modes() and type(tokens) is Tensor)  # a mode reads ops, not fake tensors
         and is_called_as_written(router)
         and is_called_as_written(experts)
         and (lora is None or not uses_dropout(lora))  # pyright: ignore[reportArgumentType]  # a ModuleDict
-        and runs_kernels(experts.implementation, tokens)
+        and runs_kernels(experts.implementation, _as_computed(tokens))
     )
+
+
+def _as_computed(tokens: Tensor) -> Tensor:
+    """Return tokens, perhaps fewer, in the dtype in which autocast lets the op compute."""
+    device_type = tokens.device.type
+    return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
 
 
 def compute_whole(layer: nn.Module, tokens: Tensor) -> Tensor:  # [T, D]

@@ -121,8 +121,14 @@ class TopKRouter(nn.Module):
         """Return the settings. They are fixed, because they determine the parameters."""
         return self._spec
 
-    def operands(self, weight: Tensor) -> LinearRouter:  # [E, D]
-        """Return the operands of the op that routes with this weight, for a router with `is_linear_op`."""
+    def operands(
+        self,
+        weight: Tensor,  # [E, D]
+    ) -> LinearRouter:
+        """Return the operands of the op that routes with this weight, for a router with `is_linear_op`.
+
+        Shapes: weight [E, D].
+        """
         biases = self._parameters.get("bias"), self._buffers["selection_bias"]
         return LinearRouter(weight, *biases, self.top_k, self._is_softmax, self.batch_invariant, self._score_settings)
 

@@ -274,7 +274,10 @@ def test_bad_dicts(values, message):
         ({"model_type": "llama"}, "model_type must be one of afmoe, "),
         ({"model_type": "jetmoe"}, "model_type 'jetmoe' is not supported: the block adds a bias to its output"),
         ({**MIXTRAL, "hidden_size": 4}, "config.json must hold intermediate_size, got none"),
-        ({**MIXTRAL, "hidden_size": 0}, "hidden_size in config.json must be an integer >= 1, got 0"),
+        (
+            {**MIXTRAL, "intermediate_size": 8, "hidden_size": 0},
+            "hidden_size in config.json must be an integer >= 1, got 0",
+        ),
         (
             {**MIXTRAL, "hidden_size": 4, "intermediate_size": 4, "num_experts_per_tok": 9},
             "top_k must be in [1, num_experts=8], got 9",

@@ -139,10 +139,10 @@ def test_forward_mode_is_exact_or_an_error(device):
     layer.router.implementation = layer.experts.implementation = "triton"
     for needs_gradient in (True, False):
         layer.requires_grad_(needs_gradient)
-        with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
+        with pytest.raises(NotImplementedError, match="fused_experts has no forward-mode gradient"):
             torch.func.jvp(layer, (x.float(),), (step.float(),))
         with forward_ad.dual_level():
-            with pytest.raises(NotImplementedError, match="linear_routing has no forward-mode gradient"):
+            with pytest.raises(NotImplementedError, match="fused_experts has no forward-mode gradient"):
                 layer(forward_ad.make_dual(x.float(), step.float()))
             layer(x.float())  # x.float() has no tangent
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 from moe_kernels import (
     GroupedProblem,
@@ -47,11 +48,10 @@ OPS = {
     "grouped_gemm_wgrad": lambda r, m, w, **o: grouped_gemm_wgrad(r, r.cos(), offsets_of(r), **o),
     "batched_gemm": lambda r, m, w, **o: batched_gemm(r, m, **o),
     "grouped_gemm_list": lambda r, m, w, **o: grouped_gemm_list([r], [m[0]], **o)[0],
-    "jagged_gemm": lambda r, m, w, **o: jagged_gemm(r, m[0], offsets_of(r), **o),
+    "jagged_gemm": lambda r, m, w, **o: jagged_gemm(r, m[0], functional.pad(offsets_of(r), (1, 0)), **o),
     "invariant_linear": lambda r, m, w, **o: invariant_linear(r, m[0], **o),
     "fused_experts": experts,
     "invariant fused_experts": partial(experts, batch_invariant=True),
-    "fused_experts with router": lambda r, m, w, **o: experts(r, m, w, w_router=m[0, :3], **o),
     "linear_routing": lambda r, m, w, **o: linear_routing(r, m[0], 2, **o).topk_weights,
     "topk_routing": lambda r, m, w, **o: topk_routing(r, 2, **o).topk_weights,
     "apply_activation": lambda r, m, w, **o: apply_activation(r, **o),

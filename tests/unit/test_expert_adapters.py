@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moe_kernels import Activation, fused_experts, reference, sort_by_expert
-from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.specs import as_activation
@@ -207,7 +208,7 @@ def test_opcheck(recompute, device):
     described = Experts.of(ExpertWeights(w_up, w_down), as_activation("test", "swiglu"), adapters=adapters)
     described = described._replace(adapters=type(described.adapters)(*(f.detach() for f in described.adapters)))
     rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
-    operands = ExpertOperands(tokens, weights, described, None, rows, recompute)
+    operands = ExpertOperands(tokens, described, weights, rows=rows, recompute=recompute)
     torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
 
 

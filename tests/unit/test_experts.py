@@ -11,7 +11,8 @@ from moe_kernels import (
     reference,
     sort_by_expert,
 )
-from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
@@ -158,7 +159,7 @@ def flat_operands(tokens, weights, *rest, activation="swiglu", weight_on_input=F
     kind = as_activation("test", activation)
     experts = Experts.of(ExpertWeights(*of_experts), kind, weight_on_input=weight_on_input)
     rows = Rows.of(permutation, **{"reserved_sms": 0, **options})
-    operands = ExpertOperands(tokens, weights, experts, None, rows, recompute)
+    operands = ExpertOperands(tokens, experts, weights, rows=rows, recompute=recompute)
     return fused_experts_op.schema_arguments(operands)
 
 

@@ -12,7 +12,6 @@ OPTIONS = {
     "plain": {},
     "bias": {"bias": True, "activation": Activation("gpt_oss", interleaved=True)},
     "weight_on_input": {"weight_on_input": True},
-    "router": {"w_router": True},
     "by_token": {"batch_invariant": True},
     "dropped": {"dropped": True},
     "fp8": {"precision": "fp8", "dropped": True},
@@ -23,7 +22,6 @@ def draw(
     activation="swiglu",
     bias=False,
     weight_on_input=False,
-    w_router=False,
     batch_invariant=False,
     dropped=False,
     precision=None,
@@ -42,10 +40,9 @@ def draw(
         normal(3, 8, 5), normal(3, 5, 4), normal(3, 8) if bias else None, normal(3, 5) if bias else None
     )
     experts = Experts.of(weights, activation, weight_on_input=weight_on_input)
-    router = normal(3, 5).detach() if w_router else None
     weights = routed.topk_weights.double().requires_grad_()
     return ReferenceOperands(
-        normal(7, 5), weights, experts, router, reference.sort_by_expert(chosen, 3), batch_invariant, precision
+        normal(7, 5), weights, experts, reference.sort_by_expert(chosen, 3), batch_invariant, precision
     )
 
 
@@ -60,10 +57,10 @@ def with_gradients(out, operands, frozen=()):
 
 
 def expected(operands):
-    tokens, weights, experts, w_router, permutation, _, precision = operands
+    tokens, weights, experts, permutation, _, precision = operands
     w_up, w_down, b_up, b_down = experts.weights
     options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input}
-    options |= {"b_up": b_up, "b_down": b_down, "w_router": w_router}
+    options |= {"b_up": b_up, "b_down": b_down}
     op = reference.fused_experts if precision is None else reference_fp8.fused_experts
     return op(tokens, weights, permutation, w_up, w_down, **options)
 
@@ -83,9 +80,7 @@ def test_frozen_operands(frozen):
     torch.testing.assert_close(actual, with_gradients(expected(operands), operands, {frozen}))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, OPTIONS["bias"], OPTIONS["router"], OPTIONS["fp8"]], ids=["plain", "bias", "router", "fp8"]
-)
+@pytest.mark.parametrize("options", [{}, OPTIONS["bias"], OPTIONS["fp8"]], ids=["plain", "bias", "fp8"])
 def test_opcheck(options):
     operands = draw(**options)
     torch.library.opcheck(reference_experts_op.overload, reference_experts_op.schema_arguments(operands))

@@ -184,7 +184,8 @@ def called(monkeypatch):
         return results
 
     monkeypatch.setattr(OpOverload, "__call__", compare)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # so that references run as their ops
+    for name in ("is_compiling", "is_dynamo_compiling"):  # so that references run as their ops, and all are dispatched
+        monkeypatch.setattr(torch.compiler, name, lambda: True)
     return names
 
 

@@ -9,7 +9,8 @@ import torch
 from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
 from moe_kernels.experts.fp8_support import check_fp8_gpu, warn_if_unmeasured
 from moe_kernels.experts.fused import compute_experts
-from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.quantization.quantize import quantize
@@ -240,7 +241,7 @@ def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False,
     kind = as_activation("test", "swiglu")
     given = Experts.of(ExpertWeights(*of_experts), kind)
     rows = Rows.of(permutation, reserved_sms=0)
-    operands = ExpertOperands(tokens, weights, given, None, rows, recompute, precision, forms)
+    operands = ExpertOperands(tokens, given, weights, rows=rows, recompute=recompute, precision=precision, forms=forms)
     return fused_experts_op.schema_arguments(operands)
 
 

@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moe_kernels import Activation, fused_experts, get_kernels, reference
 from moe_kernels.experts import rows as rows_module
 from moe_kernels.experts.chunked import ExpertsInParts
-from moe_kernels.experts.fused_op import ExpertOperands, fused_experts_op
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.rows import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
@@ -411,7 +412,7 @@ def test_opcheck(device):
     stored = ExpertWeights(quantize(w_up, "nf4_nested"), quantize(w_down, "nf4_nested"))
     rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
     described = Experts.of(stored, as_activation("test", "swiglu"))
-    operands = ExpertOperands(tokens.requires_grad_(), weights.requires_grad_(), described, None, rows, False)
+    operands = ExpertOperands(tokens.requires_grad_(), described, weights.requires_grad_(), rows=rows)
     torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
 
 
