@@ -114,6 +114,7 @@ def compute_experts(
     """Compute `fused_experts`. `settings` are those of `_operands`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
+    _check_formats(weights)
     gated = as_activation("fused_experts", settings.get("activation", "swiglu")).gated
     check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, gated)
     operands = _operands(tokens, weights, **settings)
@@ -143,6 +144,7 @@ def compute_chosen(
         permutation = sort_by_expert(topk_experts, num_experts, implementation=implementation)
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         return compute_experts(tokens, topk_weights, permutation, weights, **options, **settings)
+    _check_formats(weights)
     check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
     operands = _operands(
         tokens,
@@ -171,6 +173,7 @@ def compute_routed(
 
     Every expert that the router knows is among the weights. No gradient flows back through the routing of the result.
     """
+    _check_formats(weights)
     made = fused_experts_op(_operands(tokens, weights, router=router, **settings))
     assert made.topk_experts is not None and made.topk_weights is not None
     return RoutedExperts(made.out, made.topk_experts, made.topk_weights)
@@ -198,8 +201,6 @@ def _operands(
     activation = as_activation("fused_experts", activation)
     if recompute not in RECOMPUTE:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
-    if isinstance(weights.w_up, QuantizedWeight) or isinstance(weights.w_down, QuantizedWeight):
-        _check_formats(weights)
     if adapters is not None:
         _check_adapters(adapters, weights.w_up, weights.w_down)
     if precision is not None:
@@ -228,6 +229,8 @@ def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
 
 
 def _check_formats(weights: ExpertWeights) -> None:
+    if not (isinstance(weights.w_up, QuantizedWeight) or isinstance(weights.w_down, QuantizedWeight)):
+        return
     formats = [str(weight.format) if isinstance(weight, QuantizedWeight) else "a tensor" for weight in weights[:2]]
     if formats[0] != formats[1]:
         raise ValueError(f"fused_experts: w_up and w_down must be of one format, got {formats[0]} and {formats[1]}")

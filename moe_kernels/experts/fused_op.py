@@ -71,36 +71,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation.ops import can_scale_gradient
 from ..gemm.kernel import device_cc
-from ..permutation.permute import launch_slot_products
 from ..permutation.sort import BLOCK_ROWS, SortedSlots
-from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
+from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
 from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
 from ..runtime.memory import empty_rows
 from ..runtime.ops import registered_op
 from ..runtime.packing import save_for_backward, saved_for_backward
 from ..specs import is_gated
-from ..types import ScaledRows
 from .checks import check_operands
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
-from .operands import ExpertOperands
-from .steps import (
-    activate,
-    b_down_gradient,
-    b_up_gradient,
-    copies_dout,
-    copy_dout,
-    down,
-    down_adapter_gradients,
-    hidden_gradients,
-    tokens_gradient,
-    up_adapter_gradients,
-    up_input_gradient,
-    w_down_gradient,
-    w_up_gradient,
+from .gradient_ops import (
+    SavedForBackward,
+    UpGradients,
+    down_gradients_op,
+    empty_low,
+    hidden_gradients_op,
+    up_gradients_op,
 )
+from .operands import ExpertOperands
+from .steps import activate, down
 
 
 class _Outputs(NamedTuple):
@@ -180,21 +171,9 @@ def _(operands):
         topk_weights = tokens.new_empty(tokens.shape[0], operands.top_k, dtype=torch.float32)
     else:
         topk_experts = None
-    low = _empty_low(tokens, operands, operands.experts.adapters.up_b)
+    low = empty_low(tokens, operands, operands.experts.adapters.up_b)
     out = tokens.new_empty(tokens.shape)
     return _Outputs(out, preactivation, scales, low, topk_weights, topk_experts, buffer)
-
-
-def _empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor | None:
-    """Rows multiplied by one factor of an adapter whose other factor is `b`, unwritten."""
-    return None if b is None else empty_rows(like, operands.num_rows, b.shape[2])
-
-
-class _Saved(NamedTuple):
-    operands: ExpertOperands
-    preactivation: Tensor | None
-    scales: Tensor | None
-    low: Tensor | None
 
 
 def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
@@ -205,7 +184,7 @@ def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
         topk_weights = operands.topk_weights if topk_weights is None else topk_weights
         found = {"topk_weights": topk_weights, "topk_experts": topk_experts, "sorted_slots": sorted_slots}
         operands = operands._replace(**found)
-    save_for_backward(ctx, _Saved(operands, preactivation, scales, low))
+    save_for_backward(ctx, SavedForBackward(operands, preactivation, scales, low))
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
@@ -218,25 +197,25 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     needs_weights = "topk_weights" in needed or needs_router
     needs_tokens = "tokens" in needed or (needs_weights and experts.weight_on_input)
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    hidden = _hidden_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, is_traced)
+    hidden = hidden_gradients_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, is_traced)
     del saved
     dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled = hidden
     del hidden
     gradients: dict[str, Tensor | None] = {}
     if needed & {"w_down", "b_down", "down_a", "down_b"}:
-        made = _down_op(dout, drows, weighted, down_low, operands, *_needs(needed, "down"))
+        made = down_gradients_op(dout, drows, weighted, down_low, operands, *_needs(needed, "down"))
         gradients |= {"w_down": made.dw_down, "b_down": made.db_down, "down_a": made.ddown_a}
         gradients["down_b"] = None if made.ddown_b is None else made.ddown_b.transpose(1, 2)
     del weighted, drows, down_low
     needs = _needs(needed, "up")
     made = None
     if needs_tokens and scaled[0] is not None:  # free dH in e4m3 before the gradients of weights
-        made = _up_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, True, False, False, False)
+        made = up_gradients_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, True, False, False, False)
         gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
         needs_tokens = False
     del scaled, made
     if needs_tokens or any(needs):
-        made = _up_op(dpreactivation, up_low, low, None, None, dtopk_weights, operands, needs_tokens, *needs)
+        made = up_gradients_op(dpreactivation, up_low, low, None, None, dtopk_weights, operands, needs_tokens, *needs)
         if needs_tokens:
             gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
         gradients |= {"w_up": made.dw_up, "b_up": made.db_up, "up_a": made.dup_a}
@@ -252,7 +231,7 @@ def _needs(needed: set[str], projection: str) -> tuple[bool, bool, bool]:
     return f"w_{projection}" in needed, f"b_{projection}" in needed, not needed.isdisjoint(factors)
 
 
-def _of_input(made: _UpGradients, dtopk_weights: Tensor) -> Tensor:
+def _of_input(made: UpGradients, dtopk_weights: Tensor) -> Tensor:
     return dtopk_weights if made.dtopk_weights is None else made.dtopk_weights
 
 
@@ -273,194 +252,3 @@ def _router_gradients(
 
 
 fused_experts_op.register_autograd(_backward, setup_context=_setup)
-
-
-class _HiddenGradients(NamedTuple):
-    dpreactivation: Tensor  # dH [R, 2F or F]
-    weighted: Tensor  # A_w [R, F]
-    dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
-    drows: Tensor | None  # [R, D]: gather(dout), where dw_down reads a copy
-    down_low: Tensor | None  # gather(dout) @ down_b [R, r] with adapters
-    up_low: Tensor | None  # dH @ up_b [R, r] with adapters
-    scaled: Tensor | None  # dH in e4m3 [R, 2F or F] with a precision
-    scaled_scales: Tensor | None  # [R, 2F / 128 or F / 128]
-
-
-@registered_op("experts_hidden_gradients")
-def _hidden_op(
-    dout: Tensor,
-    saved: _Saved,
-    needs_tokens: bool,
-    needs_topk_weights: bool,
-    needs_w_down: bool,
-    is_traced: bool,
-) -> _HiddenGradients:
-    """A tracer cannot know whether `drows` is a copy, so it always gets the tensor, unwritten where GEMMs gather."""
-    operands, preactivation, scales, _ = saved
-    tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
-    assert topk_weights is not None
-    is_own = operands.recompute or scales is not None  # not a saved tensor
-    if preactivation is None:
-        preactivation, *_ = activate(experts, rows, tokens, topk_weights)
-    elif scales is not None:
-        values = preactivation.view(torch.float8_e4m3fn)
-        preactivation = launch_dequantize_rows(ScaledRows(values, scales), dout.dtype)
-    needs_scaled = operands.precision is not None and needs_tokens
-    scaled = None
-    if needs_scaled and can_scale_gradient(experts.kind(), experts.weights.w_down.shape[2]):
-        scaled = empty_scaled_rows(dout, *preactivation.shape)
-    made = hidden_gradients(
-        experts,
-        rows,
-        dout,
-        topk_weights,
-        preactivation,
-        overwrite=is_own,
-        needs_topk_weights=needs_topk_weights,
-        scaled=scaled,
-    )
-    if needs_scaled and scaled is None:
-        scaled = launch_quantize_rows(made.dpreactivation)
-    dpreactivation, weighted, dtopk_weights, drows, down_low, up_low = made
-    if is_traced and needs_w_down and drows is None:
-        drows = empty_rows(dout, operands.num_rows, dout.shape[1])
-    drows = drows if needs_w_down else None
-    scaled = scaled or (None, None)
-    return _HiddenGradients(dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled)
-
-
-@_hidden_op.register_fake
-def _(dout, saved, needs_tokens, needs_topk_weights, needs_w_down, is_traced):
-    operands = saved.operands
-    num_rows, d_up, adapters = operands.num_rows, operands.d_up, operands.experts.adapters
-    needs_scaled = operands.precision is not None and needs_tokens
-    return _HiddenGradients(
-        empty_rows(dout, num_rows, d_up),
-        empty_rows(dout, num_rows, operands.experts.weights.w_down.shape[2]),
-        operands.topk_weights.new_empty(operands.topk_weights.shape),
-        empty_rows(dout, num_rows, dout.shape[1]) if needs_w_down else None,
-        _empty_low(dout, operands, adapters.down_b),
-        _empty_low(dout, operands, adapters.up_b),
-        *(empty_scaled_rows(dout, num_rows, d_up) if needs_scaled else (None, None)),
-    )
-
-
-class _DownGradients(NamedTuple):
-    dw_down: Tensor | None
-    db_down: Tensor | None
-    ddown_a: Tensor | None
-    ddown_b: Tensor | None  # [E, r, D], transposed
-
-
-@registered_op("experts_down_gradients")
-def _down_op(
-    dout: Tensor,
-    drows: Tensor | None,
-    weighted: Tensor,
-    down_low: Tensor | None,
-    operands: ExpertOperands,
-    needs_weight: bool,
-    needs_bias: bool,
-    needs_factors: bool,
-) -> _DownGradients:
-    experts, rows = operands.experts, operands.placed()
-    dw = db = da = db_factor = None
-    if needs_weight:
-        if not copies_dout(experts, rows, rows.as_read(dout)):
-            drows = None
-        elif drows is None:
-            drows = copy_dout(experts, rows, dout)
-        dw = w_down_gradient(experts, rows, dout, drows, weighted)
-    if needs_bias:
-        assert operands.topk_weights is not None
-        db = b_down_gradient(experts, rows, dout, operands.topk_weights)
-    if needs_factors:
-        assert down_low is not None
-        da, db_factor = down_adapter_gradients(experts, rows, dout, weighted, down_low)
-    return _DownGradients(dw, db, da, db_factor)
-
-
-@_down_op.register_fake
-def _(dout, drows, weighted, down_low, operands, needs_weight, needs_bias, needs_factors):
-    experts = operands.experts
-    w_down, b_down = experts.weights.w_down, experts.weights.b_down
-    dw = torch.empty_like(w_down, dtype=dout.dtype, requires_grad=False) if needs_weight else None
-    db = dout.new_empty(b_down.shape) if needs_bias else None
-    factors = _empty_factors(dout, *experts.adapters[2:]) if needs_factors else (None, None)
-    return _DownGradients(dw, db, *factors)
-
-
-def _empty_factors(like: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return like.new_empty(a.shape), like.new_empty(b.shape[0], b.shape[2], b.shape[1])
-
-
-class _UpGradients(NamedTuple):
-    dtokens: Tensor | None
-    dtopk_weights: Tensor | None  # [T, K], where the weights multiply the input
-    db_up: Tensor | None
-    dup_a: Tensor | None
-    dup_b: Tensor | None  # [E, r, 2F or F], transposed
-    dw_up: Tensor | None
-
-
-@registered_op("experts_up_gradients")
-def _up_op(
-    dpreactivation: Tensor,
-    up_low: Tensor | None,
-    low: Tensor | None,
-    scaled: Tensor | None,
-    scaled_scales: Tensor | None,
-    dtopk_weights: Tensor,
-    operands: ExpertOperands,
-    needs_tokens: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    needs_factors: bool,
-) -> _UpGradients:
-    tokens, topk_weights, experts, rows = operands.tokens, operands.topk_weights, operands.experts, operands.placed()
-    assert topk_weights is not None
-    w_router = operands.router.w_router if operands.router is not None and operands.fuses_router_gradient() else None
-    dtokens = dweights = db = da = db_factor = dw = None
-    if needs_tokens:
-        dhidden = dpreactivation
-        if scaled is not None and scaled_scales is not None:
-            dhidden = ScaledRows(scaled, scaled_scales)
-        dup_input = up_input_gradient(operands.computed(), rows, dhidden, up_low)  # dX [R, D]
-        dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
-        if experts.weight_on_input:
-            dweights = launch_slot_products(rows.as_read(tokens), dup_input, rows.slot_to_row)
-        del dup_input
-    if needs_bias:
-        db = b_up_gradient(experts, rows, dpreactivation)
-    if needs_factors:
-        assert low is not None and up_low is not None
-        da, db_factor = up_adapter_gradients(experts, rows, tokens, dpreactivation, low, up_low, topk_weights)
-    if needs_weight:
-        dw = w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights)
-    return _UpGradients(dtokens, dweights, db, da, db_factor, dw)
-
-
-@_up_op.register_fake
-def _(
-    dpreactivation,
-    up_low,
-    low,
-    scaled,
-    scaled_scales,
-    dtopk_weights,
-    operands,
-    needs_tokens,
-    needs_weight,
-    needs_bias,
-    needs_factors,
-):
-    tokens, weights, experts = operands.tokens, operands.topk_weights, operands.experts
-    needs_weights = needs_tokens and experts.weight_on_input
-    w_up, b_up = experts.weights.w_up, experts.weights.b_up
-    return _UpGradients(
-        tokens.new_empty(tokens.shape) if needs_tokens else None,
-        weights.new_empty(weights.shape) if needs_weights else None,
-        dpreactivation.new_empty(b_up.shape) if needs_bias else None,
-        *(_empty_factors(tokens, *experts.adapters[:2]) if needs_factors else (None, None)),
-        torch.empty_like(w_up, dtype=dpreactivation.dtype, requires_grad=False) if needs_weight else None,
-    )

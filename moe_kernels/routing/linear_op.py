@@ -58,7 +58,7 @@ def _(tokens, router):
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, LinearRouter], output: tuple[Tensor, ...]) -> None:
-    tokens, ctx.router = inputs[0], inputs[1]._replace(w_router=None, logit_bias=None)  # pyright: ignore[reportArgumentType]  # saved below
+    tokens, ctx.router = inputs[0], inputs[1]._replace(w_router=None, logit_bias=None)  # saved below
     topk_weights, topk_experts, _ = output
     topk_weights = topk_weights if inputs[1].is_softmax else None  # the gradients of other scores do not read it
     ctx.set_materialize_grads(False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .launch import FUSION, ensure_context
+from .launch import FUSION, describe, ensure_context
 from .recording import Descriptor, Form, RecordedLaunch, Ref
 from .triton import INTERPRET, triton
 
@@ -64,9 +64,7 @@ class LaunchList:
 
     def _argument(self, memory: list[Any], value: Any) -> Any:
         if isinstance(value, Descriptor):
-            descriptor = value.kind.__new__(value.kind)
-            descriptor.__dict__.update(value.fields, base=self._argument(memory, value.base))
-            return descriptor
+            return describe((value.kind, value.fields), self._argument(memory, value.base))
         if not isinstance(value, Ref):
             return value
         place, offset = self._places[value.memory]
