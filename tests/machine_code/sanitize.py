@@ -11,6 +11,7 @@ the GEMMs use no warp-specialised kernels, or also no TMA kernels.
 import argparse
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from unittest import mock
 
 import torch
@@ -18,8 +19,12 @@ import torch
 from moe_kernels import RouterSpec, get_kernels
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import Design, PointerDesign, TmaDesign
+from moe_layers import LoRA, MoEFeedForward
+from moe_layers.experts.quantization import quantize_experts_
 
 from ..layers import moe_layer
+
+FORMATS = ("fp8", "mxfp4", "nf4", "int8")
 
 DESIGNS = {"all": Design, "tma": (TmaDesign, PointerDesign), "pointer": PointerDesign}
 
@@ -38,20 +43,44 @@ def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
         yield
 
 
+def adapted(layer: MoEFeedForward) -> None:
+    layer.add_lora(LoRA(rank=8, alpha=16))
+
+
+# Sizes, options, tokens, and what changes the layer.
+PLAIN = {"shared_d_ff": 64}
+BIASED = {"bias": True, "activation": "gpt_oss", "router": RouterSpec.deepseek_v3(4, 2), "num_zero_experts": 4}
+ON_INPUT = {"bias": True, "activation": "relu_squared", "router": RouterSpec.llama4()}
+FP8 = {"precision": "fp8"}
+LAYERS = [
+    (136, 200, PLAIN, 150, None),
+    (256, 512, PLAIN, 150, None),
+    (256, 512, PLAIN, 900, None),
+    (136, 200, BIASED, 150, None),
+    (136, 200, ON_INPUT, 150, None),
+    (144, 208, FP8, 150, None),
+    (256, 512, FP8, 900, None),
+    (144, 208, BIASED | FP8, 150, None),
+    (136, 200, {}, 150, adapted),
+    (256, 512, {}, 900, adapted),
+    *[(256, 512, {}, tokens, partial(quantize_experts_, format=kind)) for tokens in (9, 900) for kind in FORMATS],
+]
+
+
 def run_layers() -> None:
-    plain = {"shared_d_ff": 64}
-    biased = {"bias": True, "activation": "gpt_oss", "router": RouterSpec.deepseek_v3(4, 2), "num_zero_experts": 4}
-    on_input = {"bias": True, "activation": "relu_squared", "router": RouterSpec.llama4()}
-    fp8 = {"precision": "fp8"}
-    layers = ((136, 200, plain), (256, 512, plain), (136, 200, biased), (136, 200, on_input))
-    for d_model, d_ff, options in (*layers, (144, 208, fp8), (256, 512, fp8), (144, 208, biased | fp8)):
+    """Run each layer three times: its launches run one by one, are recorded, and are replayed."""
+    for d_model, d_ff, options, num_tokens, change in LAYERS:
         torch.manual_seed(0)
         layer = moe_layer(d_model, d_ff, 12, 2, **options, device="cuda", dtype=torch.bfloat16)
-        x = torch.randn(150, d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        layer(x).sum().backward()
-        torch.cuda.synchronize()
-        assert all(parameter.grad.isfinite().all() for parameter in (x, *layer.parameters()))
-        print(f"d_model {d_model}, d_ff {d_ff}, {options}: finite")
+        if change is not None:
+            change(layer)
+        x = torch.randn(num_tokens, d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+        for _ in range(3):
+            gradients = torch.autograd.grad(layer(x).sum(), wanted)
+            torch.cuda.synchronize()
+            assert all(gradient.isfinite().all() for gradient in gradients)
+        print(f"d_model {d_model}, d_ff {d_ff}, {num_tokens} tokens, {options}, {layer.experts}: finite")
 
 
 def main() -> None:
