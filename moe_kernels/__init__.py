@@ -3,7 +3,6 @@
 from .activation.ops import apply_activation
 from .experts.fused import fused_experts
 from .gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
-from .gemm.artifact_file import load_artifact, save_artifact
 from .gemm.kernel import PointerDesign, WarpSpecializedDesign
 from .gemm.kernels.jagged import JaggedGemmArguments
 from .gemm.kernels.list import GroupedGemmListArguments
@@ -44,11 +43,9 @@ __all__ = [
     "grouped_gemm_wgrad",
     "jagged_gemm",
     "linear_routing",
-    "load_artifact",
     "pack_groups",
     "permute",
     "routing_weights",
-    "save_artifact",
     "sort_by_expert",
     "topk_routing",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_kernels.errors import first_three as first_three
 
@@ -30,3 +30,16 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether this is a DTensor. Importing its class takes as long as half of PyTorch."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # a failed look-up is slow
+
+
+def whole_state(op: str, module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict. Raise ValueError if its tensors are sharded over ranks or on the meta device."""
+    state = module.state_dict()
+    for name, tensor in state.items():
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"{op}: tensors must be whole, got a DTensor {name}; torch.distributed.checkpoint takes those"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{op}: tensors must have memory, got {name} on meta; to_empty(device=...) allocates it")
+    return state

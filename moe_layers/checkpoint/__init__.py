@@ -1,9 +1,8 @@
 """Layer parameters in safetensors files, of this package or of published models."""
 
-from .load import load_layer
-from .module_file import load_safetensors, save_safetensors
+from .load import load_layer, load_safetensors
 from .report import LoadedTensor, LoadReport
-from .save import save_layer
+from .save import save_layer, save_safetensors
 from .source import CheckpointSource
 
 __all__ = [

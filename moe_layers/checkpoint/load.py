@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..architectures import RECORD, ModelConfig, read_config
-from ..checks import first_three
+from ..checks import first_three, whole_state
 from ..config import MoEConfig
 from ..experts.quantized import QuantizedExperts
 from .files import CONFIG, CheckpointFiles, read_json
@@ -33,6 +36,37 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read a file written by `save_safetensors` into the module's tensors.
+
+    Raises:
+        ValueError: names missing and unexpected tensors and wrong shapes or dtypes; or the file is damaged, or the
+            state dict is sharded or on the meta device. The module is then unchanged.
+    """
+    state = whole_state("load_safetensors", module)
+    if Path(path).is_dir():
+        raise ValueError(f"load_safetensors: {os.fspath(path)} must be a file, got a directory")
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"load_safetensors: {os.fspath(path)} is damaged or truncated: {error}") from error
+    problems = [f"missing: {name} {tuple(state[name].shape)}" for name in state if name not in stored]
+    problems += [f"unexpected: {name} {tuple(stored[name].shape)}" for name in stored if name not in state]
+    for name in [name for name in state if name in stored]:
+        shape, dtype = tuple(state[name].shape), state[name].dtype
+        if stored[name].shape != shape:
+            problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
+        # Other dtypes may need scales, which such a file lacks.
+        allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
+        if stored[name].dtype not in allowed:
+            problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
+    if problems:
+        raise ValueError(
+            f"load_safetensors: {os.fspath(path)} does not fit the layer:\n  " + first_three(problems, "\n  ")
+        )
+    module.load_state_dict(stored)
 
 
 def load_layer(

@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from ..architectures import OWN_MODEL_TYPE, RECORD
-from ..checks import first_three, is_dtensor
+from ..checks import first_three, is_dtensor, whole_state
 from ..config import MoEConfig
 from ..experts.quantized import QuantizedExperts, stored
 from .blocks import OTHER_NAMES, check_names
@@ -18,6 +19,12 @@ from .layouts import Key, Layout, Sizes, find_layout
 from .quantization import with_quantization, without_quantization
 from .source import CheckpointSource
 from .writer import DEFAULT_SHARD_BYTES, ShardWriter
+
+
+def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the module's state dict to one file. Raise ValueError if it is sharded or on the meta device."""
+    state = whole_state("save_safetensors", module)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
 
 
 def save_layer(

@@ -32,7 +32,7 @@ def test_values_that_would_need_scales_are_refused(dtype, path):
 def test_dtypes_without_a_name_in_pytorch(path):
     tensors = load_file(path)
     save_file({**tensors, "experts.w_up": tensors["experts.w_up"].to(torch.uint16)}, path)
-    refuses(path, r"wrong dtype: experts\.w_up is U16 in the file")
+    refuses(path, r"wrong dtype: experts\.w_up is torch\.uint16 in the file")
 
 
 def test_other_tensors_keep_their_dtype(tmp_path):

@@ -1,6 +1,7 @@
 """Launches through the compiled kernels of earlier launches."""
 
 import gc
+import json
 import threading
 import weakref
 from types import SimpleNamespace
@@ -12,9 +13,12 @@ from moe_kernels import fused_experts
 from moe_kernels.activation.kernels import activation_kernel
 from moe_kernels.permutation.permute import _permute_kernel, launch_permute
 from moe_kernels.runtime import launch as launching
+from moe_kernels.runtime.gluon import KNOWS_GLUON
 from moe_kernels.runtime.launch import Launch, signature, static_properties
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import CASES, make_inputs, make_permutation
+
+from ..processes import run_python
 
 if HAS_TRITON:
     import triton
@@ -229,6 +233,33 @@ def test_what_ran_for_an_artifact_outlives_it(launches, monkeypatch):
     del artifact
     gc.collect()
     assert len(compiled().launches) == 2 and list(launching._from_artifacts.values()) == [compiled()]
+
+
+ARTIFACTS = """
+import json
+from moe_kernels import get_kernels
+from tests.machine_code.aot import compile_gemm
+
+# Launches of every kind: strides and absent operands, dtypes as constants, descriptors made on the device and on the
+# host, activations.
+KERNELS = [
+    ("grouped_gemm_pointer_float16_16x128x64_w4_s3", 80, None),
+    ("grouped_gemm_list_pointer_float8_e4m3fn_128x128x128_w8_s3_p1", 90, None),
+    ("grouped_gemm_list_tma_bfloat16_64x64x64_w4_s4_p3", 90, None),
+    ("grouped_gemm_ws_bfloat16_128x128x64_w12_s5_b_column_swiglu", 90, "reglu"),
+    ("gemm_pointer_float16_128x128x64_w8_s3_relu", 100, None),
+]
+obstacles = {kernel.metadata.kernel_name: kernel.obstacle for kernel in get_kernels()}
+compiled = [compile_gemm(name, "plain", cc, epilogue) for name, cc, epilogue in KERNELS if obstacles[name] is None]
+print(json.dumps({record["kernel"]: record["artifact_launches_alike"] for record in compiled}))
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_compiled_artifacts_launch_as_the_jit_does():
+    # Triton 3.9 warns if the variable is unset.
+    alike = json.loads(run_python(["-c", ARTIFACTS], TRITON_DEFAULT_FP_FUSION="1").stdout)
+    assert len(alike) == 4 + KNOWS_GLUON and all(alike.values()), alike
 
 
 def test_a_tensor_for_none_and_a_parameter_for_a_tensor(launches):
