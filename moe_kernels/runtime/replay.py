@@ -80,9 +80,9 @@ class Replayed:
     def clear(self) -> None:
         self._forms.clear()
 
-    def states(self) -> list[str | None]:
-        """Return for each known form None if it is replayed, else the reason why it is not."""
-        return [None if isinstance(program, _Program) else program for program in self._forms.values()]
+    def states(self) -> list[str]:
+        """Return for each known form "replayed" or why it is not."""
+        return ["replayed" if isinstance(program, _Program) else program for program in self._forms.values()]
 
 
 class _Program(NamedTuple):
@@ -99,6 +99,11 @@ def _program(recording: Recording, result: Any) -> str | _Program:
     if record is None or recording.obstacle:
         return recording.obstacle or ""
     return _Program(record, None if isinstance(result, Tensor) else getattr(type(result), "_make", tuple))
+
+
+def states() -> dict[str, list[str]]:
+    """Return the states of the known forms of each op."""
+    return {replayed.name: found for replayed in _all if (found := replayed.states())}
 
 
 def clear_records() -> None:

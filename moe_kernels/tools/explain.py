@@ -36,6 +36,7 @@ from ..gemm.tables import Table
 from ..quantization.formats import FORMATS
 from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
+from ..runtime.replay import clear_records, states
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
 from ..testing import Case, check_accuracy, make_inputs, make_permutation, run_with_grads
 from ..types import Permutation, TileTable
@@ -43,6 +44,7 @@ from .layer_gemms import LayerForms, parse_layer
 from .tune import check, measure
 
 _SMALL = Case(256, 256, 128, 4, 2)
+_TINY = Case(8, 128, 64, 2, 2)
 _SLOW = 1.2
 _FP8_ERROR = 0.09  # relative: what e4m3 operands may differ from plain ones
 _RESULTS = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
@@ -333,6 +335,26 @@ def add_command(commands: Any) -> None:
     command.set_defaults(run=explain_command)
 
 
+def print_records(dtype: torch.dtype, device: str, activation: str, precision: str | None) -> None:
+    """Say for each op of a small layer, forward and backward, whether a repeated call is replayed, else why not."""
+    inputs = make_inputs(_TINY, dtype, device)
+    weights, permutation = make_permutation(inputs, _TINY.top_k)
+
+    def layer(tokens: Tensor, weights: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        options = {"activation": activation, "precision": precision}
+        return fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+
+    clear_records()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the layer is too small to be fast
+        for _ in range(3):
+            run_with_grads(layer, (inputs.tokens, weights, inputs.w_up, inputs.w_down))
+    for op, found in states().items():
+        print(f"records: {op}: {found[0]}")
+    if not states():
+        print("records: none, because no kernels run or single launches are wanted")
+
+
 def explain_command(options: argparse.Namespace) -> int:
     """Print the report. Return exit status 1 if a result exceeds the error budget."""
     case, dtype = options.layer, getattr(torch, options.dtype)
@@ -347,6 +369,7 @@ def explain_command(options: argparse.Namespace) -> int:
     runnable = choices if target.is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passed = check_numbers(runnable, dtype, device, options.activation, options.precision)
+    print_records(dtype, device, options.activation, options.precision)
     if runnable:
         print_speed(runnable, target)
     else:

@@ -182,6 +182,15 @@ def test_sizes_that_no_layer_has(layer, capsys):
     assert f"T, D, F, E and K must be at least 1, and K at most E, got '{layer}'" in capsys.readouterr().err
 
 
+def test_says_which_ops_are_replayed(device, capsys):
+    explain.print_records(torch.float16, device, "swiglu", None)
+    assert "records: none, because no kernels run or single launches are wanted" in capsys.readouterr().out  # poisoned
+    torch.use_deterministic_algorithms(False)
+    explain.print_records(torch.float16, device, "swiglu", None)
+    names = ["fused_experts", *(f"experts_{part}_gradients" for part in ("hidden", "down", "up"))]
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"records: {name}: replayed" for name in names)
+
+
 @pytest.mark.gpu
 def test_on_the_gpu(capsys):
     assert main(["explain", "512,512,1024,4,2", "--dtype", "float16"]) == 0
