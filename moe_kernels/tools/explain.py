@@ -369,7 +369,8 @@ def explain_command(options: argparse.Namespace) -> int:
     runnable = choices if target.is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passed = check_numbers(runnable, dtype, device, options.activation, options.precision)
-    print_records(dtype, device, options.activation, options.precision)
+    if passed:
+        print_records(dtype, device, options.activation, options.precision)
     if runnable:
         print_speed(runnable, target)
     else:
