@@ -138,6 +138,16 @@ def test_sonicmoe_numbers_equal_their_results_file():
     assert six["fwdbwd"] == six["fwd"] and f"{sonic} six without fine-grained | {six['fwd']}, both |\n" in README
 
 
+def test_whole_models_numbers_equal_their_results_file():
+    rows = {(r["mode"], r["length"], r["implementation"]): r for r in load("whole_model_h100_8efa664.json")}
+    for mode, length in {key[:2] for key in rows}:
+        ours, theirs = (rows[mode, length, name] for name in ("moe_layers", "grouped_mm"))
+        cells = [mode, f"1 x {length}", f"{ours['ms']:.1f} / {theirs['ms']:.1f}", f"{theirs['ms'] / ours['ms']:.2f}"]
+        cells.append(f"{ours['host_ms']:.1f} / {theirs['host_ms']:.1f}")
+        cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
+        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, cells
+
+
 def baseline_over_ours(name, which="forward+backward"):
     """Return the ratio of each layer of a results file against compiled `grouped_mm`, with even routing."""
     rows = [row for row in load(name) if row["routing"] == "even" and row["pass"] == which]
