@@ -146,6 +146,9 @@ def test_whole_models_numbers_equal_their_results_file():
         cells.append(f"{ours['host_ms']:.1f} / {theirs['host_ms']:.1f}")
         cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, cells
+    for mode, what in (("eager", "the same on an H100, eager"), ("compiled", "the same, compiled layers")):
+        ratios = [f"{rows[mode, length, 'moe_layers']['times_as_fast']:.2f}" for length in (1024, 4096)]
+        assert f"| {what} | six layers, 1024; 4096 tokens | {'; '.join(ratios)} |\n" in README
 
 
 def baseline_over_ours(name, which="forward+backward"):
@@ -195,7 +198,7 @@ def test_every_layer_slower_than_its_baseline_is_named():
 def test_readmes_ratios_to_eager_models_are_in_the_results():
     for name, baseline in [
         ("huggingface_h200_6d70fd1.json", "transformers' `grouped_mm`, eager"),
-        ("huggingface_lora_h200_24e7441.json", "the same with PEFT's adapters, eager"),
+        ("huggingface_lora_h200_24e7441.json", "transformers' `grouped_mm` with PEFT's adapters, eager"),
     ]:
         ours = {row["pass"]: row["times_as_fast"] for row in load(name) if row["implementation"] == "moe_layers"}
         ratios = f"{ours['block forward+backward']:.2f}; {ours['training step']:.2f}"
