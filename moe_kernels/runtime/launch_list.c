@@ -19,6 +19,8 @@ static CUresult (*parameter_info)(CUfunction, size_t, size_t *, size_t *); /* CU
 static CUresult (*error_name)(CUresult, const char **);
 static PyObject *data_ptr; /* the name of the method of a tensor */
 
+#define REQUIRED 0x80000000u
+
 typedef struct {
   CUfunction function;
   unsigned grid[3], threads, shared, first, num_attributes; /* first: of the list's parameters */
@@ -34,7 +36,7 @@ typedef struct {
   Py_ssize_t size, num_parameters, num_pointers, num_maps, num_kernels, num_bases;
   unsigned char *values; /* of all parameters */
   uint32_t *parameters;  /* where in `values` each begins */
-  uint32_t *bases;       /* places of tensors in the memory that `run` gets */
+  uint32_t *bases;       /* places of tensors in the memory that `run` gets, with REQUIRED unless they are empty */
   Patch *pointers, *maps;
   Kernel *kernels;
 } List;
@@ -159,13 +161,18 @@ static PyObject *make_list(PyObject *self, PyObject *args) {
 /* Write the addresses of the tensors that the list uses. */
 static int read_addresses(const List *list, PyObject *memory, uint64_t *addresses) {
   for (Py_ssize_t i = 0; i < list->num_bases; i++) {
-    PyObject *tensor = PyList_GetItem(memory, list->bases[i]);
+    PyObject *tensor = PyList_GetItem(memory, list->bases[i] & ~REQUIRED);
     PyObject *address = tensor ? PyObject_CallMethodNoArgs(tensor, data_ptr) : NULL;
     if (!address) return -1;
     addresses[i] = PyLong_AsUnsignedLongLong(address);
     Py_DECREF(address);
+    if (PyErr_Occurred()) return -1;
+    if (!addresses[i] && list->bases[i] & REQUIRED) {
+      PyErr_SetString(PyExc_RuntimeError, "an operand of a recorded kernel has no memory, its storage was freed");
+      return -1;
+    }
   }
-  return PyErr_Occurred() ? -1 : 0;
+  return 0;
 }
 
 /* run(list, memory, stream): launch every kernel on the addresses of the tensors in the list `memory` */

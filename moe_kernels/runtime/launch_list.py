@@ -49,7 +49,7 @@ class LaunchList:
             return
         self._device = device.index
         self._run, self._stream = _library().run, torch._C._cuda_getCurrentRawStream
-        self._list = _Parameters(places, device).make_list(launches, scratch)
+        self._list = _Parameters(places, born, device).make_list(launches, scratch)
 
     def run(self, memory: list[Any]) -> None:
         """Launch on the tensors in `memory`."""
@@ -88,6 +88,8 @@ def scratch_bytes(step: RecordedLaunch) -> int:
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
+REQUIRED = 1 << 31  # of launch_list.c
+DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
 # Triton numbers data types as instructions do, the driver's encoder a little differently.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
@@ -96,8 +98,8 @@ _TF32 = 11
 class _Parameters:
     """The parameters of a list of kernels as bytes, and where addresses go."""
 
-    def __init__(self, places: dict[int, Place], device: torch.device):
-        self._places = places
+    def __init__(self, places: dict[int, Place], born: Sequence[Form], device: torch.device):
+        self._places, self._born = places, born
         self._values = bytearray()
         self._starts: list[int] = []
         self._sizes: list[int] = []
@@ -120,11 +122,14 @@ class _Parameters:
         return _library().make_list(
             bytes(self._values),
             _pack("I", self._starts),
-            _pack("I", self._bases),
+            _pack("I", [place | (REQUIRED if self._is_required(place) else 0) for place in self._bases]),
             b"".join(struct.pack("=IIQ", *patch) for patch in self._pointers),
             b"".join(struct.pack("=IIQ", *patch) for patch in self._maps),
             b"".join(_pack("Q", numbers) for numbers in kernels),
         )
+
+    def _is_required(self, place: int) -> bool:
+        return place >= len(self._born) or self._born[place].num_bytes > 0
 
     def _add_launch(self, step: RecordedLaunch, scratch: Place | None) -> None:
         """In the order of the function's arguments, tuples flattened, without those of type "constexpr": declared ones,
@@ -223,5 +228,6 @@ def _library() -> Any:
     include = str(Path(triton.__file__).parent / "backends" / "nvidia" / "include")
     source = Path(__file__).with_suffix(".c").read_text()
     library = compile_module_from_src(source, "launch_list", include_dirs=[include])
-    library.use_driver("libcuda.so.1")
+    if DRIVER is not None:
+        library.use_driver(DRIVER)
     return library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from .recording import Recording
 from .triton import INTERPRET
 
 _MOST_FORMS = 512  # of one op; each form of unpacked text has a number of tokens of its own
-_NEW = "called once"
+# A record takes as long as some ten calls of its op gain. A model that has a new number of tokens in each step and few
+# layers would only pay for records.
+CALLS_BEFORE_RECORD = 5
 
 _all: list[Replayed] = []
 _single_launches = "MOE_VERIFY" in os.environ and os.environ["MOE_VERIFY"] not in ("", "0")
@@ -27,18 +30,19 @@ _single_launches = "MOE_VERIFY" in os.environ and os.environ["MOE_VERIFY"] not i
 class Replayed:
     """A function of leaves, tensors and plain values, that launches kernels. It mutates none of them.
 
-    The first call of a form runs the function, so that kernels are chosen and compiled. The second one is recorded:
-    see `Record`. Every further call repeats the record. A form is all but the values in the tensors' memory: shapes,
+    The first calls of a form run the function, so that kernels are chosen and compiled. The next one is recorded: see
+    `Record`. Every further call repeats the record. A form is all but the values in the tensors' memory: shapes,
     strides, dtypes, device and alignment, the plain values, and the settings of PyTorch that decide what is computed.
 
     The function runs each time where single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
-    poisoned memory; and where its sequence of launches cannot be repeated: see `obstacle`.
+    poisoned memory; and where its sequence of launches cannot be repeated: see `Recording.obstacle`.
     """
 
     def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any]):
         self.name = name
         self._function = function
-        self._forms: dict[Any, str | _Program] = {}
+        self._forms: dict[Any, int | str | _Program] = {}  # number of calls, or an obstacle, or the record
+        self._lock = threading.Lock()  # of changes
         _all.append(self)
 
     def __call__(self, leaves: tuple[Any, ...], places: Places, tensors: tuple[Tensor, ...]) -> Any:
@@ -54,16 +58,17 @@ class Replayed:
         kind = "cuda" if device >= 0 else "cpu"
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         settings = device, fp32_precision("cuda", "matmul"), is_deterministic, autocast
-        of_tensors = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
+        of_tensors = [(t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16) for t in tensors]
         form = (settings, places.number, places.read_others(leaves), *of_tensors)
         program = self._forms.get(form)
         if isinstance(program, _Program):
             outputs = program.record(tensors)
             return outputs[0] if program.make is None else program.make(outputs)
-        if program is None:
-            self._keep(form, _NEW)
-        elif program is _NEW and not (device >= 0 and torch.cuda.is_current_stream_capturing()):
-            return self._record(form, leaves, tensors)
+        if program is None or isinstance(program, int):
+            calls = program or 0
+            if calls >= CALLS_BEFORE_RECORD and not (device >= 0 and torch.cuda.is_current_stream_capturing()):
+                return self._record(form, leaves, tensors)
+            self._keep(form, calls + 1)
         return self._function(leaves)
 
     def _record(self, form: Any, leaves: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Any:
@@ -72,17 +77,25 @@ class Replayed:
         self._keep(form, _program(recording, result))
         return result
 
-    def _keep(self, form: Any, program: str | _Program) -> None:
-        if len(self._forms) >= _MOST_FORMS and form not in self._forms:
-            del self._forms[next(iter(self._forms))]  # the oldest
-        self._forms[form] = program
+    def _keep(self, form: Any, program: int | str | _Program) -> None:
+        with self._lock:
+            if len(self._forms) >= _MOST_FORMS and form not in self._forms:
+                del self._forms[next(iter(self._forms))]  # the oldest
+            self._forms[form] = program
 
     def clear(self) -> None:
-        self._forms.clear()
+        with self._lock:
+            self._forms.clear()
 
     def states(self) -> list[str]:
         """Return for each known form "replayed" or why it is not."""
-        return ["replayed" if isinstance(program, _Program) else program for program in self._forms.values()]
+        return [_state(program) for program in list(self._forms.values())]
+
+
+def _state(program: int | str | _Program) -> str:
+    if isinstance(program, int):
+        return f"called {program} times, recorded after {CALLS_BEFORE_RECORD}"
+    return program if isinstance(program, str) else "replayed"
 
 
 class _Program(NamedTuple):

@@ -36,7 +36,7 @@ from ..gemm.tables import Table
 from ..quantization.formats import FORMATS
 from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
-from ..runtime.replay import clear_records, states
+from ..runtime.replay import CALLS_BEFORE_RECORD, clear_records, states
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
 from ..testing import Case, check_accuracy, make_inputs, make_permutation, run_with_grads
 from ..types import Permutation, TileTable
@@ -347,7 +347,7 @@ def print_records(dtype: torch.dtype, device: str, activation: str, precision: s
     clear_records()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the layer is too small to be fast
-        for _ in range(3):
+        for _ in range(CALLS_BEFORE_RECORD + 1):
             run_with_grads(layer, (inputs.tokens, weights, inputs.w_up, inputs.w_down))
     for op, found in states().items():
         print(f"records: {op}: {found[0]}")

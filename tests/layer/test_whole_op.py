@@ -15,6 +15,7 @@ from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.experts.steps import Experts
 from moe_kernels.routing import linear_op
 from moe_kernels.routing.routers import linear_router
+from moe_kernels.runtime.replay import CALLS_BEFORE_RECORD
 from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
 from moe_kernels.types import ExpertWeights
 from moe_layers import BalanceLosses, LoRA, RouterNoise, RoutingReplay, TopKRouter, save_routing
@@ -129,7 +130,7 @@ def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):
 def test_never_waits(device):
     operands = [leaf.requires_grad_() for leaf in draw(Case(4096, 512, 512, 8, 2), torch.bfloat16, device)]
     with waiting_is_an_error():
-        for _ in range(3):  # launched, recorded, replayed
+        for _ in range(CALLS_BEFORE_RECORD + 2):  # launched, recorded, replayed
             one_op(*operands, top_k=2).sum().backward()
 
 
