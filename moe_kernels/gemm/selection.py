@@ -15,6 +15,7 @@ from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
 from ..runtime.launch import Ready, run_launch
 from ..runtime.memory import has_aligned_rows
+from ..runtime.replay import clear_records
 from ..runtime.triton import HAS_TRITON, INTERPRET
 from .arguments import Arguments, GroupedGemmArguments, WgradArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
@@ -131,6 +132,7 @@ def pin(args: Arguments, kernel: Kernel) -> None:
     """Make `select` return this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
     _launches.clear()
+    clear_records()
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
@@ -269,6 +271,7 @@ def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
     """Make `choose_copies` return these for arguments like these, in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
+    clear_records()
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
