@@ -56,6 +56,9 @@ num_dispatch_modes = torch._C._len_torch_dispatch_stack
 # Hides ops from all modes, as inside a registered op. PyTorch's `no_dispatch` does the same and takes 1 us longer.
 unseen_by_modes = torch._C._DisableTorchDispatch
 
+# Hides ops from autocast on all devices. `torch.autocast(device_type, enabled=False)` takes several times as long.
+unseen_by_autocast = torch._C._DisableAutocast
+
 
 # `fp32_precision("cuda", "matmul")` equals `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time; every
 # launch reads it. `torch.get_float32_matmul_precision` raises once the new setting has been used.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .launch_list import LaunchList, scratch_bytes
+from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
 
 _ALIGNMENT = 512  # bytes; that of PyTorch's caching allocator, so addresses are aligned as in the recorded launches
@@ -78,7 +79,7 @@ class Record:
 
     def _runner(self, recording: Recording, first: int, last: int, plan: _Plan) -> Callable[[list[Any]], None]:
         steps = recording.steps[first:last]
-        if isinstance(steps[0], RecordedCall):
+        if steps and isinstance(steps[0], RecordedCall):
             return self._caller(steps[0])
         return LaunchList(steps, plan.places, plan.scratch[first:last], self._device, self._born).run  # pyright: ignore[reportArgumentType]  # launches
 
@@ -93,11 +94,12 @@ class Record:
                 args[place] = read(memory)
             for name, read in named_readers:
                 kwargs[name] = read(memory)
-            made = function(*args, **kwargs)
+            with unseen_by_autocast():  # recorded below autocast
+                made = function(*args, **kwargs)
             if len(results) == 1:
                 memory[results[0]] = made
-            else:
-                for place, tensor in zip(results, made, strict=False):
+            elif results:  # else an operation in place
+                for place, tensor in zip(results, made, strict=True):
                     memory[place] = tensor
 
         return run
@@ -109,7 +111,7 @@ class Record:
             if isinstance(value, Ref):
                 readers.append((key, self._reader(value)))
             elif isinstance(value, list) and any(isinstance(part, Ref) for part in value):
-                parts = [self._reader(part) for part in value]
+                parts = [self._reader(part) if isinstance(part, Ref) else lambda memory: None for part in value]
                 readers.append((key, lambda memory, parts=parts: [read(memory) for read in parts]))
         return readers
 
@@ -125,7 +127,7 @@ class _Plan:
         temporaries = [
             (_aligned(memory.num_bytes), memory.steps[0], memory.steps[-1], index)
             for index, memory in enumerate(memories)
-            if memory.made_by == "function" and memory.steps and not memory.in_calls
+            if memory.made_by == "function" and memory.num_bytes and memory.steps and not memory.in_calls
         ]
         block_bytes = self._place(temporaries, block)
         if block_bytes > _MOST_BLOCK_BYTES:
@@ -165,7 +167,7 @@ class _Plan:
     ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
         """(first step, step after the last, allocations, places freed afterwards) of each."""
         outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
-        cuts = {0, len(steps)}
+        cuts = {0}
         for at, step in enumerate(steps):
             if isinstance(step, RecordedCall):
                 cuts |= {at, at + 1}
@@ -173,13 +175,14 @@ class _Plan:
             previous = max(cut for cut in cuts if cut <= at)
             if begins and any(previous <= memory.steps[-1] < at for memory in own.values()):
                 cuts.add(at)
-        bounds = sorted(cuts)
+        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # a segment if there are no steps, too
         segments = []
         for first, last in pairwise(bounds):
             allocations = [
                 (index, memory.form)
                 for index, memory in own.items()
-                if memory.made_by == "function" and first <= min(memory.steps[0], len(steps) - 1) < last
+                if memory.made_by == "function"
+                and (first <= memory.steps[0] < last or last == len(steps) <= memory.steps[0])
             ]
             if first == 0 and block[1]:
                 allocations.append((block[0], Form((block[1],), (1,), torch.uint8)))
