@@ -75,7 +75,8 @@ class LaunchList:
         if place == value.memory and value.offset == 0 and value.form == self._born[place]:
             return base
         first = base.storage_offset() * base.element_size() + offset + value.offset
-        return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), first // dtype.itemsize, shape, strides)
+        empty = torch.empty(0, dtype=dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), first // dtype.itemsize, shape, strides)
 
 
 def scratch_bytes(step: RecordedLaunch) -> int:

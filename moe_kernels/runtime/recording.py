@@ -165,13 +165,16 @@ class Recording(TorchDispatchMode):
             return result
         if any(tag in func.tags for tag in _READS_VALUES):
             self.obstacle = f"{func} reads values of a tensor"
-        outputs = [value for value in tree_leaves(result) if isinstance(value, Tensor) and not value.is_meta]
+        returned = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        outputs = [tensor for tensor in returned if not tensor.is_meta]
         made = [tensor for tensor in outputs if self._find(tensor) is None]
         if func in _ALLOCATING and all(tensor.device == self.device for tensor in made):
             for tensor in made:
                 self._add("function", tensor)
         elif made or (outputs and func._schema.is_mutable):
             self._add_call(func, (args, kwargs), made, is_tuple=isinstance(result, tuple | list))
+        elif not returned and (func._schema.is_mutable or not func._schema.returns):
+            self.obstacle = f"{func} returns no tensor"
         return result  # otherwise a view, or an operation on meta tensors
 
     def _add_call(self, func: Any, args: Any, made: list[Tensor], *, is_tuple: bool) -> None:

@@ -74,7 +74,8 @@ class Replayed:
 
     def _keep(self, form: Any, program: str | _Program) -> None:
         if len(self._forms) >= _MOST_FORMS and form not in self._forms:
-            del self._forms[next(iter(self._forms))]  # the oldest
+            for oldest in list(self._forms)[:1]:  # a copy, because other threads may change the dictionary
+                self._forms.pop(oldest, None)
         self._forms[form] = program
 
     def clear(self) -> None:
