@@ -106,8 +106,8 @@ class Recording(TorchDispatchMode):
         for tensor in inputs:
             self._add("caller", tensor)
         spans = sorted((m.address, m.address + m.form.num_bytes) for m in self.memories if m.form.num_bytes)
-        if any(first[1] > second[0] for first, second in pairwise(spans)):
-            self.obstacle = "operands share memory"
+        # A tensor in memory of two operands would be named by one of them.
+        self.operands_overlap = any(first[1] > second[0] for first, second in pairwise(spans))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         with observing_launches(self._observe), self:

@@ -74,7 +74,8 @@ class Replayed:
     def _record(self, form: Any, leaves: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Any:
         recording = Recording(tensors)
         result = recording.run(self._function, leaves)
-        self._keep(form, _program(recording, result))
+        # Operands that share memory may not in later calls.
+        self._keep(form, 0 if recording.operands_overlap else _program(recording, result))
         return result
 
     def _keep(self, form: Any, program: int | str | _Program) -> None:
