@@ -327,8 +327,8 @@ class MoEFeedForward(nn.Module):
         """
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
-        reads_routing = return_routing or (token_mask, topk_experts, router_input) != (None, None, None)
-        if not reads_routing and runs_as_one_op(self, tokens):
+        given = token_mask is not None or topk_experts is not None or router_input is not None
+        if not (given or return_routing) and runs_as_one_op(self, tokens):
             return restore_shape(self._add_shared(compute_whole(self, tokens), info), info)
         if self.batch_invariant:
             self._check_invariance()  # parts may have been replaced

@@ -43,11 +43,14 @@ def runs_as_one_op(layer: nn.Module, tokens: Tensor) -> bool:
     return (
         type(layer.dispatcher) is LocalDispatcher
         and router.is_linear_op
-        and (router.assignment, router.noise) == (None, None)
+        and router.assignment is None
+        and router.noise is None
         and not (layer.training and router._buffers["selection_bias"] is not None)  # counts the choices
         and experts.num_experts == router.num_experts
         and experts.implementation == router.implementation
-        and (experts.local_share, layer.capacity, layer.observer) == (None, None, None)
+        and experts.local_share is None
+        and layer.capacity is None
+        and layer.observer is None
         and not (experts.reserved_sms or layer.separate_router_input or "w_latent_in" in layer._parameters)
         and not torch.compiler.is_dynamo_compiling()
         and not (num_dispatch_modes() and type(tokens) is Tensor)  # a mode reads ops, not fake tensors

@@ -127,7 +127,7 @@ def test_disable_copies_and_state_dicts(replace_parameter_4bit):
             KEYS[:1],
             {},
             ValueError,
-            r"must hold either no parameter or exactly \['gate_up_proj', 'down_proj'\] in 4 bits",
+            r"must hold either no parameter or exactly gate_up_proj, down_proj in 4 bits",
         ),
         ("gpt_oss", KEYS, {}, ValueError, r"\(GptOssExperts\) must be stored as \[E, out, in\] if it is in 4 bits"),
         ("llama4_text", KEYS, {}, ValueError, r"\(Llama4TextExperts\) must be stored as \[E, out, in\] if"),
@@ -151,7 +151,7 @@ def test_two_block_sizes_in_a_block_are_refused(replace_parameter_4bit):
     _, experts = experts_of(model)[-1]
     for key, blocksize in zip(KEYS, (64, 128), strict=True):
         replace_parameter_4bit(experts, key, blocksize=blocksize)
-    with pytest.raises(ValueError, match=r"must have one format, got \['nf4 \(1x128\)', 'nf4 \(1x64\)'\]"):
+    with pytest.raises(ValueError, match=r"must have one format, got nf4 \(1x128\), nf4 \(1x64\)"):
         enable(model, implementation="reference")
 
 
@@ -162,7 +162,7 @@ def test_values_in_8_bits_are_refused():
     for key in KEYS:
         values = torch.zeros(getattr(experts, key).shape, dtype=torch.int8)
         setattr(experts, key, nn.Parameter(values, requires_grad=False))
-    with pytest.raises(ValueError, match=r"the weights of .*experts must have one dtype of .*got \['torch.int8'\]"):
+    with pytest.raises(ValueError, match=r"the weights of .*experts must have one dtype of .*got torch.int8"):
         enable(model, implementation="reference")
 
 

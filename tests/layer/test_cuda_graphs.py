@@ -108,7 +108,9 @@ def test_forward_and_backward(form, device):
 
 @pytest.mark.parametrize("region", ["checkpointed", "saving_routing"])
 @pytest.mark.parametrize("form", ["dropless", "recompute_up", "shared", "losses", "groups", "capacity"])
-def test_with_activation_checkpointing(form, region, device):
+def test_with_activation_checkpointing(form, region, device, monkeypatch):
+    if region == "saving_routing":  # it runs router and experts one by one
+        monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)
     layer = make_layer(device, **FORMS[form])
     run = partial(forward_and_backward, layer, region=REGIONS[region])
     assert_replays_equal_eager(run, layer, device)

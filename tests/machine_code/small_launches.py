@@ -45,7 +45,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         routed = mk.routing.softmax.topk_routing_op(logits, top_k, normalize)
         saved = None if normalize else logits
         direct = None if normalize else logits
-        mk.routing.softmax._topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
+        mk.routing.softmax.topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
     settings = score_settings(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
     launch_forward(logits, logits[0], top_k, settings)
     launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, settings)
