@@ -138,6 +138,24 @@ def test_sonicmoe_numbers_equal_their_results_file():
     assert six["fwdbwd"] == six["fwd"] and f"{sonic} six without fine-grained | {six['fwd']}, both |\n" in README
 
 
+def test_host_times_equal_their_results_file():
+    rows, sizes = load("small_batches_host_h100_8e388fd.json"), ("T", "D", "F", "E", "K")
+    names = ["dense_mlp", "moe_layers", "moe_layers_compiled", "grouped_mm_compiled"]
+    us = {(*(row[s] for s in sizes), row["implementation"], row["pass"]): row["host_us"] for row in rows}
+    for shape in {key[:5] for key in us}:
+        cells = [", ".join(map(str, shape))]
+        for name in names:
+            passes = [us[(*shape, name, which)] for which in ("inference", "forward", "forward+backward")]
+            cells.append(" / ".join(f"{value:.0f}" for value in passes))
+        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, shape
+    over = {
+        which: [row["over_dense"] for row in rows if (row["implementation"], row["pass"]) == ("moe_layers", which)]
+        for which in ("inference", "forward", "forward+backward")
+    }
+    limits = [f"{min(values):.1f} to {max(values):.1f}" for values in over.values()]
+    assert f"the layer takes {limits[0]}, {limits[1]} and {limits[2]} times as long." in PERFORMANCE
+
+
 def test_whole_models_numbers_equal_their_results_file():
     rows = {(r["mode"], r["length"], r["implementation"]): r for r in load("whole_model_h100_8efa664.json")}
     for mode, length in {key[:2] for key in rows}:

@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python -m tests.machine_code.sanitize > REPORT
     python -m tests.machine_code.racecheck REPORT
 
-Records ask the driver for one parameter past a kernel's last, which is an error of its API. The sizes leave partial tiles
+Records ask the driver for one parameter past a kernel's last, an error of its API. The sizes leave partial tiles
 everywhere, empty experts, and both kinds of gathering. With `--kernels tma` or `pointer` the GEMMs use no
 warp-specialised kernels, or also no TMA kernels.
 """
