@@ -185,8 +185,7 @@ class GroupedExperts(nn.Module):
 
     def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
         """Compute router and experts as one op: see `whole_op.py` for where that is right."""
-        parts, w_router = self._weights(), router._parameters["weight"]
-        assert w_router is not None
+        parts, w_router = self._weights(), router.weight
         if not autocast_is_enabled(w_router.device.type):
             return self._compute_routed(router, parts, tokens, w_router, *parts)
         compute = partial(self._compute_routed, router, parts)
@@ -279,7 +278,7 @@ class GroupedExperts(nn.Module):
         """Return this rank's weights."""
         share, own = self.local_share, self._parameters
         if share is None and "w_up" in own and "w_down" in own:
-            return ExpertWeights(own["w_up"], own["w_down"], own.get("b_up"), own.get("b_down"))  # pyright: ignore[reportArgumentType]  # never None
+            return ExpertWeights(own["w_up"], own["w_down"], self.b_up, self.b_down)  # pyright: ignore[reportArgumentType]  # never None
         given = {"w_up": self.w_up, "w_down": self.w_down, "b_up": self.b_up, "b_down": self.b_down}
         weights: dict[str, Any] = {}
         for name, weight in given.items():

@@ -6,8 +6,8 @@ router's output, unchanged. So the parts run one by one where an auxiliary loss,
 the experts, a mode, or the caller reads the routing. A hook that is added or removed between a checkpointed forward and
 its recomputation changes what is saved, which PyTorch reports as an error.
 
-This module asks what is off in every call. It reads the dictionaries of modules, because an attribute that is a
-parameter or a module costs a call of `nn.Module.__getattr__`.
+This module asks what is off in every call. It reads the dictionary of modules, because an attribute that is a module
+costs a call of `nn.Module.__getattr__`. Parameters are attributes: FSDP may put plain tensors in their place.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def runs_as_one_op(layer: nn.Module, tokens: Tensor) -> bool:
         and router.is_linear_op
         and router.assignment is None
         and router.noise is None
-        and not (layer.training and router._buffers["selection_bias"] is not None)  # counts the choices
+        and not (layer.training and router.spec.selection_bias is not None)  # counts the choices
         and experts.num_experts == router.num_experts
         and experts.implementation == router.implementation
         and experts.local_share is None
         and layer.capacity is None
         and layer.observer is None
-        and not (experts.reserved_sms or layer.separate_router_input or "w_latent_in" in layer._parameters)
+        and layer._config.latent_dim is None
+        and not (experts.reserved_sms or layer.separate_router_input)
         and not torch.compiler.is_dynamo_compiling()
         and not (num_dispatch_modes() and type(tokens) is Tensor)  # a mode reads ops, not fake tensors
         and is_called_as_written(router)

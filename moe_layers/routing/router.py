@@ -129,8 +129,10 @@ class TopKRouter(nn.Module):
 
         Shapes: weight [E, D].
         """
-        biases = self._parameters.get("bias"), self._buffers["selection_bias"]
-        return LinearRouter(weight, *biases, self.top_k, self._is_softmax, self.batch_invariant, self._score_settings)
+        logit_bias = self.bias if self._spec.logit_bias else None
+        selection_bias = None if self._spec.selection_bias is None else self.selection_bias
+        settings = self.top_k, self._is_softmax, self.batch_invariant, self._score_settings
+        return LinearRouter(weight, logit_bias, selection_bias, *settings)
 
     @property
     def num_slots(self) -> int | None:

@@ -282,6 +282,20 @@ def test_one_op_runs_only_where_nothing_reads_the_routing(name, device, monkeypa
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": True, "router": RouterSpec(logit_bias=True)}, {"latent_dim": 16}])
+def test_plain_tensors_may_stand_for_parameters(options, device):
+    """As FSDP puts them into modules for the time of a forward."""
+    layer, x = make_layer(device, **options), make_x(device)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    expected = layer(x)
+    for name, parameter in list(layer.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        delattr(layer.get_submodule(owner), leaf)
+        setattr(layer.get_submodule(owner), leaf, parameter.detach().clone())
+    assert not list(layer.parameters()) and torch.equal(layer(x), expected)
+
+
 def test_hooks_on_all_modules_count(device):
     layer, x = make_layer(device), make_x(device).view(21, 32)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
