@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..permutation.sort import MAX_EXPERTS, sort_by_expert
+from ..permutation.sort import sort_by_expert
 from ..quantization.formats import check_quantized
 from ..routing.linear_op import LinearRouter
 from ..runtime.checks import check_dtype
@@ -139,9 +139,8 @@ def compute_chosen(
     **settings: Any,
 ) -> Tensor:  # [T, D]
     """Sort the slots and compute `fused_experts`, as one op where the kernels run."""
-    num_experts = weights.w_up.shape[0]
-    if choose("fused_experts", implementation, tokens) == "reference" or num_experts > MAX_EXPERTS:
-        permutation = sort_by_expert(topk_experts, num_experts, implementation=implementation)
+    if choose("fused_experts", implementation, tokens) == "reference":
+        permutation = sort_by_expert(topk_experts, weights.w_up.shape[0], implementation=implementation)
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         return compute_experts(tokens, topk_weights, permutation, weights, **options, **settings)
     _check_formats(weights)

@@ -72,7 +72,7 @@ import torch
 from torch import Tensor
 
 from ..gemm.kernel import device_cc
-from ..permutation.sort import BLOCK_ROWS, SortedSlots
+from ..permutation.sort import BLOCK_ROWS, SortedSlots, check_num_experts
 from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
 from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
@@ -142,6 +142,7 @@ def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor
 
 def _check_chosen(operands: ExpertOperands) -> None:
     tokens, experts, topk_weights, topk_experts, router, *_ = operands
+    check_num_experts(operands.num_experts)
     if router is not None:
         check_linear_router(tokens, router.w_router)
     check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, is_gated(experts.activation))

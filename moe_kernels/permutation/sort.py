@@ -60,14 +60,19 @@ def sort_by_expert(
     _check(topk_experts, num_experts, max_rows)
     if choose("sort_by_expert", implementation, topk_experts) == "reference":
         return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
-    if num_experts > MAX_EXPERTS:
-        raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
+    check_num_experts(num_experts)
     results = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
     # Compiled code serves any number of tokens, so it applies the bound unconditionally.
     if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
         results = _bound_op(*results[:3], max_rows, block_rows)
     offsets, slot_to_row, row_to_token, *table = results
     return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=block_rows))
+
+
+def check_num_experts(num_experts: int) -> None:
+    """Raise NotImplementedError if there are more experts than the kernels sort."""
+    if num_experts > MAX_EXPERTS:
+        raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
 
 
 @once_per_form

@@ -12,6 +12,8 @@ costs a call of `nn.Module.__getattr__`. Parameters are attributes: FSDP may put
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,10 @@ _GLOBAL_HOOKS = tuple("_global" + name for name in _HOOKS)
 _of_all_modules = vars(torch.nn.modules.module)
 
 
-def runs_as_one_op(layer: nn.Module, tokens: Tensor) -> bool:
+def runs_as_one_op(
+    layer: Any,  # a MoEFeedForward
+    tokens: Tensor,  # [T, D]
+) -> bool:
     """Return whether the layer's parts and settings allow it. Subclasses of the parts never do.
 
     Compiled code runs the parts one by one, because `save_routing` keeps the results of the router's op.
@@ -68,7 +73,10 @@ def _as_computed(tokens: Tensor) -> Tensor:
     return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
 
 
-def compute_whole(layer: nn.Module, tokens: Tensor) -> Tensor:  # [T, D]
+def compute_whole(
+    layer: Any,  # a MoEFeedForward
+    tokens: Tensor,  # [T, D]
+) -> Tensor:  # [T, D]
     """Compute the sum of the experts' outputs. Hooks that only watch the router's choice get it afterwards."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     assert isinstance(router, TopKRouter) and isinstance(experts, GroupedExperts)

@@ -83,6 +83,9 @@ def test_errors(device):
         one_op(tokens, w_router[:, 1:], w_up, w_down, top_k=2)
     with pytest.raises(ValueError, match="fused_experts: w_down must be"):
         one_op(tokens, w_router, w_up, w_down[1:], top_k=2)
+    many = [weight[:1].expand(1025, -1, -1) for weight in (w_up, w_down)]
+    with pytest.raises(NotImplementedError, match="at most 1024 experts, got 1025"):
+        one_op(tokens, w_router[:1].expand(1025, -1), *many, top_k=2)
 
 
 def test_dropped_slots_and_nan_rows_add_nothing(device):
