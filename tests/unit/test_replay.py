@@ -19,6 +19,8 @@ from moe_kernels.runtime.triton import HAS_TRITON, triton
 from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import quantize_experts_
 
+from ..tiers import default_tier
+
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no ops without Triton")
 
 SMALL = (16, 16, 4, 2)
@@ -112,7 +114,18 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICK = {
+    "softmax in inference",
+    "sigmoid, recompute",
+    "gpt_oss, all frozen but biases",
+    "adapters, recompute",
+    "nf4",
+    "fp8",
+    "no tokens, biases",
+}
+
+
+@pytest.mark.parametrize("form", default_tier(FORMS, QUICK))
 def test_a_replay_gives_the_bits_of_the_function(form, device):
     """Also with fresh operands and with another layer's weights."""
     options = dict(FORMS[form])
