@@ -112,11 +112,6 @@ class RouterSpec:
         return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # from __post_init__
 
     @property
-    def is_plain_softmax(self) -> bool:
-        """Return whether the router is the softmax of a float32 linear map without a bias or cap."""
-        return not self.logit_bias and self.logit_softcap is None and self.is_softmax_of_logits
-
-    @property
     def chooses_by_logit(self) -> bool:
         """Return whether the logits, with the selection bias if there is one, decide which experts are chosen."""
         if self.selection_bias is not None:

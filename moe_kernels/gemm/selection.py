@@ -15,7 +15,7 @@ from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
 from ..runtime.launch import Ready, run_launch
 from ..runtime.memory import has_aligned_rows
-from ..runtime.replay import clear_records
+from ..runtime.replay import clear_records, require_single_launches
 from ..runtime.triton import HAS_TRITON, INTERPRET
 from .arguments import Arguments, GroupedGemmArguments, WgradArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
@@ -125,6 +125,8 @@ def _keep(key: tuple[Any, ...] | None, prepared: PreparedLaunch) -> None:
 
 # MOE_VERIFY=n checks the result of every n-th launch after the launch, which itself does not change.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
+if VERIFY is not None:
+    require_single_launches("MOE_VERIFY")
 _launch = _launch_selected if VERIFY is None else verified(_launch_selected, VERIFY)
 
 

@@ -1,9 +1,8 @@
 """A function of tensors as a list of steps: its kernel launches, with addresses to fill in, and PyTorch operations.
 
-The first call of a form of tensors runs the function, the second one also records it, and each further call repeats the
-record. A record holds no tensor. Small temporaries lie in one block, placed by their lifetimes. Large ones are
-allocated before the first launch that uses them and freed after the last one, as in the function, so the peak of memory
-is the same.
+`replay.py` decides when a function is recorded. A record holds no tensor. Temporaries of at most 32 MiB in all share
+one block, placed by their lifetimes. The block lives to the end of the record. Otherwise large temporaries are
+allocated before the first launch that uses them and freed after the last one, as in the function.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Record:
         self._outputs = [None if ref is None else self._reader(ref) for ref in refs]
         self._device = recording.device
         self._num_places = len(recording.memories) + 1  # the last one is the block
-        self.num_launches = sum(isinstance(step, RecordedLaunch) for step in recording.steps)
         plan = _Plan(recording)
         self._segments = [
             _Segment(allocations, self._runner(recording, first, last, plan), dead)

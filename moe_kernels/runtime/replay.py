@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,12 +18,12 @@ from .recording import Recording
 from .triton import INTERPRET
 
 _MOST_FORMS = 512  # of one op; each form of unpacked text has a number of tokens of its own
-# A record takes as long as some ten calls of its op gain. A model that has a new number of tokens in each step and few
-# layers would only pay for records.
+# Recording takes longer than one replay gains. A model with few layers and a new number of tokens in each step would
+# only pay for records.
 CALLS_BEFORE_RECORD = 5
 
 _all: list[Replayed] = []
-_single_launches = "MOE_VERIFY" in os.environ and os.environ["MOE_VERIFY"] not in ("", "0")
+_single_launches: list[str] = []  # reasons to run functions instead of records
 
 
 class Replayed:
@@ -118,6 +117,11 @@ def _program(recording: Recording, result: Any) -> str | _Program:
 def states() -> dict[str, list[str]]:
     """Return the states of the known forms of each op."""
     return {replayed.name: found for replayed in _all if (found := replayed.states())}
+
+
+def require_single_launches(reason: str) -> None:
+    """Run the functions from now on, never a record."""
+    _single_launches.append(reason)
 
 
 def clear_records() -> None:

@@ -314,6 +314,10 @@ def test_what_sees_single_launches_or_new_memory_runs_the_function(device, monke
     assert len(calls) == 2
     inference(layer, tokens)
     assert len(calls) == 2
+    monkeypatch.setattr(replay, "_single_launches", [])
+    replay.require_single_launches("a test")
+    inference(layer, tokens)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "geglu", "recompute": "up"}], ids=str)
