@@ -205,7 +205,9 @@ def _operands(
     if precision is not None:
         _check_precision(precision, weights, adapters)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
-    return ExpertOperands(tokens, experts, recompute=recompute == "up", precision=precision, **others)
+    # Without a backward there is nobody to save the pre-activations for.
+    recomputes = recompute == "up" or not torch.is_grad_enabled()
+    return ExpertOperands(tokens, experts, recompute=recomputes, precision=precision, **others)
 
 
 def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAdapters | None) -> None:

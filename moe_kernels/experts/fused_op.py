@@ -77,8 +77,8 @@ from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
 from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
 from ..runtime.memory import empty_rows
-from ..runtime.ops import registered_op
-from ..runtime.packing import save_for_backward, saved_for_backward
+from ..runtime.ops import Call, is_unseen, registered_op, save_for_backward, take_saved_tensors
+from ..runtime.replay import Replayed
 from ..specs import is_gated
 from .checks import check_operands
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
@@ -177,22 +177,55 @@ def _(operands):
     return _Outputs(out, preactivation, scales, low, topk_weights, topk_experts, buffer)
 
 
-def _setup(ctx: Any, inputs: tuple[ExpertOperands], output: _Outputs) -> None:
+def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
-    operands, (_, preactivation, scales, low, topk_weights, topk_experts, buffer) = inputs[0], output
-    if buffer is not None:
-        sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
-        topk_weights = operands.topk_weights if topk_weights is None else topk_weights
-        found = {"topk_weights": topk_weights, "topk_experts": topk_experts, "sorted_slots": sorted_slots}
-        operands = operands._replace(**found)
-    save_for_backward(ctx, SavedForBackward(operands, preactivation, scales, low))
+    save_for_backward(ctx, call, output[1:])
+
+
+_gradients = Replayed("fused_experts_gradients", frees_operands=True)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
-    """Compute the gradients. Each tensor is dropped after its last use: see the table at the top."""
+    """Compute the gradients, in one list of launches where nothing sees the ops."""
     if dout is None:
         return {}
-    saved, needed = saved_for_backward(ctx), fused_experts_op.needed(ctx)
+    saved = take_saved_tensors(ctx)
+    is_given = [tensor is not None for tensor in saved]
+    tensors = [dout, *[tensor for tensor in saved if tensor is not None]]
+    del saved
+    names = ctx.names
+
+    def compute(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
+        return tuple(map(_compute_gradients(ctx, tensors, is_given).get, names))
+
+    if torch.is_grad_enabled() or type(dout) is not Tensor or not is_unseen(tensors):
+        found = compute(tensors)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            found = _gradients.run((ctx.places.number, ctx.others, ctx.needs_input_grad), tensors, compute)
+    return dict(zip(names, found, strict=True))
+
+
+def _saved(ctx: Any, tensors: list[Tensor], is_given: list[bool]) -> SavedForBackward:
+    given = iter(tensors)
+    (operands,), results = fused_experts_op.saved(ctx, [next(given) if given_ else None for given_ in is_given])
+    preactivation, scales, low, topk_weights, topk_experts, buffer = results
+    if buffer is not None:
+        sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
+        topk_weights = operands.topk_weights if topk_weights is None else topk_weights
+        topk_experts = operands.topk_experts if topk_experts is None else topk_experts
+        operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts, sorted_slots=sorted_slots)
+    return SavedForBackward(operands, preactivation, scales, low)
+
+
+def _compute_gradients(
+    ctx: Any,
+    tensors: list[Tensor],  # dout and the saved ones; becomes empty
+    is_given: list[bool],  # which of the node's saved tensors exist
+) -> dict[str, Tensor | None]:
+    """Run the ops. Each tensor is dropped after its last use: see the table at the top."""
+    dout, saved, needed = tensors[0], _saved(ctx, tensors[1:], is_given), fused_experts_op.needed(ctx)
+    tensors.clear()
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
     needs_weights = "topk_weights" in needed or needs_router

@@ -19,8 +19,7 @@ from .. import reference, reference_fp8
 from ..gemm.batch_invariance import token_by_token
 from ..quantization.decode import decode_weight
 from ..runtime.dispatch import without_autocast
-from ..runtime.ops import registered_op
-from ..runtime.packing import save_for_backward, saved_for_backward
+from ..runtime.ops import Call, registered_op, save_for_backward, take_saved_tensors
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight
 from .steps import Adapters, Experts
 
@@ -100,9 +99,9 @@ def _(operands):
     return operands.tokens.new_empty(operands.tokens.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[ReferenceOperands], output: Tensor) -> None:
+def _setup(ctx: Any, call: Call, output: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    save_for_backward(ctx, inputs[0])
+    save_for_backward(ctx, call)
 
 
 def _backward(ctx: Any, dout: Tensor | None) -> dict[str, Tensor | None]:
@@ -110,7 +109,8 @@ def _backward(ctx: Any, dout: Tensor | None) -> dict[str, Tensor | None]:
         return {}
     needed = reference_experts_op.needed(ctx)
     is_needed = tuple([name in needed for name in _DIFFERENTIABLE])
-    return _gradients_op(dout, saved_for_backward(ctx), is_needed)._asdict()
+    (operands,), _ = reference_experts_op.saved(ctx, take_saved_tensors(ctx))
+    return _gradients_op(dout, operands, is_needed)._asdict()
 
 
 reference_experts_op.register_autograd(_backward, setup_context=_setup)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..gemm.batch_invariance import invariant_product
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
-from ..runtime.dispatch import once_per_form
+from ..runtime.dispatch import kernel_obstacle, once_per_form
 from ..runtime.triton import tl, triton
+from .product import launch_product, launch_weight_gradient
 
 
 @once_per_form
@@ -29,7 +30,8 @@ def halves_dtype(tokens: Tensor, w_router: Tensor) -> torch.dtype | None:
 
     16-bit GEMMs take tokens and weight unchanged, and the gradient of the logits split in two halves.
     """
-    return tokens.dtype if tokens.is_cuda and w_router.dtype == tokens.dtype != torch.float32 else None
+    runs = kernel_obstacle(tokens) is None
+    return tokens.dtype if runs and w_router.dtype == tokens.dtype and tokens.dtype.itemsize == 2 else None
 
 
 def router_logits(
@@ -39,10 +41,10 @@ def router_logits(
     batch_invariant: bool,
 ) -> Tensor:  # [T, E]
     """Return tokens @ w_router.T + logit_bias, accumulated and stored in float32."""
+    if not batch_invariant and halves_dtype(tokens, w_router) is not None:
+        return launch_product(tokens, w_router.t(), torch.float32, bias=logit_bias)
     if batch_invariant:
         logits = invariant_product(tokens.to(w_router.dtype), w_router.t(), torch.float32)
-    elif halves_dtype(tokens, w_router) is not None:
-        logits = torch.mm(tokens, w_router.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(tokens.float(), w_router.float().t())
     return logits if logit_bias is None else logits.add_(logit_bias)
@@ -52,22 +54,25 @@ def router_gradients(
     dlogits: Tensor,  # [T, E] float32, or [T, 2E] split
     tokens: Tensor,  # [T, D]
     w_router: Tensor,  # [E, D]
+    dtokens: Tensor | None,  # [T, D]: a gradient to add to that of tokens
     needs: tuple[bool, bool],
     batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of tokens and weights; None for one that is not needed."""
     is_split = dlogits.shape[1] != w_router.shape[0]
-    dtokens = dw_router = None
-    if needs[0]:
+    of_tokens = dw_router = None
+    if needs[0] and is_split and not batch_invariant:
+        of_tokens = launch_product(dlogits, w_router, tokens.dtype, addend=dtokens)
+    elif needs[0]:
         weights = torch.cat([w_router, w_router]) if is_split else w_router.float()
         product = invariant_product(dlogits, weights, dlogits.dtype) if batch_invariant else dlogits @ weights
-        dtokens = product.to(tokens.dtype)
+        of_tokens = product.to(tokens.dtype)
+        of_tokens = of_tokens if dtokens is None else of_tokens.add_(dtokens)
     if needs[1] and is_split:
-        high, low = torch.mm(dlogits.t(), tokens, out_dtype=torch.float32).chunk(2)
-        dw_router = torch.add(high, low, out=w_router.new_empty(w_router.shape))  # rounded in the same launch
+        dw_router = launch_weight_gradient(dlogits, tokens, w_router.dtype)
     elif needs[1]:
         dw_router = (dlogits.t() @ tokens.float()).to(w_router.dtype)
-    return dtokens, dw_router
+    return of_tokens, dw_router
 
 
 @triton.jit

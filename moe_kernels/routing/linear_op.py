@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.dispatch import without_autocast
-from ..runtime.ops import registered_op
+from ..runtime.ops import Call, registered_op
 from .linear import halves_dtype, router_gradients, router_logits
 from .scored import scored_backward_op
 from .scored_kernels import ScoreSettings, launch_forward
@@ -57,12 +57,13 @@ def _(tokens, router):
     return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, LinearRouter], output: tuple[Tensor, ...]) -> None:
-    tokens, ctx.router = inputs[0], inputs[1]._replace(w_router=None, logit_bias=None)  # saved below
+def _setup(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
+    tokens, router = call.args
+    ctx.router = router._replace(w_router=None, logit_bias=None)  # saved below
     topk_weights, topk_experts, _ = output
-    topk_weights = topk_weights if inputs[1].is_softmax else None  # the gradients of other scores do not read it
+    topk_weights = topk_weights if router.is_softmax else None  # the gradients of other scores do not read it
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(tokens, inputs[1].w_router, inputs[1].logit_bias, topk_weights, topk_experts)
+    ctx.save_for_backward(tokens, router.w_router, router.logit_bias, topk_weights, topk_experts)
 
 
 def _backward(ctx: Any, dweights: Tensor | None, _: Tensor | None, dlogits: Tensor | None) -> dict[str, Tensor | None]:
@@ -104,9 +105,7 @@ def routing_gradients_op(
         if needs_logit_bias and logit_bias is not None:
             dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
         needs = needs_tokens, needs_w_router
-        of_tokens, dw_router = router_gradients(dlogits, tokens, w_router, needs, router.invariant_logits)
-        if of_tokens is not None and dtokens is not None:
-            of_tokens += dtokens
+        of_tokens, dw_router = router_gradients(dlogits, tokens, w_router, dtokens, needs, router.invariant_logits)
         return RouterGradients(of_tokens, dw_router, dlogit_bias)
 
 

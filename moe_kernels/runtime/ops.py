@@ -14,7 +14,10 @@ from torch.overrides import has_torch_function
 from .launch import launching
 from .packing import PackedSignature, Places, places_of
 from .pytorch import disable_dynamo
-from .replay import Replayed
+from .replay import Form, Replayed
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_profiler_enabled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
 def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -25,14 +28,36 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
         return function(*args, **kwargs)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """One call of an op, as its autograd node gets it."""
 
     args: tuple[Any, ...]  # of the function
     leaves: tuple[Any, ...]
     places: Places  # of the tensors among the leaves
     tensors: tuple[Tensor, ...]
+    others: tuple[Any, ...]  # the leaves that are neither tensors nor None
+    form: Form | None  # to replay
     is_unseen: bool  # whether the dispatcher would only call the function
+
+
+def may_replay(tensors: Sequence[Tensor]) -> bool:
+    """Return whether nothing that forms do not know sees calls: tangents, a profiler, or a mode of functions."""
+    return not (forward_ad._current_level >= 0 or _profiler_enabled() or has_torch_function(tensors))
+
+
+def is_unseen(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the dispatcher would only call an op's function.
+
+    Modes see calls, and a profiler sees an op's name only through the dispatcher. Tensors whose values are not in their
+    memory need it. All tensors are on one device.
+    """
+    return not (
+        not may_replay(tensors)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensors[0].is_meta
+        or any([tensor.is_neg() for tensor in tensors])
+    )
 
 
 class Op:
@@ -47,7 +72,7 @@ class Op:
         self.name = name
         self._signature = signature
         self._function = function
-        self._replayed = Replayed(name, lambda leaves: function(*signature.pack(*leaves)))
+        self._replayed = Replayed(name)
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         _LIBRARY.define(name + signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -68,31 +93,44 @@ class Op:
         leaves = signature.flatten(*args)
         if torch.compiler.is_dynamo_compiling():
             return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
-        if launching.observer is not None:  # part of an op that is recorded
+        if launching.observer is not None:  # part of a function that is recorded
             return self._function(*args)
         places = places_of(leaves)
         tensors = places.read(leaves)
-        if torch._C._are_functorch_transforms_active() or has_torch_function(tensors):
+        others = places.read_others(leaves)
+        if places.are_plain and may_replay(tensors):
+            with _below_autograd():
+                form = self._replayed.find((places.number, others), tensors)
+                if form is not None and not (form.requires_grad and torch.is_grad_enabled()):
+                    return form.replay([*tensors])
+            if form is not None:
+                return self._differentiable(Call(args, leaves, places, tensors, others, form, True))
+        elif torch._C._are_functorch_transforms_active() or has_torch_function(tensors):
             return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
-        # Modes see calls, and a profiler sees an op's name only through the dispatcher. Tensors whose values are not in
-        # their memory need it. All tensors are on one device.
-        is_unseen = places.are_plain and not (
-            torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-            or torch._C._len_torch_dispatch_stack()
-            or tensors[0].is_meta
-            or any([tensor.is_neg() for tensor in tensors])
-        )
         # No other dispatch key applies here, so calling what the dispatcher would call saves one pass of it.
+        call = Call(args, leaves, places, tensors, others, None, places.are_plain and is_unseen(tensors))
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-            call = _Call(args, leaves, places, tensors, is_unseen)
-            results = self._apply(*(tensors if signature.has_packed else leaves), call)
-            return results if signature.result is None else signature.result._make(results)
-        with torch._C._AutoDispatchBelowAutograd():
-            if is_unseen:
-                return self._replayed(leaves, places, tensors)
-            return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
+            return self._differentiable(call)
+        with _below_autograd():
+            return self._compute(call)
+
+    def _differentiable(self, call: Call) -> Any:
+        signature = self._signature
+        results = self._apply(*(call.tensors if signature.has_packed else call.leaves), call)
+        return results if signature.result is None else signature.result._make(results)
+
+    def _compute(self, call: Call) -> Any:
+        if call.form is not None:
+            return call.form.replay([*call.tensors])
+        if call.is_unseen:
+            return self._run(call.places, call.others, call.tensors, call.args)
+        signature = self._signature
+        return signature.from_tensors(self.overload(*signature.to_schema(call.leaves)))
+
+    def _run(self, places: Places, others: Any, tensors: Sequence[Tensor], args: tuple[Any, ...]) -> Any:
+        return self._replayed.run((places.number, others), [*tensors], lambda _: self._function(*args))
 
     def schema_arguments(self, *args: Any) -> tuple[Any, ...]:
         """Return the arguments of `overload` for those of the function."""
@@ -111,8 +149,9 @@ class Op:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register `setup_context(ctx, inputs, output)` for forward, `backward(ctx, *gradients)` for the gradients.
 
-        With packed parameters `backward` returns a dictionary of the gradients by the names of leaves, and `needed`
-        tells which are needed. Else it returns a tuple of a gradient or None for each parameter.
+        `backward` returns a tuple of a gradient or None for each parameter. With packed parameters `inputs` is a
+        `Call`, `backward` returns a dictionary of the gradients by the names of leaves, and `needed` tells which are
+        needed.
         """
         self._backward, self._setup_context = backward, setup_context
 
@@ -120,11 +159,18 @@ class Op:
         """Return the names of the leaves of packed parameters that need a gradient."""
         return {name for name, need in zip(ctx.names, ctx.needs_input_grad, strict=False) if need}
 
+    def saved(self, ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], Sequence[Tensor | None]]:
+        """Return the op's arguments and the results of `save_for_backward`, given what `take_saved_tensors` returned."""
+        num_tensors = len(ctx.places.places)
+        leaves = ctx.places.join(tensors[:num_tensors], ctx.others)
+        return self._signature.pack(*leaves), tensors[num_tensors:]
+
     def _below_autograd(self, *arguments: Any) -> Any:
-        leaves = self._signature.from_schema(*arguments)
+        signature = self._signature
+        leaves = signature.from_schema(*arguments)
         places = places_of(leaves)
-        tensors = places.read(leaves)
-        return self._signature.to_tensors(self._replayed(leaves, places, tensors))
+        made = self._run(places, places.read_others(leaves), places.read(leaves), signature.pack(*leaves))
+        return signature.to_tensors(made)
 
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
@@ -135,24 +181,20 @@ class Op:
             check_tangents(f"moe_kernels::{self.name}", tensors)
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             check_transforms(f"moe_kernels::{self.name}", tensors)
-            call = _Call(signature.pack(*leaves), leaves, places, tensors, False)
+            call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
             results = self._node.apply(*(tensors if signature.has_packed else leaves), call)
             return signature.to_tensors(results)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return self.overload(*arguments)
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:
-        args, leaves, places, tensors, is_unseen = inputs[-1]
-        signature = self._signature
-        with torch._C._AutoDispatchBelowAutograd():
-            if is_unseen:
-                output = self._replayed(leaves, places, tensors)
-            else:
-                output = signature.from_tensors(self.overload(*signature.to_schema(leaves)))
-        if signature.has_packed:
-            ctx.names = [signature.names[place] for place in places.places]
+        call: Call = inputs[-1]
+        with _below_autograd():
+            output = self._compute(call)
+        if self._signature.has_packed:
+            ctx.names = [self._signature.names[place] for place in call.places.places]
         if self._setup_context is not None:
-            self._setup_context(ctx, args, output)
+            self._setup_context(ctx, call if self._signature.has_packed else call.args, output)
         return output
 
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
@@ -162,6 +204,23 @@ class Op:
         if self._signature.has_packed:
             return *map(result.get, ctx.names), None
         return *result, None
+
+
+def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = ()) -> None:
+    """Keep the tensors of a call with packed parameters and results through autograd, other operands as they are."""
+    ctx.save_for_backward(*call.tensors, *results)
+    ctx.places, ctx.others = call.places, call.others
+
+
+def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return what a node saved. Call it once in a backward.
+
+    Releases autograd's references, unless the graph is retained. A tensor's memory is then free as soon as the caller
+    drops it, not only after backward.
+    """
+    tensors = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()
+    return tensors
 
 
 def check_tangents(op: str, values: Sequence[Any]) -> None:

@@ -57,8 +57,19 @@ class Places(NamedTuple):
     number: int  # of the types
     places: tuple[int, ...]
     read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of such values
-    read_others: Callable[[Any], tuple[Any, ...]]  # returns the values that are neither tensors nor None
+    others: tuple[int, ...]  # of the values that are neither tensors nor None
+    read_others: Callable[[Any], tuple[Any, ...]]  # returns these values
+    num_values: int
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
+
+    def join(self, tensors: Iterable[Tensor], others: Iterable[Any]) -> list[Any]:
+        """Return the values: the inverse of `read` and `read_others`."""
+        values: list[Any] = [None] * self.num_values
+        for place, value in itertools.chain(
+            zip(self.places, tensors, strict=True), zip(self.others, others, strict=True)
+        ):
+            values[place] = value
+        return values
 
 
 def places_of(values: Iterable[Any]) -> Places:
@@ -73,7 +84,8 @@ _numbers = itertools.count()
 def _places_of_types(types: tuple[type, ...]) -> Places:
     places = [i for i, kind in enumerate(types) if issubclass(kind, Tensor)]
     others = [i for i, kind in enumerate(types) if kind is not type(None) and i not in places]
-    return Places(next(_numbers), tuple(places), _reader(places), _reader(others), _PLAIN.issuperset(types))
+    readers = tuple(places), _reader(places), tuple(others), _reader(others)
+    return Places(next(_numbers), *readers, len(types), _PLAIN.issuperset(types))
 
 
 def _reader(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
@@ -215,27 +227,3 @@ def _dtype_of(name: str) -> torch.dtype:
 def packing_of(kind: type) -> Packing:
     """Return the packing of a NamedTuple."""
     return Packing({"packed": kind})
-
-
-def save_for_backward(ctx: Any, packed: tuple[Any, ...]) -> None:
-    """Keep a NamedTuple for `saved_for_backward`: its tensors through autograd, other values as they are."""
-    leaves = list(packing_of(type(packed)).flatten(packed))
-    places = places_of(leaves)
-    ctx.save_for_backward(*places.read(leaves))
-    for place in places.places:
-        leaves[place] = None
-    ctx.kind, ctx.places, ctx.constants = type(packed), places.places, leaves
-
-
-def saved_for_backward(ctx: Any) -> Any:
-    """Return the argument of `save_for_backward`. Call it once in a backward.
-
-    Releases autograd's references to the tensors, unless the graph is retained. A tensor's memory is then free as soon
-    as the caller drops it, not only after backward.
-    """
-    leaves = ctx.constants.copy()
-    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-        leaves[place] = tensor
-    ctx.maybe_clear_saved_tensors()
-    (packed,) = packing_of(ctx.kind).pack(*leaves)
-    return packed

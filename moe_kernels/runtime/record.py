@@ -21,7 +21,7 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # bytes; that of PyTorch's caching allocator, so addresses are aligned as in the recorded launches
 _MOST_BLOCK_BYTES = 32 << 20  # of all temporaries, if they share one block
-_MOST_SMALL_BYTES = 1 << 20  # of a temporary that always lies in the block
+_MOST_SMALL_BYTES = 1 << 20  # of a temporary that always lies in the block, and of memory that may be freed late
 
 
 class _Segment(NamedTuple):
@@ -35,20 +35,28 @@ class _Segment(NamedTuple):
 class Record:
     """Repeats a recording on tensors of the same form as its inputs. Any thread may call it at any time."""
 
-    def __init__(self, recording: Recording, outputs: Sequence[Tensor | None]):
+    def __init__(self, recording: Recording, outputs: Sequence[Tensor | None], *, frees_inputs: bool = False):
         self._born = [memory.form for memory in recording.memories]
         refs = [None if tensor is None else recording.ref(tensor, in_call=True) for tensor in outputs]
         self._outputs = [None if ref is None else self._reader(ref) for ref in refs]
         self._device = recording.device
-        self._num_places = len(recording.memories) + 1  # the last one is the block
-        plan = _Plan(recording)
+        num_inputs = sum(memory.made_by == "caller" for memory in recording.memories)
+        self._others = (None,) * (len(recording.memories) - num_inputs + 1)  # the last one is the block
+        self._is_below_autocast = torch.is_autocast_enabled(recording.device.type)
+        plan = _Plan(recording, frees_inputs)
         self._segments = [
             _Segment(allocations, self._runner(recording, first, last, plan), dead)
             for first, last, allocations, dead in plan.segments
         ]
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        memory: list[Any] = [*inputs, *[None] * (self._num_places - len(inputs))]
+    def __call__(self, memory: list[Any]) -> list[Tensor | None]:
+        """Return the outputs.
+
+        Args:
+            memory: the inputs; it becomes a list of all memories. With `frees_inputs`, an input leaves it after its
+                last use.
+        """
+        memory += self._others
         device = self._device
         for allocations, run, dead in self._segments:
             for place, (shape, strides, dtype) in allocations:
@@ -83,6 +91,8 @@ class Record:
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
         function, (args, kwargs), results = call
+        if self._is_below_autocast:  # as in the recorded call
+            function = _unseen_by_autocast(function)
         template, readers = list(args), self._readers(enumerate(args))
         named_template, named_readers = dict(kwargs), self._readers(kwargs.items())
 
@@ -92,8 +102,7 @@ class Record:
                 args[place] = read(memory)
             for name, read in named_readers:
                 kwargs[name] = read(memory)
-            with unseen_by_autocast():  # recorded below autocast
-                made = function(*args, **kwargs)
+            made = function(*args, **kwargs)
             if len(results) == 1:
                 memory[results[0]] = made
             elif results:  # else an operation in place
@@ -114,10 +123,18 @@ class Record:
         return readers
 
 
+def _unseen_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unseen_by_autocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
 class _Plan:
     """Where each memory is, and the segments of a recording."""
 
-    def __init__(self, recording: Recording):
+    def __init__(self, recording: Recording, frees_inputs: bool):
         steps, memories = recording.steps, recording.memories
         self.places = {index: (index, 0) for index in range(len(memories))}  # memory -> (place, byte offset)
         self.scratch: list[tuple[int, int] | None] = [None] * len(steps)
@@ -138,7 +155,9 @@ class _Plan:
         own = {
             index: memory
             for index, memory in enumerate(memories)
-            if memory.made_by != "caller" and memory.steps and index not in in_block
+            if (memory.made_by != "caller" or (frees_inputs and not memory.is_parameter))
+            and memory.steps
+            and index not in in_block
         }
         self.segments = self._segments(steps, own, (block, block_bytes))
 
@@ -169,9 +188,10 @@ class _Plan:
         for at, step in enumerate(steps):
             if isinstance(step, RecordedCall):
                 cuts |= {at, at + 1}
-            begins = any(memory.steps[0] == at for memory in own.values())
+            begins = any(memory.steps[0] == at and memory.made_by != "caller" for memory in own.values())
             previous = max(cut for cut in cuts if cut <= at)
-            if begins and any(previous <= memory.steps[-1] < at for memory in own.values()):
+            large = (memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES)
+            if begins and any(previous <= memory.steps[-1] < at for memory in large):
                 cuts.add(at)
         bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # a segment if there are no steps, too
         segments = []

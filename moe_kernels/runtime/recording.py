@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -90,6 +91,7 @@ class Memory:
     storage: StorageWeakRef  # keeps the storage's identity unique, not its bytes
     steps: list[int] = field(default_factory=list)  # that use it
     in_calls: bool = False  # whether a PyTorch operation uses it
+    is_parameter: bool = False  # of a module, which keeps it
 
 
 class Recording(TorchDispatchMode):
@@ -127,7 +129,9 @@ class Recording(TorchDispatchMode):
     def _add(self, made_by: str, tensor: Tensor) -> int:
         storage = StorageWeakRef(tensor.untyped_storage())
         num_bytes = tensor.untyped_storage().nbytes()
-        self.memories.append(Memory(made_by, tensor.data_ptr(), Form.of(tensor), num_bytes, storage))
+        memory = Memory(made_by, tensor.data_ptr(), Form.of(tensor), num_bytes, storage)
+        memory.is_parameter = isinstance(tensor, Parameter)
+        self.memories.append(memory)
         self._of_storage.setdefault(storage.cdata, []).append(len(self.memories) - 1)
         return len(self.memories) - 1
 

@@ -1,23 +1,22 @@
-"""Decides for each form of an op's operands whether its function runs, is recorded, or is replayed."""
+"""Decides for each form of a function's operands whether it runs, is recorded, or is replayed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .launch import launch_hooks
 from .launch_list import NotRecordable
-from .packing import Places
-from .pytorch import fp32_precision
+from .pytorch import TensorGuards, fp32_precision
 from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # of one op; each form of unpacked text has a number of tokens of its own
+_MOST_FORMS = 512  # of one function; each form of unpacked text has a number of tokens of its own
 # Recording takes longer than one replay gains. A model with few layers and a new number of tokens in each step would
 # only pay for records.
 CALLS_BEFORE_RECORD = 5
@@ -26,96 +25,156 @@ _all: list[Replayed] = []
 _single_launches: list[str] = []  # reasons to run functions instead of records
 
 
+class Form:
+    """All that decides what a function computes, but for the values in the tensors' memory.
+
+    The guards compare shapes, strides, dtypes, devices, types, `requires_grad` and dispatch keys.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self._alignments = _alignments(tensors)
+        self.requires_grad = any([tensor.requires_grad for tensor in tensors])
+        self.calls = 0
+        self.obstacle: str | None = None
+        self.record: Record | None = None
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result of outputs; None: a tensor
+
+    def accepts(self, tensors: Sequence[Tensor]) -> bool:
+        return self._check(*tensors) and _alignments(tensors) == self._alignments
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """Changes the list: see `Record`."""
+        assert self.record is not None
+        outputs = self.record(tensors)
+        return outputs[0] if self.make is None else self.make(outputs)
+
+    def keep(self, recording: Recording, result: Any, frees_operands: bool) -> None:
+        """Make a record, or note why there is none."""
+        outputs = [result] if isinstance(result, Tensor) else result
+        try:
+            record = None if recording.obstacle else Record(recording, outputs, frees_inputs=frees_operands)
+        except NotRecordable as error:
+            self.obstacle = str(error)
+            return
+        self.obstacle = recording.obstacle
+        if self.obstacle is None:
+            self.make = None if isinstance(result, Tensor) else getattr(type(result), "_make", tuple)
+            self.record = record
+
+    def state(self) -> str:
+        if self.record is not None:
+            return "replayed"
+        return self.obstacle or f"called {self.calls} times, recorded after {CALLS_BEFORE_RECORD}"
+
+
+def _alignments(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() % 16 for tensor in tensors]
+
+
 class Replayed:
-    """A function of leaves, tensors and plain values, that launches kernels. It mutates none of them.
+    """The records of a function that launches kernels and mutates none of its tensors.
 
     The first calls of a form run the function, so that kernels are chosen and compiled. The next one is recorded: see
-    `Record`. Every further call repeats the record. A form is all but the values in the tensors' memory: shapes,
-    strides, dtypes, device and alignment, the plain values, and the settings of PyTorch that decide what is computed.
+    `Record`. Every further call repeats the record.
 
     The function runs each time where single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
     poisoned memory; and where its sequence of launches cannot be repeated: see `Recording.obstacle`.
     """
 
-    def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any]):
+    def __init__(self, name: str, *, frees_operands: bool = False):
+        """With `frees_operands` each operand's memory is free after its last use, unless others hold it."""
         self.name = name
-        self._function = function
-        self._forms: dict[Any, int | str | _Program] = {}  # number of calls, or an obstacle, or the record
+        self._frees_operands = frees_operands
+        self._forms: dict[Any, list[Form]] = {}
+        self._num_forms = 0
         self._lock = threading.Lock()  # of changes
         _all.append(self)
 
-    def __call__(self, leaves: tuple[Any, ...], places: Places, tensors: tuple[Tensor, ...]) -> Any:
-        """Compute on the GPU of the first tensor, because Triton launches on the current one."""
+    def find(
+        self,
+        key: Any,  # the operands that are no tensors
+        tensors: Sequence[Tensor],
+    ) -> Form | None:
+        """Return the form of operands that are to be replayed, or None."""
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            return None
+        form = self._known(self._key(key, tensors), tensors)
+        return form if form is not None and form.record is not None and not _sees_launches(device) else None
+
+    def run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
+        """Return the function's result, computed on the GPU of the first tensor, because Triton launches on the current
+        one. The function gets `tensors`, and may empty the list."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(leaves, places, tensors)
-        is_deterministic = torch._C._get_deterministic_algorithms()
-        poisons = is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
-        if _single_launches or poisons or (device < 0 and not INTERPRET) or launch_hooks():
-            return self._function(leaves)
-        kind = "cuda" if device >= 0 else "cpu"
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        settings = device, fp32_precision("cuda", "matmul"), is_deterministic, autocast
-        of_tensors = [(t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16) for t in tensors]
-        form = (settings, places.number, places.read_others(leaves), *of_tensors)
-        program = self._forms.get(form)
-        if isinstance(program, _Program):
-            outputs = program.record(tensors)
-            return outputs[0] if program.make is None else program.make(outputs)
-        if program is None or isinstance(program, int):
-            calls = program or 0
-            if calls >= CALLS_BEFORE_RECORD and not (device >= 0 and torch.cuda.is_current_stream_capturing()):
-                return self._record(form, leaves, tensors)
-            self._keep(form, calls + 1)
-        return self._function(leaves)
-
-    def _record(self, form: Any, leaves: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Any:
+                return self.run(key, tensors, function)
+        if _sees_launches(device):
+            return function(tensors)
+        key = self._key(key, tensors)
+        form = self._known(key, tensors)
+        if form is None:
+            if len({id(tensor) for tensor in tensors}) < len(tensors):  # guards accept no tensor twice
+                return function(tensors)
+            form = self._add(key, tensors)
+        if form.record is not None:
+            return form.replay(tensors)
+        is_due = form.obstacle is None and form.calls >= CALLS_BEFORE_RECORD
+        if not is_due or (device >= 0 and torch.cuda.is_current_stream_capturing()):
+            form.calls += 1
+            return function(tensors)
         recording = Recording(tensors)
-        result = recording.run(self._function, leaves)
-        # Operands that share memory may not in later calls.
-        self._keep(form, 0 if recording.operands_overlap else _program(recording, result))
+        result = recording.run(function, tensors)
+        if recording.operands_overlap:  # they may not in later calls
+            form.calls = 0
+        else:
+            form.keep(recording, result, self._frees_operands)
         return result
 
-    def _keep(self, form: Any, program: int | str | _Program) -> None:
+    def _key(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The key of a few forms: the settings of PyTorch that decide what is computed, and the first shape."""
+        first = tensors[0]
+        kind = "cuda" if first.is_cuda else "cpu"
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        is_deterministic = torch._C._get_deterministic_algorithms()
+        return key, first.shape, fp32_precision("cuda", "matmul"), is_deterministic, autocast
+
+    def _known(self, key: Any, tensors: Sequence[Tensor]) -> Form | None:
+        for form in self._forms.get(key, ()):
+            if form.accepts(tensors):
+                return form
+        return None
+
+    def _add(self, key: Any, tensors: Sequence[Tensor]) -> Form:
+        form = Form(tensors)
         with self._lock:
-            if len(self._forms) >= _MOST_FORMS and form not in self._forms:
-                del self._forms[next(iter(self._forms))]  # the oldest
-            self._forms[form] = program
+            if self._num_forms >= _MOST_FORMS:
+                self._num_forms -= len(self._forms.pop(next(iter(self._forms))))  # the oldest
+            self._forms[key] = [*self._forms.get(key, ()), form]
+            self._num_forms += 1
+        return form
 
     def clear(self) -> None:
         with self._lock:
             self._forms.clear()
+            self._num_forms = 0
 
     def states(self) -> list[str]:
         """Return for each known form "replayed" or why it is not."""
-        return [_state(program) for program in list(self._forms.values())]
+        return [form.state() for forms in list(self._forms.values()) for form in forms]
 
 
-def _state(program: int | str | _Program) -> str:
-    if isinstance(program, int):
-        return f"called {program} times, recorded after {CALLS_BEFORE_RECORD}"
-    return program if isinstance(program, str) else "replayed"
-
-
-class _Program(NamedTuple):
-    record: Record
-    make: Callable[[list[Tensor | None]], Any] | None  # makes the function's result of outputs; None: it is a tensor
-
-
-def _program(recording: Recording, result: Any) -> str | _Program:
-    outputs = [result] if isinstance(result, Tensor) else result
-    try:
-        record = None if recording.obstacle else Record(recording, outputs)
-    except NotRecordable as error:
-        return str(error)
-    if record is None or recording.obstacle:
-        return recording.obstacle or ""
-    return _Program(record, None if isinstance(result, Tensor) else getattr(type(result), "_make", tuple))
+def _sees_launches(device: int) -> bool:
+    """Return whether the function must run, because something watches it or there are no kernels."""
+    if _single_launches or (device < 0 and not INTERPRET) or launch_hooks():
+        return True
+    is_deterministic = torch._C._get_deterministic_algorithms()
+    return is_deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
 
 
 def states() -> dict[str, list[str]]:
-    """Return the states of the known forms of each op."""
+    """Return the states of the known forms of each function."""
     return {replayed.name: found for replayed in _all if (found := replayed.states())}
 
 

@@ -124,7 +124,7 @@ def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):
     """The tokens get no gradient through a product with the gradient of all logits."""
     layer, x, needs = make_layer(device), make_x(device), []
     gradients = linear_op.router_gradients
-    monkeypatch.setattr(linear_op, "router_gradients", lambda *args: needs.append(args[3]) or gradients(*args))
+    monkeypatch.setattr(linear_op, "router_gradients", lambda *args: needs.append(args[4]) or gradients(*args))
     layer(x).sum().backward()
     assert needs == [(False, True)] and x.grad is not None
 
