@@ -43,8 +43,8 @@ def _(logits, selection_bias, top_k, settings):
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-def _setup(ctx, inputs, output):
-    logits, _, _, ctx.settings = inputs
+def _setup(ctx, call, output):
+    logits, _, _, ctx.settings = call.args
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, output[1])
 

@@ -92,7 +92,7 @@ class Op:
         signature = self._signature
         leaves = signature.flatten(*args)
         if torch.compiler.is_dynamo_compiling():
-            return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
+            return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if launching.observer is not None:  # part of a function that is recorded
             return self._function(*args)
         places = places_of(leaves)
@@ -106,7 +106,7 @@ class Op:
             if form is not None:
                 return self._differentiable(Call(args, leaves, places, tensors, others, form, True))
         elif torch._C._are_functorch_transforms_active() or has_torch_function(tensors):
-            return signature.from_tensors(self.overload(*signature.to_schema(leaves)))
+            return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
         # No other dispatch key applies here, so calling what the dispatcher would call saves one pass of it.
@@ -119,7 +119,7 @@ class Op:
     def _differentiable(self, call: Call) -> Any:
         signature = self._signature
         results = self._apply(*(call.tensors if signature.has_packed else call.leaves), call)
-        return results if signature.result is None else signature.result._make(results)
+        return signature.name_results(results)
 
     def _compute(self, call: Call) -> Any:
         if call.form is not None:
@@ -127,7 +127,7 @@ class Op:
         if call.is_unseen:
             return self._run(call.places, call.others, call.tensors, call.args)
         signature = self._signature
-        return signature.from_tensors(self.overload(*signature.to_schema(call.leaves)))
+        return signature.name_results(self.overload(*signature.to_schema(call.leaves)))
 
     def _run(self, places: Places, others: Any, tensors: Sequence[Tensor], args: tuple[Any, ...]) -> Any:
         return self._replayed.run((places.number, others), [*tensors], lambda _: self._function(*args))
@@ -141,7 +141,7 @@ class Op:
         signature = self._signature
 
         def fake(*arguments: Any) -> Any:
-            return signature.to_tensors(function(*signature.pack(*signature.from_schema(*arguments))))
+            return function(*signature.pack(*signature.from_schema(*arguments)))
 
         torch.library.register_fake(f"moe_kernels::{self.name}", fake, lib=_LIBRARY)
         return function
@@ -160,19 +160,25 @@ class Op:
         return {name for name, need in zip(ctx.names, ctx.needs_input_grad, strict=False) if need}
 
     def saved(self, ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], Sequence[Tensor | None]]:
-        """Return the op's arguments and the results of `save_for_backward`, given what `take_saved_tensors` returned."""
+        """Return the op's arguments and results that `save_for_backward` kept, given their tensors."""
         num_tensors = len(ctx.places.places)
         leaves = ctx.places.join(tensors[:num_tensors], ctx.others)
         return self._signature.pack(*leaves), tensors[num_tensors:]
 
     def _below_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
-        leaves = signature.from_schema(*arguments)
-        places = places_of(leaves)
-        made = self._run(places, places.read_others(leaves), places.read(leaves), signature.pack(*leaves))
-        return signature.to_tensors(made)
+        if signature.has_packed:
+            tensors, others = arguments  # the string of all other leaves
+            return self._replayed.run(
+                others, [*tensors], lambda _: self._function(*signature.pack(*signature.from_schema(tensors, others)))
+            )
+        places = places_of(arguments)
+        return self._run(places, places.read_others(arguments), places.read(arguments), arguments)
 
     def _above_autograd(self, *arguments: Any) -> Any:
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+            with _below_autograd():
+                return self.overload(*arguments)
         signature = self._signature
         leaves = signature.from_schema(*arguments)
         places = places_of(leaves)
@@ -182,8 +188,7 @@ class Op:
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             check_transforms(f"moe_kernels::{self.name}", tensors)
             call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
-            results = self._node.apply(*(tensors if signature.has_packed else leaves), call)
-            return signature.to_tensors(results)
+            return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
             return self.overload(*arguments)
 

@@ -162,10 +162,8 @@ class PackedSignature(Packing):
         if not self.has_packed:  # calls may omit arguments that have default values
             self.flatten = self.pack = lambda *arguments: arguments
         self.result = result if is_packed(result) else None
-        fields = get_type_hints(result) if self.result else {}
-        self._is_optional = [kind != Tensor for kind in fields.values()]
-        if self.has_packed:
-            num_results = len(fields or get_args(result))
+        if self.has_packed:  # a result that is None needs no other type
+            num_results = len(self.result._fields if self.result else get_args(result))
             returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
             self.schema = f"(Tensor[] tensors, str others) -> {returned}"
         else:
@@ -186,23 +184,9 @@ class PackedSignature(Packing):
         given = iter(tensors)
         return tuple([next(given) if leaf is ... else leaf for leaf in _leaves_of_string(others)])
 
-    def to_tensors(self, results: Any) -> Any:
-        """Return results without None, which a registered op cannot return: an empty vector stands for it."""
-        if self.result is None:
-            return results
-        like = next(tensor for tensor in results if tensor is not None)
-        return tuple([like.new_empty(0) if tensor is None else tensor for tensor in results])
-
-    def from_tensors(self, results: Any) -> Any:
-        """Return the function's results: the inverse of `to_tensors`."""
-        if self.result is None:
-            return results
-        pairs = zip(results, self._is_optional, strict=True)
-        return self.result(*[None if optional and _is_empty_vector(tensor) else tensor for tensor, optional in pairs])
-
-
-def _is_empty_vector(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.shape[0] == 0
+    def name_results(self, results: Any) -> Any:
+        """Return what the registered op returned as the function returns it."""
+        return results if self.result is None else self.result._make(results)
 
 
 def _leaf_to_string(leaf: Any) -> str:
@@ -221,9 +205,3 @@ def _leaves_of_string(others: str) -> tuple[Any, ...]:
 
 def _dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
-
-
-@functools.cache
-def packing_of(kind: type) -> Packing:
-    """Return the packing of a NamedTuple."""
-    return Packing({"packed": kind})

@@ -35,8 +35,8 @@ def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None
     return call
 
 
-# `TensorGuards(*tensors, ...).check(*others)` compares shapes, strides, dtypes, devices, types, `requires_grad` and dispatch
-# keys, which modes, autocast and transforms change. Comparisons in Python take ten times as long.
+# `TensorGuards(*tensors, ...).check(*others)` compares shapes, strides, dtypes, devices, types, `requires_grad` and
+# dispatch keys, which modes, autocast and transforms change. Comparisons in Python take ten times as long.
 TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 
