@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
 from ..activation.ops import RowBias, launch_activation, launch_scaled_activation
 from ..gemm import selection
+from ..gemm.activation_gradient import COLUMNS, ActivationGradientArguments
 from ..gemm.arguments import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
 from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
@@ -21,9 +23,11 @@ from ..quantization.kernels import launch_dequantize
 from ..quantization.scaling import launch_quantize_rows
 from ..quantization.weight_scaling import launch_quantize_weight
 from ..runtime.memory import empty_aligned, empty_rows
+from ..runtime.triton import cdiv
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
 from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
+from .slot_values import launch_row_weights, launch_slot_sums
 
 
 class ScaledMatrices(NamedTuple):
@@ -36,6 +40,9 @@ class ScaledMatrices(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
+
+
+Matrices = Tensor | QuantizedMatrices | ScaledMatrices
 
 
 class Rows(NamedTuple):
@@ -59,7 +66,7 @@ class Rows(NamedTuple):
 
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
-    ) -> Tensor | QuantizedMatrices | ScaledMatrices:  # [E, out, in], or [E, in, out]
+    ) -> Matrices:  # [E, out, in], or [E, in, out]
         """The weight as the second operand of a GEMM of rows. A quantised one stays so for few rows."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
@@ -88,7 +95,7 @@ class Rows(NamedTuple):
     def gemm(
         self,
         a: Tensor | ScaledRows,
-        b: Tensor | QuantizedMatrices | ScaledMatrices,
+        b: Matrices,
         *,
         bias: Tensor | None = None,  # [E, N]
         gather: bool = False,
@@ -151,7 +158,7 @@ class Rows(NamedTuple):
     def activated_gemm(
         self,
         a: Tensor,
-        b: Tensor | QuantizedMatrices | ScaledMatrices,
+        b: Matrices,
         activation: Activation,
         bias: Tensor | None,
         *,
@@ -199,6 +206,47 @@ class Rows(NamedTuple):
             assumed_rows=self.assumed_rows,
         )
         return (preactivation, args.out) if selection.run_if_supported(args) else None
+
+    def activation_gradient(
+        self,
+        a: Tensor,
+        b: Matrices,
+        activation: Activation,
+        topk_weights: Tensor,  # [T, K] float32 contiguous
+        preactivation: Tensor,  # H [R, 2F]
+        *,
+        gather: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(dH, in the memory of H with `overwrite`; A_w [R, F]; the gradient of the routing weights [T, K]) from one
+        GEMM, where that is faster than a product and a pass over it; else None."""
+        fusible = activation.gated and activation.published and not activation.interleaved
+        if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
+            return None
+        num_rows, d_ff = preactivation.shape[0], b.shape[2]
+        # Expanded tensors have the shape of the results without their memory.
+        dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
+        row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
+        args = ActivationGradientArguments(
+            a,
+            b,
+            dpreactivation,
+            preactivation,
+            weighted,
+            row_weights,
+            row_sums,
+            activation.name,
+            row_to_token=self.row_to_token if gather else None,
+            tile_table=self.table,
+            reserved_sms=self.reserved_sms,
+        )
+        if not selection.is_worth_fusing(args) or selection.find(args) is None:
+            return None
+        dpreactivation = preactivation if overwrite else empty_rows(preactivation, num_rows, 2 * d_ff)
+        weighted = empty_rows(preactivation, num_rows, d_ff)
+        launch_row_weights(topk_weights, self.slot_to_row, row_weights)
+        selection.run(dataclasses.replace(args, out=dpreactivation, weighted=weighted))
+        return dpreactivation, weighted, launch_slot_sums(row_sums, self.slot_to_row)
 
     def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]."""

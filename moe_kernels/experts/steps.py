@@ -169,35 +169,71 @@ def hidden_gradients(
 ) -> HiddenGradients:
     """dH, A_w and the gradient of the routing weights.
 
-    A_w overwrites dA'. With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination
-    both are written there. `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
+    With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination both are written there.
+    `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
     """
-    dout, (_, w_down, b_up, b_down) = rows.as_read(dout), experts.weights
+    dout, b_down = rows.as_read(dout), experts.weights.b_down
     _, up_b, down_a, down_b = experts.adapters
     of_other_rows = destination is not None  # dH then follows another permutation
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
     given = dout.contiguous() if drows is None else drows
-    # Not a local name, so that a dequantised weight is free after the GEMM.
-    dactivated = rows.gemm(given, rows.matrices(w_down, dout.dtype), gather=drows is None, extra=extra)  # dA' [R, F]
-    if overwrite:
-        destination = Destination(preactivation, dactivated, rows.slot_to_row)
-    dpreactivation, dtopk_weights = launch_weighted_activation_backward(
-        preactivation,
-        dactivated,
+    dpreactivation, weighted, dtopk_weights = _differentiate(
+        experts,
+        rows,
+        given,
         torch.ones_like(topk_weights) if experts.weight_on_input else topk_weights,
-        rows.slot_to_row,
-        experts.kind(),
-        rows.row_bias(b_up),
-        row_to_token=rows.row_to_token,
+        preactivation,
+        gather=drows is None,
+        extra=extra,
         destination=destination,
+        overwrite=overwrite,
         scaled=scaled,
     )
     if b_down is not None and needs_topk_weights and not experts.weight_on_input:
         dtopk_weights += launch_slot_products(dout, b_down, rows.slot_experts())
     up_low = None if up_b is None or of_other_rows else rows.gemm(dpreactivation, up_b)
-    return HiddenGradients(dpreactivation, dactivated, dtopk_weights, drows, down_low, up_low)
+    return HiddenGradients(dpreactivation, weighted, dtopk_weights, drows, down_low, up_low)
+
+
+def _differentiate(
+    experts: Experts,
+    rows: Rows,
+    given: Tensor,  # [R, D], or [T, D] with gather
+    topk_weights: Tensor,  # [T, K]
+    preactivation: Tensor,  # H [R, 2F or F]
+    *,
+    gather: bool,
+    extra: tuple[Tensor, Tensor] | None,
+    destination: Destination | None,
+    overwrite: bool,
+    scaled: ScaledRows | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
+    """dA' = given @ w_down and what follows from it: in one GEMM, or in one and a pass in which A_w overwrites dA'."""
+    activation, b_up = experts.kind(), experts.weights.b_up
+    w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]
+    if b_up is None and extra is None and destination is None and scaled is None:
+        options = {"gather": gather, "overwrite": overwrite}
+        made = rows.activation_gradient(given, w_down, activation, topk_weights, preactivation, **options)
+        if made is not None:
+            return made
+    dactivated = rows.gemm(given, w_down, gather=gather, extra=extra)  # dA' [R, F]
+    del w_down  # which may be a dequantised weight
+    if overwrite:
+        destination = Destination(preactivation, dactivated, rows.slot_to_row)
+    dpreactivation, dtopk_weights = launch_weighted_activation_backward(
+        preactivation,
+        dactivated,
+        topk_weights,
+        rows.slot_to_row,
+        activation,
+        rows.row_bias(b_up),
+        row_to_token=rows.row_to_token,
+        destination=destination,
+        scaled=scaled,
+    )
+    return dpreactivation, dactivated, dtopk_weights
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:

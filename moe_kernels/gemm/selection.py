@@ -17,6 +17,7 @@ from ..runtime.launch import Ready, run_launch
 from ..runtime.memory import has_aligned_rows
 from ..runtime.replay import clear_records, require_single_launches
 from ..runtime.triton import HAS_TRITON, INTERPRET
+from .activation_gradient import ActivationGradientArguments
 from .arguments import Arguments, GroupedGemmArguments, WgradArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
@@ -263,6 +264,16 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
     return Copies(is_large, is_large, is_large and num_columns >= 2560)
 
 
+def is_worth_fusing(args: ActivationGradientArguments) -> bool:
+    """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
+
+    Tiles of this GEMM are half as wide, because they share memory with their part of H. What it reads more grows with
+    the length of the reduction, and the pass that it saves does not. With few rows other designs multiply faster.
+    """
+    has_rows = rows_bucket(args.num_rows, args.B.shape[0]) >= _ROWS_WORTH_FUSING
+    return has_rows and args.A.shape[1] <= _LONGEST_FUSED
+
+
 def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
     """Return whether a GEMM by these matrices, or with this result, gains more by the copy engine of a GPU of compute
     capability `cc` than a copy with aligned rows costs. The copy engine takes rows of whole 16 bytes."""
@@ -303,6 +314,8 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 
 _ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
+_ROWS_WORTH_FUSING = 256  # per expert; a bound of `rows_bucket`
+_LONGEST_FUSED = 3072  # columns of the reduction
 
 # Multiplications per element read at which a kernel has half its full speed.
 _HALF_SPEED = 20

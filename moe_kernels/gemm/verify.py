@@ -16,6 +16,7 @@ from ..reference_fp8 import BLOCK, dequantize_blocks
 from ..runtime.dispatch import without_autocast
 from ..runtime.triton import cdiv
 from ..testing import assert_accurate
+from .activation_gradient import COLUMNS, ActivationGradientArguments
 from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
 from .block_scaled import BlockScaledGemmArguments
 from .kernel import Kernel
@@ -131,7 +132,8 @@ def _zeros(actual: Tensor) -> Comparison:
 
 
 def _bounds(
-    args: GroupedGemmArguments | BlockScaledGemmArguments | WgradArguments, num_rows: int
+    args: GroupedGemmArguments | BlockScaledGemmArguments | ActivationGradientArguments | WgradArguments,
+    num_rows: int,
 ) -> list[int]:  # G + 2
     table = args.tile_table
     if table is None:
@@ -193,6 +195,29 @@ def _of_block_scaled_gemm(args: BlockScaledGemmArguments, first: int) -> Iterato
         yield _zeros(args.out[bounds[-2] :])
 
 
+def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> Iterator[Comparison]:
+    if args.out.data_ptr() == args.preactivation.data_ptr():
+        return  # what it was computed from is overwritten
+    bounds, dtype = _bounds(args, args.num_rows), args.out.dtype
+    for group in _sampled(len(args.B), first):
+        rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
+        a, weights = _rows_of(args.A, args.row_to_token, rows), args.row_weights[rows, None]
+
+        def results(precise: torch.dtype, stored: torch.dtype, rows=rows, g=g, a=a, weights=weights) -> list[Tensor]:
+            product = reference.grouped_gemm(a.to(stored), args.B[g].to(stored), _one_group(a)).to(precise)
+            with torch.enable_grad():
+                h = args.preactivation[rows].to(precise).requires_grad_()
+                activated = reference.apply_activation(h, args.epilogue)
+            (gradient,) = torch.autograd.grad(activated, h, weights.to(precise) * product)
+            activated = activated.detach()
+            sums = torch.stack([part.sum(1) for part in (product * activated).split(COLUMNS, 1)], 1)
+            return [gradient.to(stored), (weights * activated).to(stored), sums]
+
+        actual = args.out[rows], args.weighted[rows], args.row_sums[rows]
+        baseline, exact = results(torch.float32, dtype), results(torch.float64, torch.float64)
+        yield from map(Comparison, actual, baseline, exact)
+
+
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
     bounds = _bounds(args, args.num_rows)
     for group in _sampled(len(args.out), first):
@@ -238,6 +263,7 @@ _COMPARISONS = {
     WgradArguments: _of_wgrad,
     DecodingGemmArguments: _of_decoding_gemm,
     BlockScaledGemmArguments: _of_block_scaled_gemm,
+    ActivationGradientArguments: _of_activation_gradient,
     JaggedGemmArguments: _of_jagged_gemm,
     GemmArguments: _of_gemm,
     GroupedGemmListArguments: _of_list,

@@ -89,6 +89,11 @@ def scaled_registers(gather: bool) -> dict[str, int]:
     return {"PRODUCER_REGISTERS": 64 if gather else 56, "CONSUMER_REGISTERS": 224}
 
 
+def gradient_registers(gather: bool) -> dict[str, int]:
+    """Return the same for the kernel with an activation's gradient, whose tiles are half as wide."""
+    return {"PRODUCER_REGISTERS": 72 if gather else 32, "CONSUMER_REGISTERS": 216 if gather else 240}
+
+
 def compiler_options() -> dict[str, Any]:
     """Let Triton 3.9 schedule for few registers. Without it, plain activations spill ten times as much."""
     return {"sched4reg": True} if _VERSION[:2] >= (3, 9) else {}

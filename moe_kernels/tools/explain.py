@@ -38,6 +38,7 @@ from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
 from ..runtime.replay import CALLS_BEFORE_RECORD, clear_records, states
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
+from ..specs import is_gated
 from ..testing import Case, check_accuracy, make_inputs, make_permutation, run_with_grads
 from ..types import Permutation, TileTable
 from .layer_gemms import LayerForms, parse_layer
@@ -155,11 +156,16 @@ def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]
         return Choice(op, args, select_for(args, target))
 
     up = choice("up with activation", "up", copies.tokens_forward)
+    gradient = choice("down, gradient of its input", "down_dgrad", copies.dout)
+    if is_gated(layer.activation):
+        fused = layer.activation_gradient(gather=not copies.dout)
+        if selection.is_worth_fusing(fused) and (kernel := select_for(fused, target)):
+            gradient = Choice("down, gradient of its input and of the activation", fused, kernel)
     ups = [up] if up.kernel else [up, choice("up, then activation", "up_plain", copies.tokens_forward)]
     return copies, [
         *ups,
         choice("down", "down"),
-        choice("down, gradient of its input", "down_dgrad", copies.dout),
+        gradient,
         choice("down, gradient of its weight", "down_wgrad", copies.dout),
         choice("up, gradient of its input", "up_dgrad"),
         choice("up, gradient of its weight", "up_wgrad", copies.tokens_backward),

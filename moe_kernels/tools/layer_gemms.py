@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..gemm.activation_gradient import COLUMNS, ActivationGradientArguments
 from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
 from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
 from ..gemm.kernel import device_cc
@@ -16,6 +17,7 @@ from ..gemm.selection import is_worth_aligning
 from ..quantization.quantize import quantize
 from ..reference_fp8 import BLOCK, quantize_blocks
 from ..runtime.memory import empty_aligned, empty_rows
+from ..runtime.triton import cdiv
 from ..specs import is_gated
 from ..testing import Case, make_inputs, make_permutation
 from ..types import QuantizedWeight, TileTable, WeightFormat
@@ -124,6 +126,16 @@ class LayerForms:
             "down_wgrad": self._wgrad(rows_d, rows_f, dw_down),
             "down_wgrad_gather": self._wgrad(tokens, rows_f, dw_down, a_row_to_token=index),
         }
+
+    def activation_gradient(self, gather: bool) -> ActivationGradientArguments:
+        """Return "down_dgrad" with the gradient of the activation, which must be gated."""
+        (rows_d, _, rows_2f), (_, out_f, out_2f) = self._rows, self._out
+        num_rows, blocks = len(rows_d), cdiv(out_f.shape[1], COLUMNS)
+        row_weights, row_sums = (rows_d.new_ones(size, dtype=torch.float32) for size in (num_rows, (num_rows, blocks)))
+        written = out_2f, rows_2f, out_f, row_weights, row_sums
+        options = {"row_to_token": self.row_to_token if gather else None, "tile_table": self._table}
+        a = self.tokens if gather else rows_d
+        return ActivationGradientArguments(a, self.w_down, *written, self.activation, **options)
 
     def decoding(self, format: str | WeightFormat) -> dict[str, Arguments]:
         """Return the forms of quantised weights with few rows."""

@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
+from moe_kernels.gemm.activation_gradient import COLUMNS, ActivationGradientArguments
 from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
 from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.kernel import Kernel
@@ -113,6 +114,8 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         return decoding_arguments(kernel, form)
     if kernel.arguments_class is BlockScaledGemmArguments:
         return block_scaled_arguments(kernel)
+    if kernel.arguments_class is ActivationGradientArguments:
+        return activation_gradient_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
     num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
@@ -250,7 +253,10 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
         if metadata.epilogue is None or metadata.operands.A.dtype != torch.bfloat16 or kernel.obstacle is not None:
             continue
         is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and metadata.design.tile_shape[1] == 256
-        for name in kernel.epilogues if is_tight or kernel.arguments_class is GemmArguments else ():
+        # The layout of B changes nothing beside the products.
+        is_gradient = kernel.arguments_class is ActivationGradientArguments and metadata.operands.B.layout == "row"
+        differ = is_tight or is_gradient or kernel.arguments_class is GemmArguments
+        for name in kernel.epilogues if differ else ():
             if name in ("reglu", "clamped_swiglu"):  # the other epilogues cover the same code and more
                 continue
             # With a bias they cover the same code and more.
@@ -303,6 +309,25 @@ def block_scaled_arguments(kernel: Kernel) -> BlockScaledGemmArguments:
         scale_b.mT,
         tile_table=mk.reference.tile_table(offsets, num_rows, design.tile_shape[0]),
         row_to_token=torch.zeros(num_rows, dtype=torch.int32) if design.gather else None,
+    )
+
+
+def activation_gradient_arguments(kernel: Kernel, form: str) -> ActivationGradientArguments:
+    num_rows, depth, d_ff, num_groups, operands = 256, 1024, 512, 4, kernel.metadata.operands
+    depth, d_ff = (depth + 8, d_ff + 8) if form == "eights" else (depth, d_ff)
+    hidden = torch.empty(num_rows, 2 * d_ff, dtype=operands.out.dtype)
+    b = torch.empty(num_groups, d_ff, depth, dtype=operands.B.dtype).mT
+    return ActivationGradientArguments(
+        torch.empty(num_rows, depth, dtype=operands.A.dtype),
+        b if operands.B.layout == "column" else b.contiguous(),
+        torch.empty_like(hidden),
+        hidden,
+        hidden.new_empty(num_rows, d_ff),
+        torch.empty(num_rows),
+        torch.empty(num_rows, -(-d_ff // COLUMNS)),
+        kernel.metadata.epilogue,
+        row_to_token=torch.zeros(num_rows, dtype=torch.int32) if kernel.metadata.design.gather else None,
+        tile_table=mk.reference.tile_table(torch.zeros(num_groups, dtype=torch.int32), num_rows, 128),
     )
 
 

@@ -17,6 +17,7 @@ from moe_kernels.activation.ops import (
 )
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
+from moe_kernels.experts.slot_values import launch_row_weights, launch_slot_sums
 from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
 from moe_kernels.permutation.partial_sums import launch_sum_shares
@@ -62,6 +63,8 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     mk.permutation.permute.launch_combine(rows[1:], routed[0], slot_to_row)
     mk.permutation.permute.launch_permute(tokens, routed[0], slot_to_row, rows)  # weights cover the same code and more
     w_router = torch.empty(num_experts, d_model, dtype=dtype)
+    launch_row_weights(routed[0], slot_to_row, torch.empty(len(rows)))
+    launch_slot_sums(torch.empty(len(rows), 23), slot_to_row)
     launch_combine_with_router(rows, routed[0], routed[0], slot_to_row, permutation.tile_table.bounds, w_router)
     mk.permutation.permute._combine_dweights_op(tokens, rows, slot_to_row)
     shares = tokens if dtype != torch.float32 else tokens[:1, :1]  # sizes of one become constants

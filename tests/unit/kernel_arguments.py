@@ -11,6 +11,7 @@ from moe_kernels import (
     WgradArguments,
     get_kernels,
 )
+from moe_kernels.gemm.activation_gradient import COLUMNS, ActivationGradientArguments
 from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
@@ -92,6 +93,18 @@ def _block_scaled(kernel, draw, unwritten, device):
     return BlockScaledGemmArguments(a, b.mT, unwritten(rows, Sizes.size_n), *scales, offsets=_offsets(device), **index)
 
 
+def _activation_gradient(kernel, draw, unwritten, device):
+    # Rows past the last group stay unwritten, so there are none. The reduction has room for all parts of the epilogue.
+    operands, rows, depth, d_ff = kernel.metadata.operands, Sizes.ends[-1], 3 * 256, Sizes.size_n
+    a, b = draw(operands.A, rows, depth), draw(operands.B, len(Sizes.ends), depth, d_ff)
+    sums = torch.full((rows, -(-d_ff // COLUMNS)), torch.nan, device=device)
+    written = unwritten(rows, 2 * d_ff), draw(operands.out, rows, 2 * d_ff), unwritten(rows, d_ff)
+    options = {"offsets": _offsets(device), "epilogue": kernel.metadata.epilogue}
+    if kernel.metadata.design.gather:
+        options["row_to_token"] = _index(device)[:rows] % rows
+    return ActivationGradientArguments(a, b, *written, torch.rand(rows, device=device), sums, **options)
+
+
 def _wgrad(kernel, draw, unwritten, device):
     operands, rows = kernel.metadata.operands, Sizes.num_rows
     a, dout = draw(operands.A, rows, Sizes.size_k), draw(operands.dout, rows, Sizes.size_n)
@@ -129,6 +142,7 @@ _MAKERS = {
     GroupedGemmArguments: _grouped,
     DecodingGemmArguments: _decoding,
     BlockScaledGemmArguments: _block_scaled,
+    ActivationGradientArguments: _activation_gradient,
     WgradArguments: _wgrad,
     GemmArguments: _gemm,
     JaggedGemmArguments: _jagged,

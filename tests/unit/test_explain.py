@@ -10,6 +10,7 @@ from moe_kernels.__main__ import main
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.warp_specialized import WarpSpecializedGroupedGemm, WarpSpecializedWgrad
+from moe_kernels.gemm.kernels.warp_specialized_gradient import WarpSpecializedActivationGradient
 from moe_kernels.gemm.tables import Table
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
@@ -34,7 +35,7 @@ HOPPER = Target(90, None, Table({}, {}), is_here=False)
 @pytest.fixture
 def with_gluon(monkeypatch):
     """Pretend that the installed software runs the warp-specialised kernels."""
-    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad):
+    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad, WarpSpecializedActivationGradient):
         monkeypatch.setattr(kernel_class, "obstacle", None)
 
 
@@ -77,6 +78,18 @@ def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
     assert len(kernels) == 6 and not any(isinstance(k.metadata.design, WarpSpecializedDesign) for k in kernels)
 
 
+@pytest.mark.parametrize(("d_model", "d_ff"), [(2880, 2880), (2048, 768), (512, 768), (4096, 768)])
+def test_takes_one_gemm_for_the_gradient_of_an_activation(d_model, d_ff, with_gluon):
+    layer = LayerForms.without_memory(Case(2048, d_model, d_ff, 4, 2), torch.bfloat16, "gpt_oss")
+    copies, choices = choices_of(layer, HOPPER)
+    op = "down, gradient of its input"
+    (choice,) = (choice for choice in choices if choice.op.startswith(op))
+    assert (choice.op == f"{op} and of the activation") == (d_model in (2048, 2880))
+    if choice.op != op:
+        assert choice.kernel.metadata.kernel_class is WarpSpecializedActivationGradient
+        assert choice.kernel.metadata.epilogue == "gpt_oss" and choice.kernel.metadata.design.gather != copies.dout
+
+
 def test_forms_of_a_plain_activation(with_gluon):
     case = dataclasses.replace(LAYER, d_ff=64)
     forms = LayerForms.without_memory(case, torch.bfloat16, "relu_squared").all()
@@ -103,7 +116,7 @@ def test_says_why_nothing_faster_runs(case, dtype, cc, reason, with_gluon):
 
 
 def test_says_that_software_is_missing(monkeypatch):
-    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad):
+    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad, WarpSpecializedActivationGradient):
         monkeypatch.setattr(kernel_class, "obstacle", "no such Gluon")
     for args in forms().values():
         assert why_not_faster(args, select_for(args, HOPPER), HOPPER).endswith(": no such Gluon")

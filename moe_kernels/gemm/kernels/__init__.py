@@ -14,6 +14,7 @@ from .tma import TMA_KERNELS
 from .tma_list import TMA_ARRAY_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
 from .warp_specialized import WARP_SPECIALIZED_KERNELS
+from .warp_specialized_gradient import WARP_SPECIALIZED_GRADIENT_KERNELS
 from .warp_specialized_scaled import WARP_SPECIALIZED_SCALED_KERNELS
 
 ALL_KERNELS = (
@@ -33,4 +34,5 @@ ALL_KERNELS = (
     *DECODING_KERNELS,
     *WARP_SPECIALIZED_SCALED_KERNELS,
     *BLOCK_SCALED_KERNELS,
+    *WARP_SPECIALIZED_GRADIENT_KERNELS,
 )

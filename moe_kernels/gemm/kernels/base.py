@@ -12,13 +12,14 @@ from ...activation.functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOG
 from ...runtime.triton import INTERPRET, cdiv
 from ...specs import is_gated
 from ...types import TileTable
+from ..activation_gradient import ActivationGradientArguments
 from ..arguments import Arguments, GroupedGemmArguments, WgradArguments
 from ..block_scaled import BlockScaledGemmArguments
 from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-RowTileArguments = GroupedGemmArguments | BlockScaledGemmArguments
+RowTileArguments = GroupedGemmArguments | BlockScaledGemmArguments | ActivationGradientArguments
 
 _MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while memory moves one byte, A100 to B200
 _BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used

@@ -100,6 +100,50 @@ def gpt_oss(gate, up, limit=7.0, alpha=1.702):
     return gate * _inverse_of_one_plus_exp2(gate * (alpha * _MINUS_LOG2_E)) * (_clamp(up, limit) + 1.0)
 
 
+@gluon.jit
+def _product_backward(value, slope, up, dactivated):
+    """Return (activated, dgate, dup) of value(gate) * up."""
+    return value * up, dactivated * up * slope, dactivated * value
+
+
+@gluon.jit
+def swiglu_backward(gate, up, dactivated):
+    sigmoid = _inverse_of_one_plus_exp2(gate * _MINUS_LOG2_E)
+    value = gate * sigmoid
+    return _product_backward(value, sigmoid + value * (1.0 - sigmoid), up, dactivated)
+
+
+@gluon.jit
+def geglu_tanh_backward(gate, up, dactivated):
+    square = gate * gate
+    below = _inverse_of_one_plus_exp2(gate * (-2.302208198 - 0.1029432396 * square))
+    value = gate * below
+    slope = below + value * (1.0 - below) * (1.5957691216 + 0.2140644488 * square)
+    return _product_backward(value, slope, up, dactivated)
+
+
+@gluon.jit
+def clamped_swiglu_backward(gate, up, dactivated, limit=10.0):
+    clamped = _at_most(gate, limit)
+    activated, dgate, dup = swiglu_backward(clamped, _clamp(up, limit), dactivated)
+    return activated, gl.where(gate > limit, 0.0, dgate), gl.where(_magnitude(up) > limit, 0.0, dup)
+
+
+@gluon.jit
+def gpt_oss_backward(gate, up, dactivated, limit=7.0, alpha=1.702):
+    clamped = _at_most(gate, limit)
+    sigmoid = _inverse_of_one_plus_exp2(clamped * (alpha * _MINUS_LOG2_E))
+    value = clamped * sigmoid
+    slope = sigmoid + alpha * value * (1.0 - sigmoid)
+    activated, dgate, dup = _product_backward(value, slope, _clamp(up, limit) + 1.0, dactivated)
+    return activated, gl.where(gate > limit, 0.0, dgate), gl.where(_magnitude(up) > limit, 0.0, dup)
+
+
+@gluon.jit
+def _magnitude(x):
+    return gl.maximum(x, -x)
+
+
 FORWARD = {name: functions.forward for name, functions in ACTIVATIONS.items()} | {
     "silu": silu,
     "gelu": gelu,
@@ -110,4 +154,12 @@ FORWARD = {name: functions.forward for name, functions in ACTIVATIONS.items()} |
     "clamped_swiglu": clamped_swiglu,
     "swiglu_clamped_after": swiglu_clamped_after,
     "gpt_oss": gpt_oss,
+}
+
+# Gated activations whose gradient a consumer computes beside its products.
+BACKWARD = {
+    "swiglu": swiglu_backward,
+    "geglu_tanh": geglu_tanh_backward,
+    "clamped_swiglu": clamped_swiglu_backward,
+    "gpt_oss": gpt_oss_backward,
 }

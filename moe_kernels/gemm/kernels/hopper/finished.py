@@ -119,16 +119,16 @@ def _activated_pairs(
 
 
 @gluon.jit
-def _piece(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
+def piece_of(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
     """Return the columns of one of PIECES equal pieces."""
     if PIECES == 1:
         return value
     else:
         left, right = halves(value)
         if PIECE < PIECES // 2:
-            return _piece(left, PIECE, PIECES // 2)
+            return piece_of(left, PIECE, PIECES // 2)
         else:
-            return _piece(right, PIECE - PIECES // 2, PIECES // 2)
+            return piece_of(right, PIECE - PIECES // 2, PIECES // 2)
 
 
 @gluon.jit
@@ -146,8 +146,8 @@ def _write_activated(
     GATED: gl.constexpr,
 ):
     """Write one piece to the staging buffer, which makes the compiler compute it here. The last piece sends all."""
-    gate = _piece(pairs, PIECE, PIECES)
-    up = _piece(up_pairs, PIECE, PIECES)
+    gate = piece_of(pairs, PIECE, PIECES)
+    up = piece_of(up_pairs, PIECE, PIECES)
     column = first + PIECE * (2 * gate.shape[1])
     activated = _activated_pairs(gate, up, bias, at.group, column, FORWARD, GATED, desc.dtype)
     stage(unpacked(activated, desc.dtype), buffer, PIECE, PIECES)
