@@ -12,7 +12,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 96  # programs that keep most SMs of a large GPU busy
-_BLOCK_E, _BLOCK_D, _BLOCK_T = 64, 128, 64  # of the weight's gradient
+_BLOCK_D, _BLOCK_T = 128, 64  # of the weight's gradient
 
 
 def launch_product(
@@ -58,7 +58,7 @@ def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
     for size, num_warps in ((128, 8), (64, 4)):
         if cdiv(m, size) * cdiv(n, size) >= _BUSY:
             return size, size, 64, num_warps
-    return 16, 32, 128, 2
+    return 16, 16, 256, 4
 
 
 def launch_weight_gradient(
@@ -75,12 +75,13 @@ def launch_weight_gradient(
     out = tokens.new_empty(num_experts, d_model, dtype=out_dtype)
     if not out.numel():
         return out
-    tiles = cdiv(num_experts, _BLOCK_E) * cdiv(d_model, _BLOCK_D)
-    num_shares = max(1, min(cdiv(num_tokens, 4 * _BLOCK_T), cdiv(2 * _BUSY, tiles)))
+    block_e = 16 if num_experts <= 16 else 64
+    tiles = cdiv(num_experts, block_e) * cdiv(d_model, _BLOCK_D)
+    num_shares = max(1, min(cdiv(num_tokens, 4 * _BLOCK_T), cdiv(4 * _BUSY, tiles)))
     parts = tokens.new_empty(num_shares, num_experts, d_model, dtype=torch.float32)
     launch_kernel(
         _weight_gradient_kernel,
-        (cdiv(num_experts, _BLOCK_E), cdiv(d_model, _BLOCK_D), num_shares),
+        (cdiv(num_experts, block_e), cdiv(d_model, _BLOCK_D), num_shares),
         dlogits,
         tokens,
         tokens.stride(),
@@ -89,7 +90,7 @@ def launch_weight_gradient(
         cdiv(num_tokens, num_shares),
         num_experts,
         d_model,
-        BLOCK_E=_BLOCK_E,
+        BLOCK_E=block_e,
         BLOCK_D=_BLOCK_D,
         BLOCK_T=_BLOCK_T,
         num_warps=4,
@@ -156,7 +157,8 @@ def _weight_gradient_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """One program writes parts[share, BLOCK_E, BLOCK_D]. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
-    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[:, None]
+    first_expert = tl.program_id(0) * BLOCK_E
+    expert = first_expert + tl.arange(0, BLOCK_E)[None, :]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     begin = tl.program_id(2) * share
     end = tl.minimum(begin + share, num_tokens)
@@ -164,15 +166,15 @@ def _weight_gradient_kernel(
     total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
     for first in range(begin, end, BLOCK_T):
         token = (first + lane).to(tl.int64)
-        exists = first + lane < end
-        high_ptr = dlogits_ptr + token[None, :] * (2 * E) + expert
-        mask = exists[None, :] & (expert < E)
+        exists = (first + lane < end)[:, None]
+        high_ptr = dlogits_ptr + token[:, None] * (2 * E) + expert
         tokens = tokens_ptr + token[:, None] * tokens_strides[0] + column.to(tl.int64) * tokens_strides[1]
-        x = tl.load(tokens, mask=exists[:, None] & (column < D), other=0.0)
-        total = tl.dot(tl.load(high_ptr, mask=mask, other=0.0), x, total)
-        total = tl.dot(tl.load(high_ptr + E, mask=mask, other=0.0), x, total)
-    out = parts_ptr + (tl.program_id(2).to(tl.int64) * E + expert) * D + column
-    tl.store(out, total, mask=(expert < E) & (column < D))
+        x = tl.load(tokens, mask=exists & (column < D), other=0.0)
+        total = tl.dot(tl.trans(tl.load(high_ptr, mask=exists & (expert < E), other=0.0)), x, total)
+        total = tl.dot(tl.trans(tl.load(high_ptr + E, mask=exists & (expert < E), other=0.0)), x, total)
+    row = first_expert + tl.arange(0, BLOCK_E)[:, None]
+    out = parts_ptr + (tl.program_id(2).to(tl.int64) * E + row) * D + column
+    tl.store(out, total, mask=(row < E) & (column < D))
 
 
 @triton.jit(do_not_specialize=["N", "num_shares"])
