@@ -11,7 +11,7 @@ from torch import Tensor
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, tl, triton
 
-_BUSY = 96  # programs that keep most SMs of a large GPU busy
+_BUSY = 64  # programs that keep most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # of the weight's gradient
 
 
@@ -55,10 +55,10 @@ def launch_product(
 
 def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
     """Rows, columns, depth and warps of a program: the largest tiles that occupy the GPU."""
-    for size, num_warps in ((128, 8), (64, 4)):
+    for size, block_k, num_warps in ((128, 64, 8), (64, 128, 4)):
         if cdiv(m, size) * cdiv(n, size) >= _BUSY:
-            return size, size, 64, num_warps
-    return 16, 16, 256, 4
+            return size, size, block_k, num_warps
+    return (16, 16, 256, 4) if m <= 512 else (16, 32, 128, 2)
 
 
 def launch_weight_gradient(
@@ -77,7 +77,7 @@ def launch_weight_gradient(
         return out
     block_e = 16 if num_experts <= 16 else 64
     tiles = cdiv(num_experts, block_e) * cdiv(d_model, _BLOCK_D)
-    num_shares = max(1, min(cdiv(num_tokens, 4 * _BLOCK_T), cdiv(4 * _BUSY, tiles)))
+    num_shares = max(1, min(cdiv(num_tokens, 4 * _BLOCK_T), cdiv(3 * _BUSY, tiles)))
     parts = tokens.new_empty(num_shares, num_experts, d_model, dtype=torch.float32)
     launch_kernel(
         _weight_gradient_kernel,

@@ -105,7 +105,7 @@ class Op:
                     return form.replay([*tensors])
             if form is not None:
                 return self._differentiable(Call(args, leaves, places, tensors, others, form, True))
-        elif torch._C._are_functorch_transforms_active() or has_torch_function(tensors):
+        if torch._C._are_functorch_transforms_active() or has_torch_function(tensors):
             return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)

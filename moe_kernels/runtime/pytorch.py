@@ -37,7 +37,7 @@ def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None
 
 # `TensorGuards(*tensors, ...).check(*others)` compares shapes, strides, dtypes, devices, types, `requires_grad` and
 # dispatch keys, which modes, autocast and transforms change. Comparisons in Python take ten times as long.
-TensorGuards = torch._C._dynamo.guards.TensorGuards
+TensorGuards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
 @contextmanager
@@ -64,6 +64,9 @@ unseen_by_modes = torch._C._DisableTorchDispatch
 # Hides ops from autocast on all devices. `torch.autocast(device_type, enabled=False)` takes several times as long.
 unseen_by_autocast = torch._C._DisableAutocast
 
+
+# Whether autocast is enabled for any device.
+any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
 # `fp32_precision("cuda", "matmul")` equals `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time; every
 # launch reads it. `torch.get_float32_matmul_precision` raises once the new setting has been used.

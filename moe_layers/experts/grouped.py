@@ -24,11 +24,12 @@ from moe_kernels.experts.fused import (
     compute_routed,
 )
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.runtime.pytorch import any_autocast_is_enabled
 from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 
 from ..checks import check_choice, check_positive
-from ..precision import autocast_is_enabled, call_with_autocast_rules
+from ..precision import call_with_autocast_rules
 from ..routing.router import TopKRouter
 from .fp8_weights import KeptForms
 from .lora import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
@@ -186,7 +187,7 @@ class GroupedExperts(nn.Module):
     def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
         """Compute router and experts as one op: see `whole_op.py` for where that is right."""
         parts, w_router = self._weights(), router.weight
-        if not autocast_is_enabled(w_router.device.type):
+        if not any_autocast_is_enabled():
             return self._compute_routed(router, parts, tokens, w_router, *parts)
         compute = partial(self._compute_routed, router, parts)
         return call_with_autocast_rules(compute, tokens, w_router, *parts)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.runtime.dispatch import runs_kernels
-from moe_kernels.runtime.pytorch import num_dispatch_modes
+from moe_kernels.runtime.pytorch import any_autocast_is_enabled, num_dispatch_modes
 
 from ..precision import autocast, autocast_is_enabled
 from ..routing.router import TopKRouter
@@ -50,7 +50,7 @@ def runs_as_one_op(
         and router.is_linear_op
         and router.assignment is None
         and router.noise is None
-        and not (layer.training and router.spec.selection_bias is not None)  # counts the choices
+        and not (layer.training and router._spec.selection_bias is not None)  # counts the choices
         and experts.num_experts == router.num_experts
         and experts.implementation == router.implementation
         and experts.local_share is None
@@ -63,7 +63,7 @@ def runs_as_one_op(
         and is_called_as_written(router)
         and is_called_as_written(experts)
         and (lora is None or not uses_dropout(lora))  # pyright: ignore[reportArgumentType]  # a ModuleDict
-        and runs_kernels(experts.implementation, _as_computed(tokens))
+        and runs_kernels(experts.implementation, _as_computed(tokens) if any_autocast_is_enabled() else tokens)
     )
 
 

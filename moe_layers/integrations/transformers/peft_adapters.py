@@ -38,8 +38,8 @@ class Place(NamedTuple):
 
     def wrappers(self) -> Iterator[Any]:
         """Yield the wrappers around the experts, outermost first."""
-        module = getattr(self.holder, self.child, None)
-        while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = self.holder._modules.get(self.child)
+        while module is not None and (inner := module._modules.get("base_layer")) is not None:
             yield module
             module = inner
 

@@ -76,7 +76,7 @@ def stored_weight(
             PEFT that computes its adapters itself, they are all tensors.
         transposed: the parameter is [E, in, out].
     """
-    if name not in names or not hasattr(experts, "parametrizations"):
+    if "parametrizations" not in experts._modules or name not in names:
         return None
     found = {n: _read(experts, n) for n in names}
     if any(stored is None or stored.transposed != transposed for stored in found.values()):
