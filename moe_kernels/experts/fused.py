@@ -160,6 +160,7 @@ class RoutedExperts(NamedTuple):
     out: Tensor  # [T, D]
     topk_experts: Tensor  # [T, K] int32
     topk_weights: Tensor  # [T, K] float32
+    offsets: Tensor  # [E] int32, as in `Permutation`
 
 
 def compute_routed(
@@ -174,8 +175,9 @@ def compute_routed(
     """
     _check_formats(weights)
     made = fused_experts_op(_operands(tokens, weights, router=router, **settings))
-    assert made.topk_experts is not None and made.topk_weights is not None
-    return RoutedExperts(made.out, made.topk_experts, made.topk_weights)
+    assert made.topk_experts is not None and made.topk_weights is not None and made.buffer is not None
+    offsets = made.buffer.view(-1)[: router.w_router.shape[0]]
+    return RoutedExperts(made.out, made.topk_experts, made.topk_weights, offsets)
 
 
 def _operands(

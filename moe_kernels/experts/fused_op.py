@@ -77,7 +77,7 @@ from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
 from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
 from ..runtime.memory import empty_rows
-from ..runtime.ops import Call, is_unseen, registered_op, save_for_backward, take_saved_tensors
+from ..runtime.ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
 from ..runtime.replay import Replayed
 from ..specs import is_gated
 from .checks import check_operands
@@ -198,11 +198,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     def compute(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
         return tuple(map(_compute_gradients(ctx, tensors, is_given).get, names))
 
-    if torch.is_grad_enabled() or type(dout) is not Tensor or not is_unseen(tensors):
-        found = compute(tensors)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            found = _gradients.run((ctx.places.number, ctx.others, ctx.needs_input_grad), tensors, compute)
+    found = run_as_one(_gradients, (ctx.places.number, ctx.others, ctx.needs_input_grad), tensors, compute)
     return dict(zip(names, found, strict=True))
 
 

@@ -125,7 +125,7 @@ def _sort_op(
 class SortedSlots(NamedTuple):
     """A permutation in one tensor, for a caller that bounds no rows. Its parts are views that start at 16 bytes."""
 
-    buffer: Tensor  # [N, 4] int32
+    buffer: Tensor  # [N, 4] int32; begins with the offsets [E]
     slots_per_token: int
     num_sorted_experts: int
     rows_of_block: int

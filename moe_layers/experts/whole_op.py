@@ -21,6 +21,7 @@ from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import any_autocast_is_enabled, num_dispatch_modes
 
 from ..precision import autocast, autocast_is_enabled
+from ..routing.capacity import differences
 from ..routing.router import TopKRouter
 from .dispatcher import LocalDispatcher
 from .grouped import GroupedExperts
@@ -50,7 +51,6 @@ def runs_as_one_op(
         and router.is_linear_op
         and router.assignment is None
         and router.noise is None
-        and not (layer.training and router._spec.selection_bias is not None)  # counts the choices
         and experts.num_experts == router.num_experts
         and experts.implementation == router.implementation
         and experts.local_share is None
@@ -77,10 +77,13 @@ def compute_whole(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> Tensor:  # [T, D]
-    """Compute the sum of the experts' outputs. Hooks that only watch the router's choice get it afterwards."""
+    """Compute the sum of the experts' outputs, and count the choices for a selection bias. Hooks that only watch the
+    router's choice get it afterwards."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     assert isinstance(router, TopKRouter) and isinstance(experts, GroupedExperts)
     made = experts.route_and_compute(tokens, router)
+    if layer.training and router._spec.selection_bias is not None:
+        router.count(differences(made.offsets))
     for hook in router._forward_hooks.values():
         hook(router, (tokens,), made)
     return made.out

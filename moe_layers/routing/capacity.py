@@ -135,13 +135,13 @@ def layer_routing(
     """Return the routing of a forward with its counts, which come from `offsets` where they are given."""
 
     def count(experts: Tensor) -> Tensor:  # [E] int32
-        return _differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)
+        return differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)
 
     return LayerRouting(
         slots.topk_experts,
         slots.topk_weights,
         slots.logits,
-        tokens_per_expert=count(slots.topk_experts) if offsets is None else _differences(offsets),
+        tokens_per_expert=count(slots.topk_experts) if offsets is None else differences(offsets),
         chosen_experts=slots.chosen_experts,
         chosen_per_expert=None if slots.chosen_experts is None else count(slots.chosen_experts),
         token_mask=info.token_mask,
@@ -149,7 +149,10 @@ def layer_routing(
     )
 
 
-def _differences(offsets: Tensor) -> Tensor:
+def differences(
+    offsets: Tensor,  # [E]
+) -> Tensor:  # [E]
+    """Return the number of rows of each expert."""
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
