@@ -2,7 +2,7 @@
 
     OTHER_TRANSFORMERS=DIR python -m pytest --all tests/serving/test_export.py
 
-also reads it with the transformers that `pip install --target DIR` put into a folder, and reads here what that one wrote.
+also reads it with the transformers in a folder of `pip install --target DIR`, and reads here what that one wrote.
 """
 
 import copy
