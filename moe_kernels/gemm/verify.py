@@ -194,6 +194,8 @@ def _of_block_scaled_gemm(args: BlockScaledGemmArguments, first: int) -> Iterato
 
 
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
+    if args.accumulate:  # the summand is overwritten
+        return
     bounds = _bounds(args, args.num_rows)
     for group in _sampled(len(args.out), first):
         rows = slice(bounds[group], bounds[group + 1])
