@@ -11,12 +11,13 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]  # optional
 
-from .frameworks import check_version, enable_whole
+from .frameworks import enable_whole
 from .transformers.experts_forward import NAME
+from .versions import ENABLE, check_version
 
 __all__ = ["MoELayersPlugin"]
 
-check_version("axolotl", "0.19")
+check_version("axolotl", "0.19", ENABLE)
 _LOG = logging.getLogger(__name__)
 _KERNELS = ("use_scattermoe", "use_sonicmoe", "expert_backend")  # of axolotl's own KernelsPlugin
 

@@ -1,8 +1,7 @@
-"""What the modules of training frameworks share: versions, and models whose experts are all computed here."""
+"""Models of training frameworks, whose experts are all computed here."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
@@ -11,16 +10,6 @@ from ..checks import first_three
 from .transformers import EnableReport, disable, enable
 from .transformers.experts_forward import ATTRIBUTE
 from .transformers.replaced_forwards import has_other_forward
-
-
-def check_version(package: str, *tested: str) -> None:
-    """Raise ImportError unless the installed version begins with a tested one, such as "0.19"."""
-    got = version(package)
-    if not any(got == known or got.startswith(f"{known}.") for known in tested):
-        raise ImportError(
-            f"moe_layers: {package} must be {' or '.join(tested)}, which its tests know, got {got}; with another one "
-            "call moe_layers.integrations.transformers.enable(model) after the model is loaded"
-        )
 
 
 def enable_whole(owner: str, model: nn.Module) -> EnableReport:

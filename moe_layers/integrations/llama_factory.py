@@ -15,11 +15,12 @@ from llamafactory.v1.plugins.model_plugins.kernels.interface import (  # pyright
     KernelPlugin,
 )
 
-from .frameworks import check_version, enable_whole
+from .frameworks import enable_whole
+from .versions import ENABLE, check_version
 
 __all__ = ["enable_experts"]
 
-check_version("llamafactory", "0.9.5")
+check_version("llamafactory", "0.9.5", ENABLE)
 _LOG = logging.getLogger(__name__)
 
 

@@ -8,9 +8,9 @@ transformers then loads the model with these experts. It refuses models whose ex
 
 from __future__ import annotations
 
-from .frameworks import check_version
 from .transformers.experts_forward import NAME
+from .versions import ENABLE, check_version
 
 __all__ = ["NAME"]
 
-check_version("ms-swift", "4.6")
+check_version("ms-swift", "4.6", ENABLE)

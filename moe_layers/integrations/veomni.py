@@ -22,11 +22,11 @@ from veomni.ops.kernels import moe  # pyright: ignore[reportMissingImports]
 
 from moe_kernels import Activation, fused_experts, sort_by_expert
 
-from .frameworks import check_version
+from .versions import ENABLE, check_version
 
 __all__ = ["fused_moe_forward"]
 
-check_version("veomni", "0.1")
+check_version("veomni", "0.1", ENABLE)
 NAME = "moe_layers"
 
 

@@ -108,7 +108,7 @@ def install(name, monkeypatch, version=None):
                 vars(made).update(contents)
             if end == len(parts) or not isinstance(sys.modules.get(made.__name__), ModuleType):
                 monkeypatch.setitem(sys.modules, made.__name__, made)
-    known = importlib.import_module("moe_layers.integrations.frameworks")
+    known = importlib.import_module("moe_layers.integrations.versions")
     monkeypatch.setattr(known, "version", {distribution: version or tested}.__getitem__)
     monkeypatch.delitem(sys.modules, ours, raising=False)
     module = importlib.import_module(ours)
