@@ -21,7 +21,10 @@ from torchtitan.models.common.moe import (  # pyright: ignore[reportMissingImpor
     MoE,
     RoutedExperts,
 )
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # pyright: ignore[reportMissingImports]
+from torchtitan.models.common.token_dispatcher import (  # pyright: ignore[reportMissingImports]
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
 
 from moe_kernels import Activation, apply_activation, fused_experts, grouped_gemm, sort_by_expert
 
@@ -73,6 +76,13 @@ class FusedRoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         pass
 
+    @property
+    def is_local(self) -> bool:
+        """Return whether the dispatcher only reorders: the plain one, or the usual one without a mesh for experts."""
+        dispatcher = self.token_dispatcher
+        local = type(dispatcher) is AllToAllTokenDispatcher and dispatcher.ep_mesh is None
+        return local or type(dispatcher) is LocalTokenDispatcher
+
     def forward(
         self,
         x_BLD: Tensor,
@@ -80,7 +90,7 @@ class FusedRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:  # [B, L, D]
-        if type(self.token_dispatcher) is not LocalTokenDispatcher:
+        if not self.is_local:
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         tokens, weights = x_BLD.flatten(0, 1), topk_scores_BLK.flatten(0, 1).float()
         w_up, w_down = self.inner_experts.weights(tokens.dtype)

@@ -216,7 +216,7 @@ def _add(name: str, weight: Tensor, changes: list[LowRank]) -> Tensor:
 def _factors(name: str, change: LowRank) -> tuple[Tensor, Tensor]:  # [E, rows, r] and [E, r, columns]
     wrapper, adapter = change
     a, b = (_whole(name, factor[adapter].weight) for factor in (wrapper.lora_A, wrapper.lora_B))
-    if type(wrapper).__name__ != "ParamWrapper":
+    if type(wrapper).__name__ != "ParamWrapper" or wrapper.num_experts == 1:
         return b.unsqueeze(0), a.unsqueeze(0)
     a = a.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
     b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]

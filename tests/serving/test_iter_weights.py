@@ -140,6 +140,14 @@ def test_adapters_are_added_and_stay(mark, tmp_path):
         torch.testing.assert_close(tensor, before[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
+def test_an_adapted_parameter_of_two_axes(tmp_path):
+    """PEFT's wrapper of parameters then computes B A, as for a linear layer: here of the router."""
+    model = adapt(build("qwen3_moe", dtype=torch.float64), lora(targets=["mlp.gate.weight"]))
+    expected = saved(copy.deepcopy(model).merge_and_unload(), tmp_path)
+    for name, tensor in iter_weights(model):
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
 def test_bfloat16_sums_are_rounded_once():
     model = adapt(build("qwen3_moe", dtype=torch.bfloat16), lora())
     wide = copy.deepcopy(model).double().merge_and_unload()
