@@ -49,6 +49,7 @@ import torch
 from torch import Tensor, nn
 
 from .moe_kernels.experts.fused import compute_chosen
+from .moe_kernels.runtime.pytorch import called_while_traced
 from .moe_kernels.types import ExpertWeights
 from .recognition import recognise_gated, recognise_plain
 
@@ -57,8 +58,7 @@ _ACTIVATION = "_moe_layers_activation"  # of an experts module, from its first c
 
 def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
     """Compute an experts module of transformers from `gate_up_proj` or `up_proj`, `down_proj` and their biases."""
-    if not hasattr(experts, _ACTIVATION):
-        setattr(experts, _ACTIVATION, _recognise(experts))
+    _recognise_once(experts)
     gated = getattr(experts, "has_gate", True)
     name = "gate_up_proj" if gated else "up_proj"
     up, down = getattr(experts, name), experts.down_proj
@@ -72,14 +72,18 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
     return compute_chosen(hidden_states, top_k_index.int(), weights, parts, activation=activation)
 
 
-@torch.compiler.disable
-def _recognise(experts):
+@called_while_traced
+def _recognise_once(experts):
+    if hasattr(experts, _ACTIVATION):
+        return
     if getattr(experts, "has_post_expert_norm", False):
         raise ValueError("MoEExperts: experts must have no norm behind them, got post_expert_norm")
     if getattr(experts, "has_gate", True):
         interleaved = not getattr(experts, "is_concatenated", True)
-        return recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
-    return recognise_plain(experts, experts.act_fn)
+        activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
+    else:
+        activation = recognise_plain(experts, experts.act_fn)
+    setattr(experts, _ACTIVATION, activation)
 
 
 class MoEExperts(nn.Module):

@@ -103,6 +103,26 @@ def test_kernelize(model_type, training, folder, device):
         kind.forward = before
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_compiled_without_graph_breaks(called_before, folder, device):
+    kernels = pytest.importorskip("kernels", minversion="0.12", reason="kernels is not installed")
+    from .models import build
+
+    experts = build("qwen3_moe", device).model.layers[0].mlp.experts
+    tokens = torch.randn(6, experts.hidden_dim, device=device, requires_grad=True)
+    ids = torch.rand(6, experts.num_experts, device=device).topk(2).indices
+    weights = torch.rand(6, 2, device=device)
+    expected = experts(tokens, ids, weights)
+    layer = kernels.LocalLayerRepository(folder, layer_name="MoEExperts").load()
+    experts.forward = layer.forward.__get__(experts)
+    if called_before:
+        experts(tokens, ids, weights)
+    out = torch.compile(experts, backend="aot_eager", fullgraph=True)(tokens, ids, weights)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    out.sum().backward()
+    assert tokens.grad.any() and experts.down_proj.grad.any()
+
+
 def test_bad_input(tmp_path, capsys):
     for arguments in (["--name", "Not-Lower"], ["--version", "0"]):
         with pytest.raises(SystemExit):
