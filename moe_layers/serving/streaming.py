@@ -212,7 +212,8 @@ def _check_all_here(name: str, tensor: Tensor, config: Any) -> None:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return
-    expected, _ = architecture.expert_sizes(read_config(config.to_dict(), 0))
+    number = next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    expected, _ = architecture.expert_sizes(read_config(config.to_dict(), number))
     if len(tensor) < expected:
         raise ValueError(
             f"iter_weights: {name} must hold all {expected} experts, got {len(tensor)}; those of other ranks must be "

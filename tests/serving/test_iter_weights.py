@@ -1,6 +1,7 @@
 """`iter_weights` of transformers models: names and values of `save_pretrained`, and what an engine makes of them."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_layers.serving import iter_weights
+from moe_layers.serving.streaming import _check_all_here
 
 from ..tiers import default_tier
 
@@ -54,7 +56,19 @@ def test_names_and_values_are_those_of_save_pretrained(model_type, tmp_path):
     model = build(model_type)
     pairs = list(iter_weights(model))
     assert len(dict(pairs)) == len(pairs)
-    assert_same(dict(pairs), saved(model, tmp_path))
+    expected = saved(model, tmp_path)
+    assert_same(dict(pairs), expected)
+    assert_same(dict(iter_weights(type(model).from_pretrained(tmp_path))), expected)
+
+
+def test_layers_may_have_different_numbers_of_experts():
+    values = {"model_type": "hunyuan_v1_moe", "num_experts": [4, 2], "intermediate_size": 8, "moe_topk": 1}
+    config = SimpleNamespace(model_type="hunyuan_v1_moe", to_dict=lambda: values)
+    for layer, number in enumerate(values["num_experts"]):
+        name = f"model.layers.{layer}.mlp.experts.down_proj"
+        _check_all_here(name, torch.empty(number, 8, 8), config)
+        with pytest.raises(ValueError, match=rf"layers.{layer}\S* must hold all {number} experts, got {number - 1}"):
+            _check_all_here(name, torch.empty(number - 1, 8, 8), config)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
