@@ -3,6 +3,7 @@
 The sampler runs in bfloat16 with a cache, as an inference engine does, and returns the experts of each token. The
 trainer runs in float32 on whole sequences. Without replay, it sends some tokens to other experts than the sampler did,
 and its log-probabilities of the samples are off by more than rounding. With replay, it uses the sampler's experts.
+After each step it sends its weights under the names that the loader of vLLM takes.
 
     python examples/grpo_routing_replay.py             # less than half a minute on one CPU core
     python examples/grpo_routing_replay.py --steps 5
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +29,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from moe_layers import RoutingReplay
 from moe_layers.integrations.transformers import enable
+from moe_layers.serving import iter_weights, pack
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Settings:
     top_k: int = 4
     learning_rate: float = 1e-3
     clip: float = 0.2
+    bucket_bytes: int = 1 << 20  # of weights that are sent together
     seed: int = 0
 
 
@@ -127,6 +134,25 @@ def sample(sampler: Any, settings: Settings, prompts: Tensor, mask: Tensor) -> S
     return Samples(tokens, mask, log_probs, routed_experts)
 
 
+@torch.no_grad()
+def load_weights(sampler: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights as an engine's loader does: experts by their number, others by name. Rounds to the sampler's dtype.
+
+    With vLLM or SGLang, their own `load_weights` takes its place.
+    """
+    parameters = dict(sampler.named_parameters())
+    for name, tensor in weights:
+        if match := _EXPERT.fullmatch(name):
+            experts, number, projection = match[1], int(match[2]), match[3]
+            if projection == "down":
+                parameters[f"{experts}.down_proj"][number].copy_(tensor)
+            else:
+                gate, up = parameters[f"{experts}.gate_up_proj"][number].chunk(2)
+                (gate if projection == "gate" else up).copy_(tensor)
+        else:
+            parameters[name].copy_(tensor)
+
+
 def log_probs_of(model: Any, samples: Samples) -> Tensor:  # [B, new_tokens]
     logits = model(input_ids=samples.tokens, attention_mask=samples.mask, use_cache=False).logits.float()
     log_probs = logits[:, :-1].log_softmax(-1).gather(2, samples.tokens[:, 1:, None])[..., 0]
@@ -176,7 +202,8 @@ def train(settings: Settings, device: str, *, replay: bool = True, implementatio
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     steps = []
     for step in range(settings.steps):
-        sampler.load_state_dict(trainer.state_dict())  # rounds the weights
+        for bucket in pack(iter_weights(trainer, "vllm"), settings.bucket_bytes):  # each could be one broadcast
+            load_weights(sampler, bucket.unpack())
         samples = sample(sampler, settings, *draw_prompts(settings, step, device))
         record = RoutingReplay.from_rollouts(trainer, samples.routed_experts, attention_mask=samples.mask)
         comparison = compare(trainer, samples, record)

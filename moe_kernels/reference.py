@@ -258,12 +258,14 @@ def grouped_gemm_wgrad(
     *,
     out: Tensor | None = None,  # [G, K, N]
     out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
 ) -> Tensor:  # [G, K, N]
     out_dtype = out_dtype or (a.dtype if out is None else out.dtype)
     dtype = torch.promote_types(a.dtype, out_dtype)
     *a_groups, _ = _split_groups(a.to(dtype), offsets)
     *dout_groups, _ = _split_groups(dout.to(dtype), offsets)
-    matrices = torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)]).to(out_dtype)
+    matrices = torch.stack([a_g.T @ dout_g for a_g, dout_g in zip(a_groups, dout_groups, strict=True)])
+    matrices = (matrices + out if accumulate and out is not None else matrices).to(out_dtype)
     return matrices if out is None else out.copy_(matrices)
 
 

@@ -1,6 +1,7 @@
 """Commands of this project:
 
     python -m moe_layers.checkpoint    inspect, convert, repair and merge checkpoints, and LoRA of experts
+    python -m moe_layers.integrations.hub_kernel   write a kernel for the Hugging Face Hub
     python -m moe_kernels              explain which kernels run, tune tables, show and verify them
 
 `--help` after a command lists its options.

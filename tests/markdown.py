@@ -2,8 +2,8 @@
 
 Blocks share their names and the current folder. `python` blocks run. `pycon` blocks are sessions whose output,
 including errors, must equal that on the page. Of `sh` blocks, only commands run that need neither network nor much
-time. After the line `<!-- needs: gpu -->` a block runs only where there is a GPU, after `<!-- needs: peft -->` or
-`<!-- needs: bitsandbytes -->` only where that package is installed.
+time. `yaml` blocks are read by tests of what they configure. After the line `<!-- needs: gpu -->` a block runs only
+where there is a GPU, and after a line with the name of a package, `<!-- needs: peft -->`, only where it is installed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-LANGUAGES = ("python", "pycon", "sh")
+LANGUAGES = ("python", "pycon", "sh", "yaml")
 # A command that starts with one of these runs; other commands are only checked.
 QUICK = (
     "python -m moe_kernels explain",
     "python -m moe_layers.checkpoint",
     "python -m tests.fuzz",
 )
-NEEDS = re.compile(r"<!-- needs: (gpu|peft|bitsandbytes) -->")
+NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replace
 
 
 class Block(NamedTuple):
     language: str
-    needs: str  # "gpu", "peft", "bitsandbytes" or nothing
+    needs: str  # "gpu", the name of a package, or nothing
     text: str
     line: int  # line of its first line in the page, from 1
 
@@ -98,7 +98,7 @@ def run_page(page: Path) -> None:
             exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), names)
         elif block.language == "pycon":
             run_session(page, block, names)
-        else:
+        elif block.language == "sh":
             for command in filter(is_quick, commands_of(block)):
                 subprocess.run([sys.executable, *command.words[1:]], check=True)
 

@@ -316,7 +316,8 @@ class GroupedGemmArguments(Arguments):
 @with_launch_key
 @dataclass(eq=False)
 class WgradArguments(Arguments):
-    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros.
+    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros, or stays as it is with
+    `accumulate`.
 
     Shapes: A [R, K] or [T, K], dout [R, N] or [T, N], out [G, K, N], offsets [G] int32, a_row_to_token [R] int32,
     dout_row_to_token [R] int32.
@@ -335,6 +336,7 @@ class WgradArguments(Arguments):
     tile_table: TileTable | None = None
     epilogue: str | None = None  # always None: no kernel applies an epilogue to a gradient
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
+    accumulate: bool = False  # add to out
 
     @property
     def num_rows(self) -> int:
@@ -343,7 +345,7 @@ class WgradArguments(Arguments):
     def selection_key(self) -> tuple[Any, ...]:
         gathers = index_form(self.a_row_to_token), index_form(self.dout_row_to_token)
         num_rows = self.num_rows
-        form = *gathers, self.epilogue, num_rows == 0
+        form = *gathers, self.epilogue, num_rows == 0, self.accumulate
         sizes = self.out.shape
         return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
 

@@ -219,6 +219,8 @@ def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> It
 
 
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
+    if args.accumulate:  # the summand is overwritten
+        return
     bounds = _bounds(args, args.num_rows)
     for group in _sampled(len(args.out), first):
         rows = slice(bounds[group], bounds[group + 1])

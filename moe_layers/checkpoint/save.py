@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,28 +52,65 @@ def save_layer(
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
     kept = module.experts.w_up if isinstance(module.experts.w_up, QuantizedExperts) else None
+    target = layout_to_write(module, layout, kept)
+    _check_holds_all(module, config.num_experts)
+    if module.experts.lora is not None:
+        names = first_three(map(repr, sorted(module.experts.lora)))
+        raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters [{names}]")
+    prefix = prefix_of(module)
+    check_names(prefix, target)
+    writer = ShardWriter(directory, max_shard_bytes)
+    state: dict[str, Tensor | QuantizedExperts] = dict(module.state_dict())
+    if kept is not None:
+        state |= {"experts.w_up": kept, "experts.w_down": module.experts.w_down}
+    for name, tensor in layer_tensors(module, state, target, prefix):
+        writer.add(name, tensor.cpu())
+    values = {"model_type": OWN_MODEL_TYPE, **config.to_dict()} if source is None else source.config
+    values = without_quantization(values) if kept is None else with_quantization(values, kept.format, kept.dtype)
+    writer.finish({**values, RECORD: target.name})
+
+
+def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
+    """Return the layout of a name, by default that of the layer's source.
+
+    Args:
+        kept: a weight of the experts, if they are written as they are stored.
+
+    Raises:
+        ValueError: it is unknown, or has no place for these experts.
+    """
+    config: MoEConfig = module.config
+    source: CheckpointSource | None = module.checkpoint_source
     encoding = "" if kept is None else kept.format.name
     if layout is None:
         layout = source.layout if source is not None else "per_expert"
         if layout == "mxfp4" and encoding != "mxfp4":
             layout = "per_expert"
     target = find_layout(layout, gated=config.is_gated, bias=config.bias, encoding=encoding)
-    _check_holds_all(module, config.num_experts)
     if kept is not None:
         check_writable(target, kept.format, _sizes(config))
-    if module.experts.lora is not None:
-        names = first_three(map(repr, sorted(module.experts.lora)))
-        raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters [{names}]")
-    prefix = source.prefix if source is not None else "model.layers.0.mlp."
-    check_names(prefix, target)
-    state = module.state_dict()
-    writer = ShardWriter(directory, max_shard_bytes)
-    _add_others(writer, state, source, prefix)
-    _add_shared_expert(writer, state, source, prefix, config)
-    _add_experts(writer, module, state, target, prefix)
-    values = {"model_type": OWN_MODEL_TYPE, **config.to_dict()} if source is None else source.config
-    values = without_quantization(values) if kept is None else with_quantization(values, kept.format, kept.dtype)
-    writer.finish({**values, RECORD: layout})
+    return target
+
+
+def prefix_of(module: Any, default: str = "model.layers.0.mlp.") -> str:
+    """Return the prefix of the layer's tensors: that of its source, or a default."""
+    source: CheckpointSource | None = module.checkpoint_source
+    return source.prefix if source is not None else default
+
+
+def layer_tensors(
+    module: Any, state: Mapping[str, Tensor | QuantizedExperts], target: Layout, prefix: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a layer under the names of a checkpoint, contiguous, one at a time.
+
+    Args:
+        state: the state dict of the layer with whole tensors, and weights of experts that stay quantised.
+        target: layout of the experts.
+    """
+    source: CheckpointSource | None = module.checkpoint_source
+    yield from _others(state, source, prefix)
+    yield from _shared_expert(state, source, prefix, module.config)
+    yield from _experts(module, state, target, prefix)
 
 
 def _check_holds_all(module: Any, num_experts: int) -> None:
@@ -86,48 +124,49 @@ def _check_holds_all(module: Any, num_experts: int) -> None:
         )
 
 
-def _add_others(writer: ShardWriter, state: dict[str, Tensor], source: CheckpointSource | None, prefix: str) -> None:
-    """Add all tensors except the matrices of the experts and of the shared expert."""
+def _others(state: Mapping[str, Any], source: CheckpointSource | None, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors except the matrices of the experts and of the shared expert."""
     for parameter in OTHER_NAMES:
         if parameter in state:
-            tensor = state[parameter].cpu().contiguous()
+            tensor = state[parameter].contiguous()
             if source is None:
-                writer.add(prefix + OTHER_NAMES[parameter][0], tensor)
+                yield prefix + OTHER_NAMES[parameter][0], tensor
             else:
-                writer.add(source.names[parameter], tensor.reshape(source.shapes[parameter]))
+                yield source.names[parameter], tensor.reshape(source.shapes[parameter])
 
 
-def _add_shared_expert(
-    writer: ShardWriter, state: dict[str, Tensor], source: CheckpointSource | None, prefix: str, config: MoEConfig
-) -> None:
+def _shared_expert(
+    state: Mapping[str, Any], source: CheckpointSource | None, prefix: str, config: MoEConfig
+) -> Iterator[tuple[str, Tensor]]:
     if config.shared_d_ff is None:
         return
     gated, sizes = config.shared_is_gated, Sizes(1, config.shared_d_ff, config.d_model)
     for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
-        writer.add(key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated))
+        yield key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated)
 
 
 def _sizes(config: MoEConfig) -> Sizes:
     return Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
 
 
-def _add_experts(writer: ShardWriter, module: Any, state: dict[str, Tensor], target: Layout, prefix: str) -> None:
+def _experts(
+    module: Any, state: Mapping[str, Tensor | QuantizedExperts], target: Layout, prefix: str
+) -> Iterator[tuple[str, Tensor]]:
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
     for key in target.select(bias=config.bias):
-        weight = getattr(module.experts, key.parameter)
+        weight = state[f"experts.{key.parameter}"]
         dotted = key.per_expert and source is not None and source.dotted_scales
         for number in range(config.num_experts) if key.per_expert else (None,):
             name = prefix + key.name.replace("{e}", str(number))
             if not isinstance(weight, QuantizedExperts):
-                parameter = state[f"experts.{key.parameter}"]
-                writer.add(name, _expert_tensor(key, parameter, number, _sizes(config), target.gated))
+                yield name, _expert_tensor(key, weight, number, _sizes(config), target.gated)
                 continue
             for suffix, dtype, matrices in stored_matrices(target, weight):
                 tensor = _expert_tensor(key, matrices, number, _sizes_of(key, matrices, target.gated), target.gated)
                 tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
                 is_dotted = dotted and suffix == "_scale_inv"
-                writer.add(name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor)
+                yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
 
 
 def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:
@@ -145,7 +184,7 @@ def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
 
 @torch.no_grad()
 def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Tensor:
-    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype, device="cpu")
+    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype, device=parameter.device)
     key.disk_parts(tensor).copy_(key.parameter_parts(parameter, gated))
     return tensor
 
@@ -153,7 +192,7 @@ def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Te
 @torch.no_grad()
 def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
     """Return the tensor of one expert, or of all experts if `number` is None."""
-    tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device="cpu")
+    tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device=parameter.device)
     for expert in range(sizes.num_experts) if number is None else (number,):
         rows = key.rows_of_expert(expert, sizes)
         matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]

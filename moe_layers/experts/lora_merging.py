@@ -81,7 +81,7 @@ def merge_lora(
         if projection in new:
             replace_weight(experts, f"w_{projection}", new[projection][0])
         else:
-            _add_product(_local_weight(experts, projection), *_pair(merged, projection), merged.scale)
+            add_adapters(_local_weight(experts, projection), merged, projection)
     remove_lora(layer, names)
     return kept
 
@@ -130,11 +130,11 @@ def _merged_quantized(
     assert isinstance(base, QuantizedExperts)
     if not requantize:
         weight = base.dequantize()
-        _add_product(weight, *_pair(merged, projection), merged.scale)
+        add_adapters(weight, merged, projection)
         return nn.Parameter(weight, requires_grad=False), 1.0
     before = dequantize(base.weight(), torch.float32)
     wanted = before.clone()
-    _add_product(wanted, *_pair(merged, projection), merged.scale)
+    add_adapters(wanted, merged, projection)
     held = QuantizedExperts(quantize(wanted, base.format), base.dtype)
     change = wanted - before
     lost = wanted - dequantize(held.weight(), torch.float32)
@@ -189,9 +189,9 @@ def _local_weight(experts: Any, projection: str) -> Tensor:
     return (weight if experts.local_share is None else experts.local_share(name, weight)).detach()
 
 
-def _add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """weight += scale * b @ a, rounded once. Expert by expert, because the sum is wider than the weight."""
+def add_adapters(weight: Tensor, adapters: ExpertAdapters, projection: str) -> None:
+    """weight += scale * b @ a of a projection, rounded once. Expert by expert: the sum is wider than the weight."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in (a, b))
+    a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in _pair(adapters, projection))
     for expert, matrix in enumerate(weight):
-        matrix.copy_(torch.addmm(matrix.to(dtype), b[expert], a[expert], alpha=scale))
+        matrix.copy_(torch.addmm(matrix.to(dtype), b[expert], a[expert], alpha=adapters.scale))

@@ -8,6 +8,7 @@ import torch
 
 from moe_layers import RoutingReplay
 from moe_layers.integrations.transformers import enable
+from moe_layers.serving import iter_weights, pack
 
 from . import examples  # noqa: F401  # puts the examples on the path
 
@@ -37,6 +38,16 @@ def test_equal_numerics_have_no_gap():
     comparison = example.compare(model, samples, record)
     assert comparison.other_experts == 0.0
     assert comparison.gap == comparison.replayed_gap < 1e-5
+
+
+def test_the_sampler_gets_the_weights_of_the_trainer():
+    settings = example.Settings(num_layers=2)
+    trainer = example.make_model(settings, "cpu")
+    sampler = example.make_model(example.Settings(num_layers=2, seed=1), "cpu").to(torch.bfloat16)
+    for bucket in pack(iter_weights(trainer, "vllm"), 1000, checksums=True):
+        example.load_weights(sampler, bucket.unpack())
+    for name, parameter in trainer.named_parameters():
+        assert torch.equal(sampler.get_parameter(name), parameter.bfloat16()), name
 
 
 def test_advantages_are_relative_to_the_group():

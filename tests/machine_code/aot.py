@@ -106,7 +106,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     Forms: "plain" has ordinary sizes. "other" stores B as [G, N, K] or gathers the other operand, if the kernel allows
     it. "eights" has sizes that are multiples of 8 only, without telling the compiler. "full" has every optional operand
     and a float32 result. "bias" and "float32_bias" have only a bias. "offsets" is "float32_bias" with offsets instead
-    of a tile table. "extra" has only the second pair of operands.
+    of a tile table. "extra" has only the second pair of operands. "accumulate" adds to a float32 result.
     """
     if kernel.arguments_class is GroupedGemmListArguments:
         return list_arguments(kernel, form)
@@ -158,12 +158,13 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             **optional,
         )
     dout = torch.empty(num_rows, size_n, dtype=operands.dout.dtype)
-    out = torch.empty(num_groups, size_k, size_n, dtype=operands.out.dtype)
+    accumulate = form == "accumulate"
+    out = torch.empty(num_groups, size_k, size_n, dtype=torch.float32 if accumulate else operands.out.dtype)
     table = mk.reference.tile_table(offsets, num_rows, 128)
     # The form decides if the design does not; warp-specialised kernels gather the narrow side of their tile.
     gathers_dout = transposed or design.tile_shape[0] > design.tile_shape[1]
     gathers = {"dout_row_to_token" if gathers_dout else "a_row_to_token": index} if design.gather else {}
-    return WgradArguments(a, dout, out, tile_table=table, **gathers)
+    return WgradArguments(a, dout, out, tile_table=table, accumulate=accumulate, **gathers)
 
 
 def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
@@ -364,7 +365,7 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
     if kernel.arguments_class is GemmArguments:
         return ("plain",)
     if kernel.arguments_class is WgradArguments:
-        return ("plain", "other") if design.gather and is_bfloat16 else ("plain",)
+        return ("plain", "other" if design.gather else "accumulate") if is_bfloat16 else ("plain",)
     if design.gather:
         return ("plain",)
     return ("plain", "other", "full") if is_bfloat16 else ("plain", "full")

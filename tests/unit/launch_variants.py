@@ -67,6 +67,7 @@ def wgrad_variants():
         "size K": {"A": a[:, :60], "out": out[:, :60]},
         "gather of A": {"a_row_to_token": index},
         "gather of dout": {"dout_row_to_token": index},
+        "accumulation": {"accumulate": True},
         "alignment of a table": {"tile_table": table_of(offsets, 40, 1)},
     }
     return plain, {what: dataclasses.replace(plain, **change) for what, change in changes.items()}

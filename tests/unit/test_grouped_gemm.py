@@ -261,6 +261,27 @@ def test_the_gradient_of_a_stored_weight_takes_the_kernel_of_a_plain_one(dtype, 
     assert selection.select(taken[0]) is selection.select(taken[1])
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_accumulated_gradients_are_added_and_rounded_once(implementation, dtype, out_dtype, device):
+    """Also in a transposed view. An empty group keeps its values."""
+    out_dtype = out_dtype or dtype
+    generator = torch.Generator().manual_seed(0)
+    a, dout = (torch.randn(70, size, generator=generator).to(device, dtype) for size in (40, 24))
+    offsets = torch.tensor([30, 30, 65], dtype=torch.int32, device=device)
+    before = torch.randn(3, 40, 24, generator=generator).to(device, out_dtype)
+    for out in (before.clone(), before.mT.contiguous().mT):
+        returned = grouped_gemm_wgrad(a, dout, offsets, out=out, accumulate=True, implementation=implementation)
+        assert returned is out and torch.equal(out[1], before[1])
+        wide = torch.promote_types(dtype, out_dtype)
+        baseline = (before.to(wide) + reference.grouped_gemm_wgrad(a.to(wide), dout.to(wide), offsets)).to(out_dtype)
+        exact = before.double() + reference.grouped_gemm_wgrad(a.double(), dout.double(), offsets)
+        assert_accurate(out, baseline, exact)
+    with pytest.raises(ValueError, match="grouped_gemm_wgrad: accumulate needs out, got none"):
+        grouped_gemm_wgrad(a, dout, offsets, accumulate=True, implementation=implementation)
+
+
 def test_gradcheck_of_reference():
     a, b, offsets = draw("tail", torch.float64, "cpu")
     a, b = a[:, :3].requires_grad_(), b[:, :3, :2].requires_grad_()

@@ -34,7 +34,7 @@ FLOORS = {
         ["parallel", "integrations"],
         ["checkpoint"],
         ["feed_forward"],
-        ["whole_models"],
+        ["whole_models", "serving"],
         ["__init__"],
         ["__main__"],
     ],

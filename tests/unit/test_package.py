@@ -45,5 +45,7 @@ def test_python_m_moe_layers_names_the_commands(capsys):
     importlib.import_module("moe_layers.__main__").main([])
     printed = capsys.readouterr().out
     for command in re.findall(r"python -m (moe_\S+\.?\w*) +\w", printed):
-        assert importlib.util.find_spec(f"{command}.__main__")
+        spec = importlib.util.find_spec(command)
+        is_package = spec.submodule_search_locations is not None
+        assert not is_package or importlib.util.find_spec(f"{command}.__main__")
     assert "python -m moe_layers.checkpoint" in printed and "python -m moe_kernels" in printed

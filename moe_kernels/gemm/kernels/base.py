@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -136,8 +137,11 @@ class WgradKernel(Kernel):
     """Kernels that compute `WgradArguments`."""
 
     arguments_class = WgradArguments
+    accumulates: ClassVar[bool] = False  # whether it can add to out
 
     def supports_design(self, args: WgradArguments) -> Status:
+        if args.accumulate and not self.accumulates:
+            return Status("accumulate: this kernel overwrites out")
         gather = self.metadata.design.gather
         if (args.a_row_to_token is not None or args.dout_row_to_token is not None) != gather:
             return Status(f"Operand `row_to_token`: this kernel {'needs an' if gather else 'takes no'} index")

@@ -26,12 +26,16 @@ def _wgrad_kernel(
     bounds_ptr,  # [G + 2]
     K,
     N,
+    ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program writes one [BLOCK_K, BLOCK_N] tile of out[g]. Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),)."""
+    """One program writes one [BLOCK_K, BLOCK_N] tile of out[g], or adds to it.
+
+    Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),).
+    """
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (num_k_tiles * num_n_tiles)
@@ -63,11 +67,16 @@ def _wgrad_kernel(
         + k.to(tl.int64)[:, None] * out_strides[1]
         + n.to(tl.int64)[None, :] * out_strides[2]
     )
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+    mask = (k < K)[:, None] & (n < N)[None, :]
+    if ACCUMULATE:
+        total += tl.load(out_ptrs, mask=mask, other=0.0).to(total.dtype)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 class PointerWgrad(WgradKernel):
-    """`out[g] = A[start:end].T @ dout[start:end]`, one program per tile of out."""
+    """`out[g] = A[start:end].T @ dout[start:end]`, or added to it, one program per tile of out."""
+
+    accumulates = True
 
     def launch(self, args: WgradArguments) -> Launch | None:
         if not args.out.numel():
@@ -92,6 +101,7 @@ class PointerWgrad(WgradKernel):
                 size_n,
             ),
             {
+                "ACCUMULATE": args.accumulate,
                 "PRECISION": dot_precision(args.A),
                 "BLOCK_K": block_k,
                 "BLOCK_N": block_n,

@@ -118,6 +118,7 @@ def grouped_gemm_wgrad(
     *,
     out: Tensor | None = None,  # [G, K, N]
     out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
     implementation: str | None = None,
 ) -> Tensor:  # [G, K, N]
     """Return the weight gradient of `grouped_gemm`: each group's `a.T @ dout`, with exact zeros for empty groups.
@@ -130,11 +131,14 @@ def grouped_gemm_wgrad(
     Args:
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
+        accumulate: add to `out`, rounded once, as for a float32 gradient of several backward passes. Default: False.
 
     Raises:
-        ValueError: as for `grouped_gemm`, or the operands are float8.
+        ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` lacks `out`.
     """
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
+    if accumulate and out is None:
+        raise ValueError("grouped_gemm_wgrad: accumulate needs out, got none")
     check_values("grouped_gemm_wgrad", "offsets", offsets, a.shape[0])
     if out is not None:
         check_out("grouped_gemm_wgrad", out, a, dout)
@@ -142,11 +146,13 @@ def grouped_gemm_wgrad(
         with without_autocast(a):
             if is_traced(a):
                 dtype = torch.promote_types(a.dtype, out_dtype)
-                matrices = wgrad_op(a.to(dtype), dout.to(dtype), offsets).to(out_dtype)
+                matrices = wgrad_op(a.to(dtype), dout.to(dtype), offsets)
+                matrices = (matrices + out if accumulate and out is not None else matrices).to(out_dtype)
                 return matrices if out is None else out.copy_(matrices)
-            return reference.grouped_gemm_wgrad(a, dout, offsets, out=out, out_dtype=out_dtype)
+            options = {"out": out, "out_dtype": out_dtype, "accumulate": accumulate}
+            return reference.grouped_gemm_wgrad(a, dout, offsets, **options)
     if out is not None:
-        _wgrad_out_op(a, dout, offsets, out)
+        _wgrad_out_op(a, dout, offsets, out, accumulate)
         return out
     return _wgrad_op(a, dout, offsets, False, out_dtype)
 
@@ -347,14 +353,14 @@ def empty_wgrad(
 
 
 @registered_op("grouped_gemm_wgrad_out", mutates=("out",))
-def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
-    _launch_wgrad(a, dout, offsets, out)
+def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool) -> None:
+    _launch_wgrad(a, dout, offsets, out, accumulate)
 
 
-def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor) -> None:
+def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool = False) -> None:
     # The fastest kernels write rows, so a transposed result gets the transposed product.
     operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
-    selection.run(WgradArguments(*operands, offsets=offsets))
+    selection.run(WgradArguments(*operands, offsets=offsets, accumulate=accumulate))
 
 
 @registered_op("grouped_gemm_wgrad")

@@ -1,0 +1,40 @@
+"""Models of training frameworks, whose experts are all computed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..checks import first_three
+from .transformers import EnableReport, disable, enable
+from .transformers.experts_forward import ATTRIBUTE
+from .transformers.replaced_forwards import has_other_forward
+
+
+def enable_whole(owner: str, model: nn.Module) -> EnableReport:
+    """Enable a model whose experts no other kernel computes.
+
+    Raises:
+        ValueError: a forward of the experts, or of a block around them, was replaced. The model is then not enabled.
+    """
+    report = enable(model)
+    replaced = [
+        name
+        for name, module in model.named_modules()
+        if any(ATTRIBUTE in vars(part) for part in (module, *module.children())) and _is_replaced(module)
+    ]
+    if replaced:
+        disable(model)
+        raise ValueError(
+            f"{owner}: no other kernel may compute the experts, got replaced forwards of {first_three(replaced)}; "
+            "switch the framework's own MoE kernels off"
+        )
+    return report
+
+
+def _is_replaced(module: Any) -> bool:
+    forward = vars(module).get("forward")
+    while hasattr(forward, "__wrapped__"):  # hooks of accelerate
+        forward = forward.__wrapped__
+    return getattr(forward, "__func__", None) is not type(module).forward and has_other_forward(module)

@@ -1,0 +1,40 @@
+"""LLaMA-Factory: the kernel plugin "moe_layers" of its version 1 of the trainers (USE_V1=1).
+
+kernel_config:
+  name: moe_layers
+
+The process that trains must import this module first.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from llamafactory.v1.plugins.model_plugins.kernels.interface import (  # pyright: ignore[reportMissingImports]  # optional
+    KernelPlugin,
+)
+
+from .frameworks import enable_whole
+from .versions import ENABLE, check_version
+
+__all__ = ["enable_experts"]
+
+check_version("llamafactory", "0.9.5", ENABLE)
+_LOG = logging.getLogger(__name__)
+
+
+@KernelPlugin("moe_layers").register()
+def enable_experts(model: Any, include_kernels: Any = None) -> Any:
+    """Enable the model, and return it.
+
+    Args:
+        include_kernels: has no meaning here; LLaMA-Factory passes it to every kernel plugin.
+
+    Raises:
+        ValueError: the model holds experts that are not supported, or a kernel of LLaMA-Factory replaced their forward.
+    """
+    if include_kernels not in (None, False):
+        raise ValueError(f"moe_layers: kernel_config must have no include_kernels, got {include_kernels!r}")
+    _LOG.info("%s", enable_whole("moe_layers", model))
+    return model

@@ -1,0 +1,16 @@
+"""ms-swift: makes `--experts_impl moe_layers` known.
+
+    echo "import moe_layers.integrations.ms_swift" > plugin.py
+    swift sft --experts_impl moe_layers --external_plugins plugin.py ...
+
+transformers then loads the model with these experts. It refuses models whose experts have no interface.
+"""
+
+from __future__ import annotations
+
+from .transformers.experts_forward import NAME
+from .versions import ENABLE, check_version
+
+__all__ = ["NAME"]
+
+check_version("ms-swift", "4.6", ENABLE)

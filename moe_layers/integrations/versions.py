@@ -1,0 +1,15 @@
+"""Versions of other packages that the tests know."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+
+def check_version(package: str, tested: str, cure: str) -> None:
+    """Raise ImportError unless the installed version is the tested one, or begins with it, as 0.19.2 with 0.19."""
+    got = version(package)
+    if got != tested and not got.startswith(f"{tested}."):
+        raise ImportError(f"moe_layers: {package} must be {tested}, which its tests know, got {got}; {cure}")
+
+
+ENABLE = "call moe_layers.integrations.transformers.enable(model) after the model is loaded"

@@ -1,0 +1,103 @@
+"""Groups of weights in one buffer of bytes each, to be sent by one broadcast."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_positive
+
+_ALIGNMENT = 16  # bytes; any dtype may be viewed there
+
+
+class Entry(NamedTuple):
+    """The place of a tensor in a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # byte in the buffer
+    checksum: int | None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights that are sent together: the entries as a Python object, the buffer as one tensor.
+
+    Attributes:
+        entries: name, dtype, shape, place and, if asked for, checksum of each weight.
+        buffer: [bytes] uint8, on the device of the weights.
+    """
+
+    entries: tuple[Entry, ...]
+    buffer: Tensor
+
+    def unpack(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor, a view of the buffer.
+
+        Raises:
+            ValueError: a tensor has another checksum than its entry.
+        """
+        for entry in self.entries:
+            num_bytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+            tensor = self.buffer[entry.start : entry.start + num_bytes].view(entry.dtype).view(entry.shape)
+            if entry.checksum is not None and (got := checksum(tensor)) != entry.checksum:
+                raise ValueError(f"unpack: {entry.name} must have the checksum {entry.checksum}, got {got}")
+            yield entry.name, tensor
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes in row-major order. Copies the tensor to the host."""
+    return zlib.crc32(_bytes(tensor).cpu().numpy().data)
+
+
+def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, checksums: bool = False) -> Iterator[Bucket]:
+    """Yield the weights in their order, in buckets of at most `max_bytes`. A larger tensor has a bucket of its own.
+
+    Memory holds one bucket, and the tensors that it was made from.
+
+    Args:
+        checksums: also store the checksum of each tensor, which `Bucket.unpack` compares.
+
+    Raises:
+        ValueError: `max_bytes` is not positive.
+    """
+    check_positive("pack", max_bytes=max_bytes)
+    return _buckets(weights, max_bytes, checksums)
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int, checksums: bool) -> Iterator[Bucket]:
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if held and (size + _padded(tensor) > max_bytes or tensor.device != held[0][1].device):
+            yield _bucket(held, checksums)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += _padded(tensor)
+    if held:
+        yield _bucket(held, checksums)
+
+
+def _bucket(held: list[tuple[str, Tensor]], checksums: bool) -> Bucket:
+    entries, start = [], 0
+    buffer = torch.empty(sum(_padded(tensor) for _, tensor in held), dtype=torch.uint8, device=held[0][1].device)
+    for name, tensor in held:
+        buffer[start : start + tensor.nbytes] = _bytes(tensor)
+        crc = checksum(tensor) if checksums else None
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start, crc))
+        start += _padded(tensor)
+    return Bucket(tuple(entries), buffer)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,256 @@
+"""Weights of a model under the names that an inference engine loads, one layer in memory at a time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import ARCHITECTURES, read_config
+from ..checkpoint.blocks import Block, check_names, find_blocks, matching_layouts
+from ..checkpoint.layouts import Layout, find_layout
+from ..checkpoint.save import layer_tensors, layout_to_write, prefix_of
+from ..checks import check_kind
+from ..experts.lora import active_adapters, joined
+from ..experts.lora_merging import add_adapters
+from ..experts.quantized import QuantizedExperts
+from .engines import check_engine, check_layout, engine_layout
+from .values import LayerValue, Reader, Value, gathered, whole_layer
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the module
+_SCALES = "_scale_inv"
+
+
+def iter_weights(
+    model: nn.Module, layout: str = "huggingface", *, keep_quantized: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of all weights, for `load_weights` of an inference engine.
+
+    The model may be one of transformers, enabled or not, or any module with `MoEFeedForward` layers. It may be sharded
+    by FSDP2 or expert parallelism: then all ranks must iterate, in step, and each gets the whole tensors. Active LoRA
+    adapters are added, in float32, and rounded once; the model keeps them. Weights in FP8, MXFP4 or 4 bits are
+    dequantised. Tied weights come once.
+
+    Memory holds one layer beyond the model, or less where tensors are views of its parameters. A tensor is valid until
+    the model changes. An engine that loads asynchronously needs copies, as `pack` makes them.
+
+    Args:
+        layout: "huggingface" (default): the names that `save_pretrained` writes. "vllm" or "sglang": the same, once it
+            is checked that the engine loads this architecture's experts so: per expert (most models) or packed.
+        keep_quantized: yield FP8 and MXFP4 as they are stored, numbers and scales, for an engine whose configuration
+            names this quantisation. Default: False.
+
+    Raises:
+        ValueError: the layout is unknown, or the engine has no loader for this architecture; the model holds a
+            transformers model below other modules; experts or tensors are missing here; an adapter is not plain LoRA;
+            or weights are in another quantised format.
+    """
+    check_kind("iter_weights", "model", model, nn.Module)
+    check_layout(layout)
+    root = _unwrapped(model)
+    config = _config_of(root)
+    if layout != "huggingface" and config is not None:
+        engine_layout(layout, config.model_type)
+    return _Stream(root, config, layout, Reader(keep_quantized, _dtype_of(root))).tensors()
+
+
+class _Stream:
+    def __init__(self, root: Any, config: Any, layout: str, reader: Reader):
+        self.root, self.config, self.layout, self.reader = root, config, layout, reader
+        self.names = None if config is None else _naming(root)
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        ignored = tuple(map(re.compile, getattr(self.root, "_keys_to_ignore_on_save", None) or ()))
+        values = (v for v in self.reader.values(self.root) if not any(pattern.search(v.name) for pattern in ignored))
+        for _, group in itertools.groupby(values, lambda value: _LAYER.match(f"{value.name}.")[0]):  # pyright: ignore[reportOptionalSubscript]  # matches all
+            layers, plain = [], []
+            for value in group:
+                (layers if isinstance(value, LayerValue) else plain).append(value)
+            for name, tensor in itertools.chain(self._of_model(plain), *map(self._of_layer, layers)):
+                yield name, tensor.contiguous()
+
+    def _of_model(self, values: list[Value]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of one layer of the model."""
+        held: dict[str, Tensor] = {value.name: value.read() for value in values if value.experts is None}
+        if self.config is None:
+            yield from held.items()
+            return
+        experts = {value.name: value for value in values if value.experts is not None}
+        # Renaming needs all names of a layer, but no values.
+        for name in experts:
+            if not name.endswith(_SCALES):
+                held[name] = torch.empty((1, 4) if name.endswith("_bias") else (1, 4, 4), device="meta")
+        disk = self._renamed(held)
+        del held
+        blocks = find_blocks(disk) if experts else []
+        names = {name for name, tensor in disk.items() if tensor.is_meta}
+        yield from ((name, tensor) for name, tensor in disk.items() if name not in names)
+        for prefix, own in itertools.groupby(experts.values(), lambda value: value.name.rpartition(".")[0]):
+            yield from self._of_experts(prefix, list(own), [b for b in blocks if _holds(b, names)])
+
+    def _of_experts(self, prefix: str, values: list[Value], blocks: list[Block]) -> Iterator[tuple[str, Tensor]]:
+        layouts = matching_layouts(blocks[0]) if len(blocks) == 1 else []
+        if self.layout != "huggingface":
+            check_engine(self.layout, self.config.model_type, prefix, [layout.name for layout in layouts])
+        for value in values:
+            tensor = value.read()
+            _check_all_here(value.name, tensor, self.config)
+            if len(layouts) == 1 and layouts[0].keys[0].per_expert:
+                yield from _per_expert(blocks[0], layouts[0], value, tensor)
+            else:
+                yield from self._renamed({value.name: tensor}).items()
+
+    def _renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.names, tensors)  # pyright: ignore[reportArgumentType]  # reads no more
+
+    def _of_layer(self, value: LayerValue) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a layer of this package."""
+        layer: Any = value.layer
+        chosen = None
+        if self.layout != "huggingface":
+            chosen = engine_layout(self.layout, _model_type(layer, self.config))
+        state = _layer_state(value.name, layer, self.reader.keep_quantized)
+        kept = state["experts.w_up"]
+        target = layout_to_write(layer, chosen, kept if isinstance(kept, QuantizedExperts) else None)
+        prefix = prefix_of(layer, f"{value.name}." if value.name else "")
+        check_names(prefix, target)
+        yield from layer_tensors(layer, state, target, prefix)
+
+
+def _naming(root: Any) -> SimpleNamespace:
+    """Return what transformers reads of a model to name its weights.
+
+    Conversions of a quantiser are left out: weights are dequantised here, or keep their names.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = getattr(root, "_weight_conversions", None)
+    operations = [op for conversion in conversions or () for op in getattr(conversion, "operations", ())]
+    if conversions is None or any(type(op).__module__.startswith("transformers.integrations") for op in operations):
+        prefixes = [conversion for conversion in conversions or () if isinstance(conversion, PrefixChange)]
+        own = get_model_conversion_mapping(root, add_legacy=False)
+        conversions = prefixes + [conversion for conversion in own if not isinstance(conversion, PrefixChange)]
+    return SimpleNamespace(config=root.config, get_parameter=root.get_parameter, _weight_conversions=conversions)
+
+
+def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices, biases or scales of each expert as views of a parameter of all experts."""
+    experts, leaf = value.experts, value.name.rpartition(".")[2]
+    suffix = _SCALES if leaf.endswith(_SCALES) else ""
+    memory = find_layout(_memory_layout(experts), gated=layout.gated, bias=layout.holds_biases)
+    held = next(key for key in memory.keys if key.name == f"experts.{leaf.removesuffix(suffix)}")
+    if suffix and tensor.shape[1] % len(held.parts):
+        raise ValueError(f"iter_weights: {value.name} must have scales of whole blocks of gate and of up")
+    targets = [key for key in layout.keys if key.bias == held.bias and set(key.parts) <= set(held.parts)]
+    for expert, matrix in enumerate(tensor):
+        parts = held.disk_parts(matrix)  # [parts, rows, columns]
+        for key in targets:
+            assert len(key.parts) == 1 and key.is_in_order
+            part = parts[held.parts.index(key.parts[0])]
+            name = block.prefix + key.name.replace("{e}", str(expert)) + suffix
+            yield name, part.squeeze(-1) if key.bias else part
+
+
+def _memory_layout(experts: Any) -> str:
+    if not getattr(experts, "is_concatenated", True):
+        return "interleaved"
+    return "transposed" if getattr(experts, "is_transposed", False) else "fused"
+
+
+def _layer_state(name: str, layer: Any, keep_quantized: bool) -> dict[str, Any]:
+    """Return the whole tensors of a layer of this package, with its active adapters added to the experts' weights."""
+    experts = layer.experts
+    state: dict[str, Any] = whole_layer(layer)
+    adapters = joined([factors for factors, _ in active_adapters(experts.lora, gathered)])
+    for projection in ("up", "down"):
+        key = f"experts.w_{projection}"
+        weight = getattr(experts, f"w_{projection}")
+        changes = adapters is not None and getattr(adapters, f"{projection}_a") is not None
+        if isinstance(weight, QuantizedExperts):
+            if changes and keep_quantized:
+                raise ValueError(
+                    f"iter_weights: keep_quantized takes no adapters, got some in {name}; merge_lora(requantize=True) "
+                    "adds them to the stored weights"
+                )
+            whole = QuantizedExperts(weight.weight(gathered, key), weight.dtype)
+            state[key] = whole if keep_quantized else whole.dequantize()
+        if changes:
+            assert adapters is not None
+            state[key] = state[key].clone()
+            add_adapters(state[key], adapters, projection)
+    held = len(state["experts.w_down"])
+    if held != layer.config.num_experts:
+        raise ValueError(
+            f"iter_weights: {name} must hold all {layer.config.num_experts} experts, got {held}; share them by "
+            "ExpertParallel, whose experts are gathered, instead of keep_local_experts"
+        )
+    return state
+
+
+def _model_type(layer: Any, config: Any) -> str | None:
+    if layer.checkpoint_source is not None:
+        return read_config(layer.checkpoint_source.config, layer.checkpoint_source.layer).model_type
+    return None if config is None else config.model_type
+
+
+def _holds(block: Block, names: set[str]) -> bool:
+    return any(full in names for full, _ in block.weights.values())
+
+
+def _check_all_here(name: str, tensor: Tensor, config: Any) -> None:
+    """Raise ValueError if a parameter holds fewer experts than the configuration names."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        return
+    number = next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    expected, _ = architecture.expert_sizes(read_config(config.to_dict(), number))
+    if len(tensor) < expected:
+        raise ValueError(
+            f"iter_weights: {name} must hold all {expected} experts, got {len(tensor)}; those of other ranks must be "
+            "gathered first, or be DTensors as transformers' DistributedConfig makes them"
+        )
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Return the model inside PEFT, torch.compile and DistributedDataParallel."""
+    while True:
+        if type(model).__module__.startswith("peft."):
+            model = model.get_base_model()
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def _config_of(root: Any) -> Any:
+    """Return the text configuration of a transformers model; None for other modules.
+
+    Raises:
+        ValueError: the module holds a transformers model below others.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return None
+    if isinstance(root, transformers.PreTrainedModel):
+        return root.config.get_text_config()
+    for name, module in root.named_modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            raise ValueError(f"iter_weights: the model must be the {type(module).__name__} itself, which is {name!r}")
+    return None
+
+
+def _dtype_of(root: nn.Module) -> torch.dtype:
+    wide = (p.dtype for p in root.parameters() if p.is_floating_point() and p.element_size() > 1 and p.dim() > 1)
+    return next(wide, torch.bfloat16)

@@ -1,0 +1,224 @@
+"""The tensors of a model one by one: whole, with adapters added, under the names of the model without wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.dequantize import dequantize_float8
+from ..checks import is_dtensor
+from ..feed_forward import MoEFeedForward
+
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # children by which torch.compile and others hold a module
+_SCALES = "_scale_inv"
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class LowRank(NamedTuple):
+    """An active adapter of PEFT on one weight."""
+
+    wrapper: Any
+    adapter: str
+
+
+class Value(NamedTuple):
+    """A tensor of the model, made when it is read.
+
+    Attributes:
+        experts: the module of a transformers model that holds it for all experts, else None.
+    """
+
+    name: str
+    read: Callable[[], Tensor]
+    experts: Any = None
+
+
+class LayerValue(NamedTuple):
+    """A layer of this package, all of whose tensors are read together."""
+
+    name: str
+    layer: MoEFeedForward
+
+
+class Reader(NamedTuple):
+    """How tensors are read.
+
+    Attributes:
+        keep_quantized: FP8 and MXFP4 stay as they are stored.
+        dtype: of dequantised FP8 weights.
+    """
+
+    keep_quantized: bool
+    dtype: torch.dtype
+
+    def values(self, model: nn.Module) -> Iterator[Value | LayerValue]:
+        """Yield each persistent tensor of a model once. Nothing is read before its `read` is called."""
+        yield from self._walk(model, "", {}, set())
+
+    def _walk(
+        self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: set[int]
+    ) -> Iterator[Value | LayerValue]:
+        if isinstance(module, MoEFeedForward):
+            yield LayerValue(path, module)
+        elif isinstance(module, nn.Module) and type(module).__module__.startswith("peft.") and _is_wrapper(module):
+            inner, added = _unwrapped(module, path)
+            merged = {name: [*changes.get(name, ()), *adapters] for name, adapters in added.items()}
+            yield from self._walk(inner, path, {**changes, **merged}, seen)
+        else:
+            yield from self._own(module, path, changes, seen)
+            for name, child in module.named_children():
+                if name != "parametrizations":
+                    yield from self._walk(child, path if name in _TRANSPARENT else _join(path, name), {}, seen)
+
+    def _own(
+        self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: set[int]
+    ) -> Iterator[Value | LayerValue]:
+        """Yield parameters and persistent buffers of a module itself."""
+        held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+        temporary = module._non_persistent_buffers_set
+        held |= {n: b for n, b in module._buffers.items() if b is not None and n not in temporary}
+        for name, chain in getattr(module, "parametrizations", {}).items():
+            yield from self._parametrised(module, path, name, chain, changes)
+        down = held.get("down_proj", getattr(module, "down_proj", None))
+        experts = module if isinstance(down, Tensor) and down.dim() == 3 else None
+        for name, tensor in held.items():
+            if id(tensor) in seen:  # tied
+                continue
+            seen.add(id(tensor))
+            scales = held.get(name + _SCALES)
+            if name.endswith(_SCALES) and name.removesuffix(_SCALES) in held and not self.keep_quantized:
+                continue
+            read: Callable[[], Tensor]
+            full = _join(path, name)
+            if scales is not None and not self.keep_quantized:
+                read = partial(self._dequantized, full, tensor, scales, getattr(module, "block_size", None))
+            else:
+                read = partial(self._plain, full, tensor)
+            holder = experts if name.removesuffix(_SCALES).removesuffix("_bias") in _EXPERTS else None
+            yield self._changed(full, read, changes.get(name), holder)
+
+    def _parametrised(
+        self, module: Any, path: str, name: str, chain: Any, changes: Mapping[str, list[LowRank]]
+    ) -> Iterator[Value]:
+        full = _join(path, name)
+        if not self.keep_quantized:
+            yield self._changed(full, lambda: _whole(full, getattr(module, name)), changes.get(name), module)
+            return
+        if len(chain) != 1 or type(chain[0]).__name__ != "StoredMxfp4" or changes.get(name):
+            raise ValueError(
+                f"iter_weights: keep_quantized needs FP8 or MXFP4 without adapters, got {full}; omit keep_quantized"
+            )
+        yield Value(f"{full}_blocks", partial(_whole, full, chain.original))
+        yield Value(f"{full}_scales", partial(_whole, full, chain[0].scales))
+
+    def _changed(self, name: str, read: Callable[[], Tensor], changes: list[LowRank] | None, experts: Any) -> Value:
+        if not changes:
+            return Value(name, read, experts)
+        return Value(name, lambda: _add(name, read(), changes), experts)
+
+    def _plain(self, name: str, tensor: Any) -> Tensor:
+        if type(tensor).__name__ == "Params4bit" and not self.keep_quantized:
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(tensor.data, tensor.quant_state)
+        tensor = _whole(name, tensor)
+        if not type(tensor).__module__.startswith("torch") or (tensor.element_size() == 1 and not self.keep_quantized):
+            raise ValueError(
+                f"iter_weights: {name} must be plain, FP8 with scales, MXFP4 or bitsandbytes' 4 bits, got "
+                f"{type(tensor).__name__} of {tensor.dtype}; dequantise the model first"
+            )
+        return tensor
+
+    def _dequantized(self, name: str, numbers: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+        if block is None or numbers.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"iter_weights: {name} must be float8_e4m3fn with scales of blocks, got {numbers.dtype} with "
+                f"block_size={block}; pass keep_quantized=True"
+            )
+        rows, columns = block
+        whole = dequantize_float8(_whole(name, numbers), _whole(name, scales), (rows, columns), name)
+        return whole.to(self.dtype)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _whole(name: str, tensor: Any) -> Tensor:
+    """Return the tensor of all ranks. Each of them must call this in the same order."""
+    tensor = tensor.detach()
+    if is_dtensor(tensor):
+        tensor = tensor.full_tensor()
+    if tensor.is_meta:
+        raise ValueError(f"iter_weights: tensors must have memory, got {name} on meta; load offloaded weights first")
+    return tensor
+
+
+def whole_layer(layer: MoEFeedForward) -> dict[str, Tensor]:
+    """Return the state dict of a layer, gathered from all ranks."""
+    return {name: _whole(name, tensor) for name, tensor in layer.state_dict().items()}
+
+
+def gathered(name: str, tensor: Tensor) -> Tensor:
+    """Return a parameter of all ranks; a `local_share` that is no share."""
+    return _whole(name, tensor)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") or hasattr(module, "original_module")
+
+
+def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
+    """Return what a wrapper of PEFT holds, and its active adapters by the name of the weight.
+
+    Raises:
+        ValueError: it changes more than weights by plain LoRA.
+    """
+    kind = type(module).__name__
+    if hasattr(module, "original_module"):
+        if kind != "ModulesToSaveWrapper":
+            raise ValueError(f"iter_weights: {path} must be plain LoRA, got {kind}; call merge_and_unload first")
+        used = [] if module.disable_adapters else [a for a in module.active_adapters if a in module.modules_to_save]
+        return (module.modules_to_save[used[0]] if used else module.original_module), {}
+    name = module.parameter_name if kind == "ParamWrapper" else "weight"
+    layer = module.get_base_layer()
+    if kind != "ParamWrapper" and not isinstance(layer, nn.Linear):
+        raise ValueError(f"iter_weights: {path} must be a linear layer or experts with LoRA, got {kind}")
+    adapters = [] if module.disable_adapters else [a for a in module.active_adapters if a in module.lora_A]
+    adapters = [adapter for adapter in adapters if adapter not in module.merged_adapters]
+    for adapter in adapters:
+        variant = adapter in getattr(module, "lora_variant", ()) or module.use_dora.get(adapter, False)
+        if variant or module.lora_B[adapter].bias is not None or getattr(module, "fan_in_fan_out", False):
+            raise ValueError(
+                f"iter_weights: adapter {adapter!r} of {path} must be plain LoRA, got a variant, a bias or transposed "
+                "weights; call merge_and_unload first"
+            )
+    return module.base_layer, {name: [LowRank(module, adapter) for adapter in adapters]}
+
+
+def _add(name: str, weight: Tensor, changes: list[LowRank]) -> Tensor:
+    """Return the weight plus its adapters, computed in float32 (float64 stays) and rounded once."""
+    dtype, out = torch.promote_types(weight.dtype, torch.float32), torch.empty_like(weight)
+    factors = [(*_factors(name, change), change.wrapper.scaling[change.adapter]) for change in changes]
+    matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
+    for number, matrix in enumerate(matrices):
+        total = matrix.to(dtype)
+        for left, right, scale in factors:
+            total = total + scale * (left[number].to(dtype) @ right[number].to(dtype))
+        (out if weight.dim() == 3 else out.unsqueeze(0))[number].copy_(total)
+    return out
+
+
+def _factors(name: str, change: LowRank) -> tuple[Tensor, Tensor]:  # [E, rows, r] and [E, r, columns]
+    wrapper, adapter = change
+    a, b = (_whole(name, factor[adapter].weight) for factor in (wrapper.lora_A, wrapper.lora_B))
+    if type(wrapper).__name__ != "ParamWrapper" or wrapper.num_experts == 1:
+        return b.unsqueeze(0), a.unsqueeze(0)
+    a = a.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
+    b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]
+    swapped = getattr(wrapper, "_did_swap_in_out_features", False)
+    return (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))

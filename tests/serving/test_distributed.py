@@ -1,0 +1,65 @@
+"""`iter_weights` of transformers models that FSDP2 or transformers' own expert parallelism shards."""
+
+import tempfile
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+from moe_layers.serving import iter_weights
+
+from ..processes import make_test
+from ..tiers import slow
+
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
+pytestmark = slow  # each process imports transformers
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def make_model(device):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**SIZES)).to(device)
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def fsdp2(device):
+    expected = dict(iter_weights(make_model(device), "vllm"))
+    model = make_model(device)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    assert_same(dict(iter_weights(fully_shard(model), "vllm")), expected)
+
+
+def expert_parallel(device):
+    from transformers.distributed import DistributedConfig
+
+    own = make_model(device)
+    with tempfile.TemporaryDirectory() as folder:
+        of_first = [folder]
+        distributed.broadcast_object_list(of_first)
+        own.save_pretrained(of_first[0])
+        distributed.barrier()
+        for sizes in ({"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}):
+            auto = transformers.AutoModelForCausalLM
+            model = auto.from_pretrained(of_first[0], distributed_config=DistributedConfig(**sizes))
+            assert_same(dict(iter_weights(model, "sglang")), dict(iter_weights(own, "sglang")))
+        distributed.barrier()
+
+
+test_two_processes = make_test([fsdp2, expert_parallel], 2)
