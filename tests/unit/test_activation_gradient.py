@@ -135,14 +135,15 @@ def test_status(changes, error):
 
 
 def test_the_rule_reads_sizes_alone():
-    def is_worth(rows_per_group, depth):
+    def is_worth(rows_per_group, depth, d_ff):
         rows = torch.empty(4 * rows_per_group, depth, device="meta")
-        out = torch.empty(4 * rows_per_group, 1024, device="meta")
-        b = torch.empty(4, depth, 512, device="meta")
+        out = torch.empty(4 * rows_per_group, 2 * d_ff, device="meta")
+        b = torch.empty(4, depth, d_ff, device="meta")
         return selection.is_worth_fusing(ActivationGradientArguments(rows, b, out, out, out, out, out, "swiglu"))
 
-    assert is_worth(2048, 2880) and is_worth(320, 2048)
-    assert not is_worth(64, 2048) and not is_worth(2048, 4096) and not is_worth(0, 2048)
+    assert is_worth(2048, 2880, 2880) and is_worth(320, 2560, 4096)
+    assert not is_worth(64, 2880, 2880) and not is_worth(0, 2880, 2880)
+    assert not is_worth(2048, 4096, 14336) and not is_worth(2048, 2048, 1024) and not is_worth(2048, 2880, 1024)
 
 
 def emulate(args):
@@ -177,7 +178,7 @@ def emulated(monkeypatch, device):
 
     monkeypatch.setattr(selection, "run", run_here)
     monkeypatch.setattr(selection, "find", find_here)
-    monkeypatch.setattr(selection, "_ROWS_WORTH_FUSING", 0)
+    monkeypatch.setattr(selection, "is_worth_fusing", lambda args: True)
     return fused
 
 

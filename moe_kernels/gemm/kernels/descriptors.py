@@ -48,7 +48,7 @@ def _plain_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, .
 def _ragged_form(row_stride: int, num_columns: int, block: tuple[int, int], split: int) -> dict[str, Any]:
     shape, strides = ragged_shape_and_strides(row_stride, num_columns, split)
     middle = [1] if split > 1 else []
-    return form(shape, strides, [1, 1, block[0], *middle, block[1]])
+    return form(shape, strides, [1, 1, block[0], *middle, block[1]], swizzle=min(2 * block[1], 128))
 
 
 def plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:

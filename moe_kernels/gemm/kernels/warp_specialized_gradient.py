@@ -20,8 +20,9 @@ if OBSTACLE is None:
     from .hopper.activations import BACKWARD
 
 _ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # `hopper/activations.py` has their gradients
-_PIECES = 8  # of a finished tile's gradient, each computed during one reduction step
-_LEAST_STEPS = _PIECES + 4  # the tile's memory is sent before it is used again
+_PIECES = 4  # of a finished tile's gradient, each computed during one reduction step
+_SPACING = 3  # steps from one piece to the next
+_LEAST_STEPS = _PIECES * _SPACING
 
 
 class WarpSpecializedActivationGradient(RowTileKernel):
@@ -49,7 +50,7 @@ class WarpSpecializedActivationGradient(RowTileKernel):
         design, table = self.metadata.design, self.tile_table(args)
         block_m, block_n, block_k = design.tile_shape
         _, depth, d_ff = args.B.shape
-        half = block_m // 2, block_n
+        piece = block_m // 2, block_n // _PIECES
         if design.gather:
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
         else:
@@ -60,9 +61,9 @@ class WarpSpecializedActivationGradient(RowTileKernel):
             (
                 *a,
                 descriptor(args.B, _b_form(args.B.shape, args.B.stride(), (block_n, block_k))),
-                ragged_descriptor(args.preactivation, half, split=2),
-                ragged_descriptor(args.out, half, split=2),
-                ragged_descriptor(args.weighted, half),
+                ragged_descriptor(args.preactivation, piece, split=2),
+                ragged_descriptor(args.out, piece, split=2),
+                ragged_descriptor(args.weighted, piece),
                 args.row_weights,
                 args.row_sums,
                 table.bounds,
@@ -94,6 +95,7 @@ def _options(kernel: WarpSpecializedActivationGradient) -> dict[str, Any]:
         "B_COLUMN": kernel.metadata.operands.B.layout == "column",
         "BACKWARD": BACKWARD[epilogue],
         "PIECES": _PIECES,
+        "SPACING": _SPACING,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
@@ -106,8 +108,8 @@ def _options(kernel: WarpSpecializedActivationGradient) -> dict[str, Any]:
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave no memory for the tile's part of H.
-    design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 4, gather, persistent=True, tma=True)
+    # Wider tiles leave no memory for five buffers, and gain nothing with fewer.
+    design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     epilogue, cls = _ACTIVATIONS[0], WarpSpecializedActivationGradient

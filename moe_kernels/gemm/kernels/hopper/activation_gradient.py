@@ -1,8 +1,10 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
 The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
-Each of the next tile's first steps computes one piece of its columns. H arrives in shared memory during the tile's own
-steps. A consumer overwrites it there with dH, and sends dH and the weighted activation when all pieces are done.
+Some of the next tile's first steps each compute one piece of its columns. The steps between leave the tensor cores
+enough work for the time of a piece. A consumer has two buffers for pieces of H, overwrites a piece there with dH, and
+sends it. The last step before the next piece asks for the piece after that one. The first two pieces of a tile are
+asked for before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -15,17 +17,15 @@ from .operands import accumulator, multiply, produce
 from .ring import ROW_BOUND, buffers, gather_buffers, make_ring, packed, release_previous, unpacked
 from .tiles import Tiles, tile_at
 
-DRAIN_STEPS = gl.constexpr(4)  # between the last piece of a tile and the copy of H into the same memory
-
 
 @aggregate
 class Staged:
-    """A consumer's part of a tile in shared memory."""
+    """A consumer's two pieces of a tile in shared memory."""
 
-    gate: gl.shared_memory_descriptor  # of H, then of dH; [1, 1, BLOCK_M / 2, 1, BLOCK_N], as `up`
+    gate: gl.shared_memory_descriptor  # of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
     up: gl.shared_memory_descriptor
-    weighted: gl.shared_memory_descriptor  # [1, 1, BLOCK_M / 2, BLOCK_N]
-    arrived: gl.shared_memory_descriptor  # barrier: H is there
+    weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
+    arrived: gl.shared_memory_descriptor  # barriers: H is there
 
     @gluon.constexpr_function
     def __init__(self, gate, up, weighted, arrived):
@@ -37,54 +37,71 @@ class Staged:
 
 @gluon.jit
 def _make_staged(h_desc, weighted_desc):
-    gate = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
-    up = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
-    weighted = gl.allocate_shared_memory(h_desc.dtype, weighted_desc.block_type.shape, weighted_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived, count=1)
-    return Staged(gate, up, weighted, arrived)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(arrived.index(i), count=1)
+    return Staged(buffers(h_desc, 2), buffers(h_desc, 2), buffers(weighted_desc, 2), arrived)
 
 
 @gluon.jit
-def _fetch(staged, h_desc, row, end, column):
-    """Start the copies of H, once what these buffers held before is sent."""
+def _fetch(staged, h_desc, row, end, column_tile, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """Start the copies of a piece of H, once what its buffers held before is sent."""
+    N: gl.constexpr = h_desc.block_type.shape[4]
+    column = (column_tile * PIECES + PIECE) * N
+    arrived = staged.arrived.index(PIECE % 2)
     tma.store_wait(0)
-    mbarrier.expect(staged.arrived, 2 * h_desc.block_type.nbytes)
-    tma_load(h_desc, [ROW_BOUND, end, row, 0, column], staged.arrived, staged.gate)
-    tma_load(h_desc, [ROW_BOUND, end, row, 1, column], staged.arrived, staged.up)
+    mbarrier.expect(arrived, 2 * h_desc.block_type.nbytes)
+    tma_load(h_desc, [ROW_BOUND, end, row, 0, column], arrived, staged.gate.index(PIECE % 2))
+    tma_load(h_desc, [ROW_BOUND, end, row, 1, column], arrived, staged.up.index(PIECE % 2))
 
 
 @gluon.jit
-def _differentiate(kept, weight, sums, staged, BACKWARD: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Compute one piece of dH and of the weighted activation in place. Return the rows' sums with those of the piece.
+def _differentiate(
+    kept,
+    weight,
+    sums,
+    staged,
+    dh_desc,
+    weighted_desc,
+    row,
+    end,
+    column_tile,
+    BACKWARD: gl.constexpr,
+    PIECE: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """Compute a piece of dH and of the weighted activation and start to send both. Return the rows' sums with those of
+    the piece.
 
     For rows past the group's end H is zero and the product arbitrary; nothing of these rows is written.
     """
-    dtype: gl.constexpr = staged.gate.dtype
+    dtype: gl.constexpr = weighted_desc.dtype
     grad = unpacked(piece_of(kept, PIECE, PIECES), dtype).to(gl.float32)
     M: gl.constexpr = grad.shape[0]
     N: gl.constexpr = grad.shape[1]
     grad = gl.convert_layout(grad, accumulator(N), assert_trivial=True)
-    gate_view = staged.gate.reshape([M, PIECES * N]).slice(PIECE * N, N, 1)
-    up_view = staged.up.reshape([M, PIECES * N]).slice(PIECE * N, N, 1)
-    gate = gate_view.load(grad.type.layout).to(gl.float32)
-    up = up_view.load(grad.type.layout).to(gl.float32)
+    gate_buffer = staged.gate.index(PIECE % 2)
+    up_buffer = staged.up.index(PIECE % 2)
+    weighted_buffer = staged.weighted.index(PIECE % 2)
+    # Each buffer serves two pieces of a tile. The wait also keeps the compiler from mixing what follows with the
+    # products, which would then wait for it.
+    mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
+    gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
+    up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     activated, dgate, dup = BACKWARD(gate, up, grad * weight[:, None])
-    gate_view.store(dgate.to(dtype))
-    up_view.store(dup.to(dtype))
-    weighted = staged.weighted.reshape([M, PIECES * N]).slice(PIECE * N, N, 1)
-    weighted.store((activated * weight[:, None]).to(dtype))
+    gate_buffer.reshape([M, N]).store(dgate.to(dtype))
+    up_buffer.reshape([M, N]).store(dup.to(dtype))
+    weighted_buffer.reshape([M, N]).store((activated * weight[:, None]).to(dtype))
+    column = (column_tile * PIECES + PIECE) * N
+    fence_async_shared()
+    tma_store(dh_desc, [ROW_BOUND, end, row, 0, column], gate_buffer)
+    tma_store(dh_desc, [ROW_BOUND, end, row, 1, column], up_buffer)
+    tma_store(weighted_desc, [ROW_BOUND, end, row, column], weighted_buffer)
     return sums + gl.sum(grad * activated, 1)
 
 
 @gluon.jit
-def _send(staged, sums, dh_desc, weighted_desc, sums_ptr, row, end, column_tile, num_column_tiles):
-    """Start the copies of a finished tile to global memory, and write the sums of its rows."""
-    column = column_tile * weighted_desc.block_type.shape[3]
-    fence_async_shared()
-    tma_store(dh_desc, [ROW_BOUND, end, row, 0, column], staged.gate)
-    tma_store(dh_desc, [ROW_BOUND, end, row, 1, column], staged.up)
-    tma_store(weighted_desc, [ROW_BOUND, end, row, column], staged.weighted)
+def _write_sums(sums, sums_ptr, row, end, column_tile, num_column_tiles):
     r = end - (ROW_BOUND - row) + gl.arange(0, sums.shape[0], layout=sums.type.layout)
     gl.store(sums_ptr + r.to(gl.int64) * num_column_tiles + column_tile, sums, mask=r < end)
 
@@ -103,6 +120,7 @@ def _consume(
     B_COLUMN: gl.constexpr,
     BACKWARD: gl.constexpr,
     PIECES: gl.constexpr,
+    SPACING: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
@@ -117,34 +135,35 @@ def _consume(
     last_end = gl.to_tensor(0)
     last_column = gl.to_tensor(0)
     last_weight = gl.zeros((HALF_M,), gl.float32, by_row)
-    _fetch(staged, h_desc, last_row, last_end, last_column)
+    for piece in gl.static_range(2):
+        _fetch(staged, h_desc, last_row, last_end, last_column, piece, PIECES)
     step = 0
-    phase = 0
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
-        _, row, end, column = tile_at(tiles, tile)
+        _, first_row, end, column = tile_at(tiles, tile)
+        first_row += WARPGROUP * HALF_M
+        row = 0x40000000 - (end - first_row)
         sums = gl.zeros((HALF_M,), gl.float32, by_row)
-        for part in gl.static_range(PIECES + DRAIN_STEPS):
+        for part in gl.static_range(PIECES * SPACING):
             total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
-            if part == 0:
-                mbarrier.wait(staged.arrived, phase)
-            if part < PIECES:
-                sums = _differentiate(kept, last_weight, sums, staged, BACKWARD, part, PIECES)
-            if part == PIECES - 1:
-                _send(
-                    staged, sums, dh_desc, weighted_desc, sums_ptr, last_row, last_end, last_column,
-                    tiles.num_column_tiles,
+            if part % SPACING == 0:
+                sums = _differentiate(
+                    kept, last_weight, sums, staged, dh_desc, weighted_desc, last_row, last_end, last_column,
+                    BACKWARD, part // SPACING, PIECES,
                 )  # fmt: skip
+            elif part % SPACING == SPACING - 1:
+                if part // SPACING + 2 < PIECES:
+                    _fetch(staged, h_desc, last_row, last_end, last_column, part // SPACING + 2, PIECES)
+                else:
+                    _fetch(staged, h_desc, row, end, column, part // SPACING + 2 - PIECES, PIECES)
             total = warpgroup_mma_wait(1, deps=(total,))
             release_previous(ring, step, pred=part > 0)
             step += 1
-        row += WARPGROUP * HALF_M
-        last_weight = gl.load(weights_ptr + row + r, mask=row + r < end, other=0.0)
-        last_row = 0x40000000 - (end - row)
+        _write_sums(sums, sums_ptr, last_row, last_end, last_column, tiles.num_column_tiles)
+        last_weight = gl.load(weights_ptr + first_row + r, mask=first_row + r < end, other=0.0)
+        last_row = row
         last_end = end
         last_column = column
-        _fetch(staged, h_desc, last_row, last_end, last_column * BLOCK_N)
-        phase ^= 1
-        for _ in range(PIECES + DRAIN_STEPS, tiles.num_steps):
+        for _ in range(PIECES * SPACING, tiles.num_steps):
             total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
             total = warpgroup_mma_wait(1, deps=(total,))
             release_previous(ring, step)
@@ -153,10 +172,14 @@ def _consume(
         release_previous(ring, step)
         kept = packed(total.to(dtype))
     sums = gl.zeros((HALF_M,), gl.float32, by_row)
-    mbarrier.wait(staged.arrived, phase)
     for piece in gl.static_range(PIECES):
-        sums = _differentiate(kept, last_weight, sums, staged, BACKWARD, piece, PIECES)
-    _send(staged, sums, dh_desc, weighted_desc, sums_ptr, last_row, last_end, last_column, tiles.num_column_tiles)
+        sums = _differentiate(
+            kept, last_weight, sums, staged, dh_desc, weighted_desc, last_row, last_end, last_column,
+            BACKWARD, piece, PIECES,
+        )  # fmt: skip
+        if piece + 2 < PIECES:
+            _fetch(staged, h_desc, last_row, last_end, last_column, piece + 2, PIECES)
+    _write_sums(sums, sums_ptr, last_row, last_end, last_column, tiles.num_column_tiles)
     tma.store_wait(0)
 
 
@@ -168,9 +191,9 @@ def activation_gradient_kernel(
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, F, K] or [G, K, F]
-    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N] of a half
+    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of a half
     dh_desc,  # like h_desc
-    weighted_desc,  # ragged [R, F], block [BLOCK_M / 2, BLOCK_N]
+    weighted_desc,  # ragged [R, F], block [BLOCK_M / 2, BLOCK_N / PIECES]
     weights_ptr,  # [R]
     sums_ptr,  # [R, column tiles]
     bounds_ptr,  # [G + 2]
@@ -178,10 +201,11 @@ def activation_gradient_kernel(
     num_tiles_ptr,  # [2]
     num_rows,  # R
     num_column_tiles,
-    num_steps,  # steps of the reduction, at least PIECES + DRAIN_STEPS
+    num_steps,  # steps of the reduction, at least PIECES * SPACING
     B_COLUMN: gl.constexpr,
     BACKWARD: gl.constexpr,
-    PIECES: gl.constexpr,  # pieces of a finished tile, each computed during one step
+    PIECES: gl.constexpr,  # pieces of a finished tile: 4, two for each buffer
+    SPACING: gl.constexpr,  # steps from one piece to the next, at least 2
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -206,14 +230,14 @@ def activation_gradient_kernel(
                 _consume,
                 (
                     tiles, ring, h_desc, dh_desc, weighted_desc, weights_ptr, sums_ptr, staged_0, 0,
-                    B_COLUMN, BACKWARD, PIECES, BLOCK_N, BLOCK_K,
+                    B_COLUMN, BACKWARD, PIECES, SPACING, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
                 _consume,
                 (
                     tiles, ring, h_desc, dh_desc, weighted_desc, weights_ptr, sums_ptr, staged_1, 1,
-                    B_COLUMN, BACKWARD, PIECES, BLOCK_N, BLOCK_K,
+                    B_COLUMN, BACKWARD, PIECES, SPACING, BLOCK_N, BLOCK_K,
                 ),
             ),
             (
