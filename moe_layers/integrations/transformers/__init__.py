@@ -1,6 +1,7 @@
 """Run the experts of Hugging Face models: `from moe_layers.integrations.transformers import disable, enable`."""
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .balancing import balance_routing
@@ -34,3 +35,13 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
+
+
+def _takes_implementations() -> bool:
+    """Return whether the expert parallelism of this version of transformers takes other implementations."""
+    name = "transformers.distributed.expert_parallel"
+    return find_spec(name) is not None and hasattr(importlib.import_module(name), "EPImplementationInterface")
+
+
+if _takes_implementations():
+    importlib.import_module(".expert_parallel", __name__)
