@@ -8,6 +8,7 @@ from .balancing import balance_routing
 from .enabling import EnableReport, disable, enable
 
 if TYPE_CHECKING:
+    from .sharded_files import reading_shares, save_sharded
     from .sharding import ShardReport, ignore_in_ddp, shard_experts
     from .trainer_callback import RoutingCallback
 
@@ -19,6 +20,8 @@ __all__ = [
     "disable",
     "enable",
     "ignore_in_ddp",
+    "reading_shares",
+    "save_sharded",
     "shard_experts",
 ]
 
@@ -27,6 +30,8 @@ _ON_FIRST_USE = {
     "RoutingCallback": "trainer_callback",
     "ShardReport": "sharding",
     "ignore_in_ddp": "sharding",
+    "reading_shares": "sharded_files",
+    "save_sharded": "sharded_files",
     "shard_experts": "sharding",
 }
 

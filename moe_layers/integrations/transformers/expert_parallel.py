@@ -40,7 +40,8 @@ class DispatchedExperts(EPImplementation):
         ranks = Ranks.of(ep_mesh.get_group())
         name = f"{NAME}: {type(experts).__name__}"
         style = ExpertParallel(average_gradients=False)  # transformers divides
-        self._sharing = Sharing(name, self.num_local_experts * ranks.size, ranks, style)
+        num_local: int = experts.num_experts
+        self._sharing = Sharing(name, num_local * ranks.size, ranks, style)
 
     def __call__(
         self,
