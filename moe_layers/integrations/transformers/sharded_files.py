@@ -179,7 +179,9 @@ class _Writer:
         self.model, self.directory, self.metadata = model, directory, metadata
         self.convert = revert_weight_conversion
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
-        self.kept = set(remove_tied_weights_from_state_dict(empty, model))
+        own = model.state_dict().keys()  # a quantiser may have named others
+        untied = remove_tied_weights_from_state_dict({name: empty[name] for name in state if name in own}, model)
+        self.kept = {name for name in state if name in untied or name not in own}
         converted = self.convert(model, {name: empty[name] for name in state if name in self.kept})
         # transformers counts a storage once, and keeps all its parts in one file.
         self.split = split_state_dict_into_shards_factory(
