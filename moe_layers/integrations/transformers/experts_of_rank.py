@@ -47,7 +47,9 @@ class Sharing:
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
         slots = Slots(topk_experts, topk_weights, logits=topk_weights)  # dispatchers read no logits
-        return self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
+        out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
+        # Models may change the output in place, which loses FSDP2's hooks on a view.
+        return out.clone() if out._is_view() else out
 
     @property
     def replicated_scale(self) -> float:
