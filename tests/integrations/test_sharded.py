@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..processes import make_test
 from ..tiers import slow
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 
 from .sharded_models import (  # noqa: E402
-    CONFIGS,
     EXPERTS,
     all_in_float64,
     assert_close,
@@ -34,7 +33,7 @@ from .sharded_models import (  # noqa: E402
 )
 
 pytestmark = slow  # each process imports transformers
-UNEVEN = (3, 1)
+UNEVEN, EVEN, NO_LABELS = (3, 1, 2, 2), (2, 2, 2, 2), (3, 0, 1, 2)  # sequences of each rank; the first ones are used
 STEPS, ACCUMULATED, CLIP, RATE = 3, 2, 5.0, 0.05
 
 
@@ -53,6 +52,10 @@ class Case:
         with all_in_float64(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of transformers and PEFT about tiny models
             self.run(self.kind)
+
+
+def drawn(sizes, **options):
+    return batches(sizes[: distributed.get_world_size()], **options)
 
 
 def own(data):
@@ -74,7 +77,7 @@ def assert_same_gradients(model, data, reference, *, average=False):
     for name, gradient in gradients.items():
         # A shard is complete. Each rank has the part of its own tokens of all else.
         is_shard = isinstance(gradient, DTensor)
-        actual = whole(gradient) * (2 if average else 1) if is_shard else summed(gradient)
+        actual = whole(gradient) * (distributed.get_world_size() if average else 1) if is_shard else summed(gradient)
         assert_close(actual, expected[name], name)
     if len(own(data)[0]):
         with torch.no_grad():
@@ -87,7 +90,7 @@ def assert_same_gradients(model, data, reference, *, average=False):
 def uneven_tokens_and_padding(kind):
     """Both dispatchers, ranks of different lengths, padding, and a rank without labels."""
     for dispatcher in ("allgather", "alltoall", "auto"):
-        for average, data in ((False, batches(UNEVEN, pad=4)), (True, batches((2, 2))), (False, batches((3, 0)))):
+        for average, data in ((False, drawn(UNEVEN, pad=4)), (True, drawn(EVEN)), (False, drawn(NO_LABELS))):
             model = sharded(build(kind), dispatcher=dispatcher, average_gradients=average)
             assert_same_gradients(model, data, build(kind), average=average)
 
@@ -99,9 +102,7 @@ def frozen_parts(kind):
         for part in (model, reference):
             for name, parameter in part.named_parameters():
                 parameter.requires_grad_((".experts." in name) == experts_learn)
-        assert_same_gradients(
-            sharded(model, dispatcher="alltoall", average_gradients=False), batches(UNEVEN), reference
-        )
+        assert_same_gradients(sharded(model, dispatcher="alltoall", average_gradients=False), drawn(UNEVEN), reference)
 
 
 class Sent(TorchDispatchMode):
@@ -124,7 +125,7 @@ def checkpointing(kind):
         if options is not None:
             model.gradient_checkpointing_enable({"use_reentrant": False, **options})
         with Sent() as sent:
-            assert_same_gradients(model, batches(UNEVEN, pad=2), build(kind))
+            assert_same_gradients(model, drawn(UNEVEN, pad=2), build(kind))
         counts.append(sent.number)
     none, plain, saved = counts
     assert none == saved < plain
@@ -150,13 +151,13 @@ def lora(kind):
     for before, average in ((True, True), (False, True), (False, False)):
         model = sharded(adapted(build(kind)) if before else build(kind), average_gradients=average)
         model = model if before else adapted(model)
-        assert_same_gradients(model, batches(UNEVEN), adapted(build(kind)), average=average)
+        assert_same_gradients(model, drawn(UNEVEN), adapted(build(kind)), average=average)
         with pytest.raises(ValueError, match=r"merged into whole experts, got .*layers.*ranks share"):
             model.merge_adapter()
 
 
 def part_of(step, accumulated):
-    return batches(UNEVEN if (step + accumulated) % 2 else UNEVEN[::-1], seed=1000 + 100 * step + 10 * accumulated)
+    return drawn(UNEVEN if (step + accumulated) % 2 else EVEN, seed=1000 + 100 * step + 10 * accumulated)
 
 
 def train(model, parameters, backward, clip):
@@ -221,7 +222,9 @@ def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointed=False):
     for wrapping in wrappings:
         model = build(kind)
         enable(model, implementation="reference")
-        meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep")), init_device_mesh("cpu", (2,))
+        size = distributed.get_world_size()
+        experts = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("efsdp", "ep"))
+        meshes = experts, init_device_mesh("cpu", (size,))
         wrapped, sync = WRAPPINGS[wrapping](model, shard_experts(model, meshes[0]["ep"]), meshes)
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -235,6 +238,11 @@ def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointed=False):
             assert_close(whole(parameter.detach()), expected[name], f"{wrapping}: {name}")
 
 
+def copies_of_experts(kind):
+    """Two ranks share the experts, and two others hold copies of them."""
+    three_steps(kind, ("fsdp", "rows"))
+
+
 def other_wrappings(kind):
     three_steps(kind, ("rows", "ignored"))
     three_steps(kind, ("fsdp",), checkpointed=True)
@@ -246,13 +254,13 @@ def outputs_changed_in_place(kind):
     for part in (model, reference):
         for layer in part.model.layers:
             layer.mlp.experts.register_forward_hook(lambda module, args, out: out.mul_(2))
-    assert_same_gradients(model, batches(UNEVEN), reference, average=True)
+    assert_same_gradients(model, drawn(UNEVEN), reference, average=True)
 
 
 def copies(kind):
     """A copy of a sharded model shares no memory with it."""
     model = sharded(build(kind))
-    ids = own(batches((2, 2)))
+    ids = own(drawn(EVEN))
     before = logits_of(model, *ids)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -275,4 +283,11 @@ test_mixtral = make_test(cases("mixtral"), 2)
 test_olmoe = make_test(cases("olmoe"), 2)
 test_deepseek_v3 = make_test(cases("deepseek_v3"), 2)
 test_llama4 = make_test(cases("llama4_text"), 2)
-assert len(CONFIGS) == 6
+test_four_processes = make_test(
+    [
+        Case(uneven_tokens_and_padding, "qwen3_moe"),
+        Case(lora, "qwen3_moe"),
+        Case(copies_of_experts, "gpt_oss"),
+    ],
+    4,
+)

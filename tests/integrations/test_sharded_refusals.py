@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..processes import gloo_group, make_test
 from ..tiers import slow
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 
 from .models import build as build_any  # noqa: E402
 from .models import draw_tokens, skip_old, step  # noqa: E402

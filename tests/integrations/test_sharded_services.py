@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..processes import make_test
 from ..tiers import slow
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 
 from .sharded_models import (  # noqa: E402
     all_in_float64,
@@ -73,7 +73,7 @@ def fp8_experts(device):
 
 def mxfp4_and_adapters(device):
     """gpt-oss in its published blocks, with adapters over them, saved again."""
-    from moe_layers.integrations.transformers import save_sharded
+    from moe_layers.integrations.transformers import reading_shares, save_sharded
 
     from .peft_models import adapt, lora
     from .test_mxfp4 import load_stored
@@ -96,6 +96,11 @@ def mxfp4_and_adapters(device):
     assert_same_steps(*models)
     with pytest.raises(ValueError, match="save_sharded: adapters must be unloaded"):
         save_sharded(stored, actual)
+    with (
+        reading_shares(init_device_mesh("cpu", (2,))),
+        pytest.raises(ValueError, match="must not be quantised, got Gp"),
+    ):
+        load_stored()
 
 
 def fp8_precision(device):

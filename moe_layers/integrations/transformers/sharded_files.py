@@ -55,8 +55,8 @@ def reading_shares(
 
     Raises:
         NotImplementedError: the version of transformers reads no parts.
-        ValueError: from `from_pretrained`, on all ranks: see `enable` and `shard_experts`, or the checkpoint lacks
-            experts.
+        ValueError: from `from_pretrained`, on all ranks: see `enable` and `shard_experts`, or the checkpoint is
+            quantised or lacks experts.
     """
     owner = transformers.PreTrainedModel
     if not (_reads_parts() and _LOAD in vars(owner)):
@@ -66,6 +66,11 @@ def reading_shares(
     original = getattr(owner, _LOAD)
 
     def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model, "is_quantized", False):
+            raise ValueError(
+                f"reading_shares: weights must not be quantised, got {type(model).__name__} with a "
+                "quantization_config; load it whole, then call enable and shard_experts"
+            )
         enable(model, implementation=implementation, precision=precision)
         report = shard_experts(model, mesh, **options)
         problem = "the checkpoint must be readable, got an error"
