@@ -31,10 +31,8 @@ from train_expert_parallel import mean_over_processes, own_part, start_processes
 from moe_layers import BalanceLosses, clip_grad_norm_
 from moe_layers.integrations.transformers import balance_routing, ignore_in_ddp, reading_shares, save_sharded
 
-LORA = {
-    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def load(folder: Path, mesh: DeviceMesh, implementation: str | None) -> Any:
@@ -54,7 +52,8 @@ def adapt(model: Any, rank: int) -> tuple[Any, nn.Module]:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)  # adapters are whole on every rank, and start equal
-    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **LORA))
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, target_parameters=EXPERTS)
+    adapted = get_peft_model(model, lora)
     ignore_in_ddp(adapted)
     return adapted, DistributedDataParallel(adapted)
 

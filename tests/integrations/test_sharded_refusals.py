@@ -70,6 +70,21 @@ def test_zero_experts_are_refused(mesh):
         shard(model, mesh)
 
 
+@slow  # importing bitsandbytes takes seconds
+def test_weights_of_bitsandbytes_are_refused(mesh):
+    from moe_layers.integrations.transformers import enable
+
+    replace = pytest.importorskip("bitsandbytes.nn.parametrize").replace_parameter_4bit
+    model = build_any("qwen3_moe")
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            replace(module, "gate_up_proj")
+            replace(module, "down_proj")
+    enable(model, implementation="reference")
+    with pytest.raises(ValueError, match=r"got nf4 .* of model.layers.0.mlp.experts, whose blocks are those of all"):
+        shard(model, mesh)
+
+
 def test_the_report_and_what_a_sharded_model_refuses(mesh, tmp_path):
     from moe_layers.integrations.transformers import disable, enable
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moe_kernels.types import QuantizedWeight
+
 from ...checks import check_kind, first_three, is_dtensor
 from ...parallel.collectives import Ranks
 from ...parallel.expert_parallel import ExpertParallel, expert_share, kept_share
@@ -206,8 +208,15 @@ def _parts(model: Any, mesh: DeviceMesh) -> list[_Part]:
 def _part(name: str, experts: nn.Module, mesh: DeviceMesh) -> _Part:
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     with torch.no_grad():
-        check_weights(name, (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts)))
+        weights = (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts))
+    check_weights(name, weights)
     num_experts = count_experts(experts, spec)
+    for weight in weights:
+        if isinstance(weight, QuantizedWeight) and weight.values.shape[0] != num_experts:
+            raise ValueError(
+                f"each expert must hold an equal part of every tensor, got {weight.format} of {name}, whose blocks are "
+                "those of all experts together"
+            )
     for tensor_name, tensor in spec.tensors(experts).items():
         if tensor.dim() == 0 or tensor.shape[0] % num_experts:
             raise ValueError(
