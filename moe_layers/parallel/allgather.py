@@ -125,8 +125,10 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
         """Return the largest number of tokens of a rank. Raise ValueError unless the ranks agree on all else."""
         (chunk,) = split(tokens, slots, [len(tokens)])
-        own = torch.tensor([len(tokens), *_agreed(*chunk, experts)], dtype=torch.int32, device=tokens.device)
-        numbers = wait(self.ranks.all_gather(own)).view(self.ranks.size, -1).tolist()  # synchronises the host
+        sizes = len(tokens), *_agreed(*chunk, experts)
+        own = [slots.topk_experts.new_full((1,), size) for size in sizes]
+        # Synchronises the host.
+        numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1).tolist()
         if len({tuple(agreed) for _, *agreed in numbers}) > 1:
             raise ValueError(
                 f"{self.name}: all ranks must have equally many slots and bytes per token, and need the same "

@@ -4,6 +4,7 @@ import copy
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,7 +206,27 @@ def by_fsdp(model, report, meshes, rows=False, ignored=False):
     return model, model.set_requires_gradient_sync
 
 
+def by_accelerate(model, report, meshes):
+    """Call what `Accelerator.prepare` calls with FSDP2, which it selects on accelerators alone."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    for module in report.experts.values():  # it leaves modules alone that are under FSDP2 already
+        fully_shard(module, mesh=meshes[0]["efsdp"])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+    )
+    settings = {"torch_device_mesh": None, "mixed_precision": "no", "is_main_process": True}
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    wrapped = fsdp2_prepare_model(SimpleNamespace(state=state, device=torch.device("cpu"), **settings), model)
+    return wrapped, wrapped.set_requires_gradient_sync
+
+
 WRAPPINGS = {
+    "accelerate": by_accelerate,
     "ddp": by_ddp,
     "fsdp": by_fsdp,
     "rows": partial(by_fsdp, rows=True),
@@ -244,7 +265,7 @@ def copies_of_experts(kind):
 
 
 def other_wrappings(kind):
-    three_steps(kind, ("rows", "ignored"))
+    three_steps(kind, ("rows", "ignored", "accelerate"))
     three_steps(kind, ("fsdp",), checkpointed=True)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..processes import make_test
 from ..tiers import slow
@@ -85,7 +86,7 @@ def lora():
     """Adapters of experts and attention on an enabled model. The Trainer averages their gradients."""
     from peft import LoraConfig, get_peft_model
 
-    from moe_layers.integrations.transformers import enable
+    from moe_layers.integrations.transformers import enable, shard_experts
 
     def adapted(model):
         weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -99,6 +100,10 @@ def lora():
 
     model, data = load(saved("qwen3_moe")), batches((3, 1))
     enable(model, implementation="reference")
+    with pytest.raises(
+        ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
+    ):
+        shard_experts(model, init_device_mesh("cpu", (2,)))
     _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
     _, gradients = gradients_of(adapted(model), [own(data)])
     assert gradients.keys() == expected.keys()
@@ -161,6 +166,19 @@ def trainer():
         assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
 
 
+def trl():
+    """TRL's SFTTrainer, with padding, against whole experts by DDP."""
+    pytest.importorskip("trl")
+    from .test_trl import train as train_by_trl
+
+    expected, model = build("qwen3_moe"), load(saved("qwen3_moe"))
+    options = {"optim": "sgd", "max_grad_norm": 0.0, "seed": 7}
+    for part in (expected, model):
+        train_by_trl(part, tempfile.mkdtemp(), **options)
+    for name, parameter in model.named_parameters():
+        assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
+
+
 def tensor_parallelism_is_refused():
     with pytest.raises(ValueError, match=r"each rank must have its own tokens, got tp_size=2"):
         load(saved("qwen3_moe"), tp_size=2, fsdp_size=1)
@@ -171,6 +189,6 @@ def two_copies_of_each_expert():
 
 
 test_two_processes = make_test(
-    [Case(run) for run in (gradients, lora, saved_again, trainer, tensor_parallelism_is_refused)], 2
+    [Case(run) for run in (gradients, lora, saved_again, trainer, trl, tensor_parallelism_is_refused)], 2
 )
 test_four_processes = make_test([Case(two_copies_of_each_expert)], 4)

@@ -161,6 +161,8 @@ def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
 def ignore_in_ddp(model: nn.Module) -> None:
     """Let DistributedDataParallel leave the experts alone that `shard_experts` sharded. Their gradients are complete.
 
+    All ranks must share the experts. Where several ranks hold copies of an expert, FSDP2 averages these.
+
     Args:
         model: the module that DistributedDataParallel will wrap, with PEFT the PeftModel.
     """
