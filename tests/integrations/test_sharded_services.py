@@ -3,6 +3,7 @@
 import tempfile
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +174,32 @@ def replay(device):
     assert not torch.allclose(outs[0], before, rtol=1e-2, atol=1e-2)
 
 
+def recomputed_choices(device):
+    """A checkpointed layer keeps its router's choice, even if the recomputed logits differ."""
+    from moe_kernels.runtime.pytorch import is_in_backward
+    from moe_layers import save_routing
+    from moe_layers.parallel.alltoall import AllToAllDispatcher
+
+    noise, sort, sent = torch.randn(24, 32), AllToAllDispatcher._sort, {False: [], True: []}
+
+    def disturb(module, args):
+        return (args[0] + noise[: len(args[0])] * float(is_in_backward()),)
+
+    def watch(self, tokens, slots, experts):
+        sent[is_in_backward()].append(slots.topk_experts)
+        return sort(self, tokens, slots, experts)
+
+    model = enabled(build("qwen3_moe", torch.float32))
+    shard(model, dispatcher="alltoall")
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_pre_hook(disturb)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": save_routing})
+    with mock.patch.object(AllToAllDispatcher, "_sort", watch):
+        loss_of(model, *own(batches((2, 1)))).backward()
+    assert len(sent[False]) == len(sent[True]) == 2
+    assert all(map(torch.equal, sent[False], reversed(sent[True])))
+
+
 def compiled_layers(device):
     """A compiled decoder layer breaks its graph at the dispatcher."""
     model, reference = (enabled(build("qwen3_moe", torch.float32)) for _ in range(2))
@@ -183,5 +210,5 @@ def compiled_layers(device):
 
 
 test_two_processes = make_test(
-    [fp8_experts, mxfp4_and_adapters, fp8_precision, kernels, balancing, replay, compiled_layers], 2
+    [fp8_experts, mxfp4_and_adapters, fp8_precision, kernels, balancing, replay, recomputed_choices, compiled_layers], 2
 )

@@ -15,6 +15,7 @@ from ...experts.grouped import ExpertRows
 from ...parallel.collectives import Ranks
 from ...parallel.expert_parallel import ExpertParallel
 from ...parallel.rank_dispatcher import RankDispatcher, scale_gradient
+from ...routing.activation_checkpointing import kept_choice
 from ...routing.capacity import Slots
 from .experts_forward import ATTRIBUTE, CHANGES, ExpertsSpec, LowRank, compute_module, stored_pair
 
@@ -46,7 +47,8 @@ class Sharing:
             made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
-        slots = Slots(topk_experts, topk_weights, logits=topk_weights)  # dispatchers read no logits
+        # Of another choice, a recomputation would send and save other numbers of rows.
+        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # dispatchers read no logits
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
         # Models may change the output in place, which loses FSDP2's hooks on a view.
         return out.clone() if out._is_view() else out
