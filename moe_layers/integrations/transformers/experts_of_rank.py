@@ -47,7 +47,7 @@ class Sharing:
             made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
-        # Of another choice, a recomputation would send and save other numbers of rows.
+        # A recomputation with another choice would send and save other numbers of rows.
         slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # dispatchers read no logits
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
         # Models may change the output in place, which loses FSDP2's hooks on a view.
