@@ -168,7 +168,7 @@ class _Scattering(NamedTuple):
 
 
 def _agreed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> tuple[int, int, int]:
-    """Return the numbers, beside T, that must be equal on all ranks."""
+    """Return the numbers, except T, that must be equal on all ranks."""
     return slots.topk_experts.shape[1], row_bytes(tokens), gradients_needed(tokens, slots, experts)
 
 
