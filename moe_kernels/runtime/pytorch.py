@@ -73,6 +73,11 @@ any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 fp32_precision = torch._C._get_fp32_precision_getter
 
 
+def default_store() -> Any:
+    """Return the store in which the ranks of `init_process_group` met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def float32_uses_tf32() -> bool:
     """Return whether PyTorch's old or new setting makes products of float32 matrices use TF32."""
     return fp32_precision("cuda", "matmul") == "tf32"

@@ -254,7 +254,7 @@ def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> r
     if isinstance(experts, DeviceMesh):
         from ..parallel.expert_parallel import expert_share
 
-        return expert_share(experts, config.num_experts)
+        return expert_share("ExpertParallel", experts, config.num_experts)
     if experts is None:
         return whole
     if not isinstance(experts, range) or experts.step != 1 or not experts:

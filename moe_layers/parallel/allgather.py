@@ -9,15 +9,26 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moe_kernels import Permutation, sort_by_expert
+from moe_kernels.runtime.pytorch import disable_dynamo
 
 from ..checks import first_three
 from ..experts.dispatcher import Pending
-from ..experts.grouped import ExpertRows, GroupedExperts
+from ..experts.grouped import ExpertRows
 from ..routing.capacity import Slots
 from .collectives import AsyncCollective, check_on_device, wait
-from .rank_dispatcher import GRADIENTS, Chunk, RankDispatcher, gradients_needed, packing_of, row_bytes
+from .rank_dispatcher import (
+    GRADIENTS,
+    Chunk,
+    ExpertsOfRank,
+    RankDispatcher,
+    gradients_needed,
+    packing_of,
+    row_bytes,
+    split,
+)
 
 
 class AllGatherDispatcher(RankDispatcher):
@@ -31,7 +42,7 @@ class AllGatherDispatcher(RankDispatcher):
     tokens are in flight.
     """
 
-    def dispatch(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> Iterator[ExpertRows]:
+    def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
         ranks, implementation = self.ranks, experts.implementation
         num_local = experts.num_experts // ranks.size
         bounds, offsets = self._count_rows(chunks, experts)
@@ -47,17 +58,13 @@ class AllGatherDispatcher(RankDispatcher):
         assert rows.offsets is not None
         return _Scattering(self.ranks.scattering(out), rows.offsets, is_only=self.chunks == 1)
 
-    def _count_rows(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> tuple[list[int] | None, list[Tensor]]:
+    def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
         """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
 
         Raise ValueError unless all ranks have tensors of equal sizes, need the same gradients, and have no more rows
         than the limits."""
-        offsets = [
-            sort_by_expert(slots.topk_experts, experts.num_experts, implementation=experts.implementation).offsets
-            for _, slots in chunks
-        ]
-        num_tokens, top_k = sum(len(tokens) for tokens, _ in chunks), chunks[0][1].topk_experts.shape[1]
-        sizes = num_tokens, top_k, row_bytes(chunks[0][0]), gradients_needed(*chunks[0], experts)
+        offsets = _slot_offsets(chunks, experts)
+        sizes = sum(len(tokens) for tokens, _ in chunks), *_agreed(*chunks[0], experts)
         own = [offsets[0].new_full((1,), size) for size in sizes]
         num_sizes, bounds = len(sizes), None
         if self.max_rows_factor is not None:
@@ -67,7 +74,7 @@ class AllGatherDispatcher(RankDispatcher):
             own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots of [chunks, E]
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
         sizes = numbers[:, :num_sizes]
-        message = "ExpertParallel: to gather tokens, all ranks must have equally many tokens and slots, "
+        message = f"{self.name}: to gather tokens, all ranks must have equally many tokens and slots, "
         message += "equally many bytes per token, and need the same gradients"
         if sizes.device.type == "cpu":
             cure = "the alltoall dispatcher takes any T" if (sizes[:, 3] == sizes[0, 3]).all() else GRADIENTS
@@ -93,9 +100,58 @@ class AllGatherDispatcher(RankDispatcher):
         for chunk, bound in enumerate(own):
             check_on_device(
                 (num_rows[chunk] <= bounds[:, chunk]).all(),
-                f"ExpertParallel: with max_rows_factor={self.max_rows_factor} a rank may compute at most "
+                f"{self.name}: with max_rows_factor={self.max_rows_factor} a rank may compute at most "
                 f"that many times its own slots, here {bound}, got more",
             )
+
+
+class PaddedAllGatherDispatcher(AllGatherDispatcher):
+    """Gather the tokens of all ranks, which may have any number of tokens.
+
+    Works like `AllGatherDispatcher` without `max_rows_factor`. Shorter ranks send padding up to the longest rank. The
+    host synchronises for that rank's number of tokens before any token is sent.
+    """
+
+    @disable_dynamo
+    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Pending:  # tokens [T, D]
+        num_tokens = len(tokens)
+        missing = self._longest(tokens, slots, experts) - num_tokens
+        if missing:
+            tokens, weights = (functional.pad(part, (0, 0, 0, missing)) for part in (tokens, slots.topk_weights))
+            choice = functional.pad(slots.topk_experts, (0, 0, 0, missing), value=-1)
+            slots = Slots(choice, weights, logits=weights, max_rows=self.num_slots(slots))  # no dispatcher reads logits
+        return _WithoutPadding(super().run(tokens, slots, experts), num_tokens)
+
+    def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
+        """Return the largest number of tokens of a rank. Raise ValueError unless the ranks agree on all else."""
+        (chunk,) = split(tokens, slots, [len(tokens)])
+        sizes = len(tokens), *_agreed(*chunk, experts)
+        own = [slots.topk_experts.new_full((1,), size) for size in sizes]
+        # Synchronises the host.
+        numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1).tolist()
+        if len({tuple(agreed) for _, *agreed in numbers}) > 1:
+            raise ValueError(
+                f"{self.name}: all ranks must have equally many slots and bytes per token, and need the same "
+                f"gradients, got [T, K, bytes, gradients] of {first_three(numbers)} by rank; {GRADIENTS}"
+            )
+        return max(num_tokens for num_tokens, *_ in numbers)
+
+    def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[None, list[Tensor]]:
+        return None, _slot_offsets(chunks, experts)
+
+
+class _WithoutPadding(NamedTuple):
+    """Outputs in flight, of which the first `num_tokens` are this rank's."""
+
+    pending: Pending
+    num_tokens: int
+
+    @property
+    def offsets(self) -> Tensor:
+        return self.pending.offsets
+
+    def wait(self) -> Tensor:  # [T, D]
+        return self.pending.wait()[: self.num_tokens]
 
 
 class _Scattering(NamedTuple):
@@ -109,6 +165,17 @@ class _Scattering(NamedTuple):
         # A checkpointed region may keep what the collective returns, while the caller may change its output in place.
         out = self.collective.wait()
         return out.clone() if self.is_only else out
+
+
+def _agreed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> tuple[int, int, int]:
+    """Return the numbers, except T, that must be equal on all ranks."""
+    return slots.topk_experts.shape[1], row_bytes(tokens), gradients_needed(tokens, slots, experts)
+
+
+def _slot_offsets(chunks: Sequence[Chunk], experts: ExpertsOfRank) -> list[Tensor]:  # [E] of each chunk
+    """Return the exclusive end row of each expert, with a chunk's slots sorted by expert."""
+    sort = partial(sort_by_expert, num_experts=experts.num_experts, implementation=experts.implementation)
+    return [sort(slots.topk_experts).offsets for _, slots in chunks]
 
 
 def local_permutations(

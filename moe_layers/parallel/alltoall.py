@@ -12,10 +12,10 @@ from torch import Tensor
 from moe_kernels import Permutation, combine, permute, sort_by_expert
 
 from ..experts.dispatcher import Pending
-from ..experts.grouped import ExpertRows, GroupedExperts
+from ..experts.grouped import ExpertRows
 from ..routing.capacity import Slots
 from .collectives import AsyncCollective, check_on_device, wait
-from .rank_dispatcher import GRADIENTS, Chunk, RankDispatcher, gradients_needed, packing_of, row_bytes
+from .rank_dispatcher import GRADIENTS, Chunk, ExpertsOfRank, RankDispatcher, gradients_needed, packing_of, row_bytes
 
 
 class _Route(NamedTuple):
@@ -50,7 +50,7 @@ class AllToAllDispatcher(RankDispatcher):
     synchronisation.
     """
 
-    def dispatch(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> Iterator[ExpertRows]:
+    def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
         implementation, num_local = experts.implementation, experts.num_experts // self.ranks.size
         leaving = [self._sort(*chunk, experts) for chunk in chunks]
         agreed = row_bytes(chunks[0][0]), gradients_needed(*chunks[0], experts)
@@ -65,7 +65,7 @@ class AllToAllDispatcher(RankDispatcher):
         returning = self.ranks.exchanging(out, rows.route.sent, rows.route.received)
         return _Returning(returning, rows.offsets, rows.route)
 
-    def _sort(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> _Outgoing:
+    def _sort(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> _Outgoing:
         order = sort_by_expert(
             slots.topk_experts.reshape(-1, 1), experts.num_experts, implementation=experts.implementation
         )
@@ -95,7 +95,7 @@ class AllToAllDispatcher(RankDispatcher):
             if chunk.capacity is not None:
                 check_on_device(
                     (numbers[:, -1] == chunk.capacity).all(),
-                    f"ExpertParallel: with max_rows_factor={self.max_rows_factor} every rank must have "
+                    f"{self.name}: with max_rows_factor={self.max_rows_factor} every rank must have "
                     f"equally many tokens, sequences and pairs, and at most {chunk.capacity} slots for any rank's "
                     "experts, got unequal numbers or more slots",
                 )
@@ -110,7 +110,7 @@ class AllToAllDispatcher(RankDispatcher):
         implementation: str | None,
     ) -> list[_Route]:
         """Return the routes. Raise ValueError unless all ranks agree."""
-        message = "ExpertParallel: the tokens of all ranks must have equally many bytes, and need the same gradients"
+        message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])
             check_on_device(agree.all(), f"{message}, got others than [bytes, gradients] of {agreed}; {GRADIENTS}")
@@ -119,15 +119,13 @@ class AllToAllDispatcher(RankDispatcher):
         sums = [counts.sum(1) for pair in zip(departing, arriving, strict=True) for counts in pair]
         num_bytes, gradients, *splits = torch.stack([*to_agree.long(), *sums]).tolist()  # synchronises the host
         if set(zip(num_bytes, gradients, strict=True)) != {agreed}:
-            raise ValueError(f"{message}, got bytes {num_bytes} and gradients {gradients}; {GRADIENTS}")
+            raise ValueError(f"{message}, got bytes {num_bytes} and gradients {gradients} by rank; {GRADIENTS}")
         return [
             _exact_route(*counts, implementation)
             for counts in zip(chunks, arriving, splits[::2], splits[1::2], strict=True)
         ]
 
-    def _send(
-        self, chunk: _Outgoing, route: _Route, experts: GroupedExperts
-    ) -> tuple[AsyncCollective, AsyncCollective]:
+    def _send(self, chunk: _Outgoing, route: _Route, experts: ExpertsOfRank) -> tuple[AsyncCollective, AsyncCollective]:
         """Return the weights [R, 1] and tokens [R, D] of the slots for local experts, in flight."""
         top_k = max(route.slot_to_row.shape[1], 1)
         by_slot = chunk.order._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)

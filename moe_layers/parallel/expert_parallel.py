@@ -30,10 +30,11 @@ from ..checks import check_choice, check_positive
 from ..experts.dispatcher import LocalDispatcher
 from ..experts.grouped import GroupedExperts
 from ..experts.lora import ExpertLoRA
-from .allgather import AllGatherDispatcher
+from .allgather import AllGatherDispatcher, PaddedAllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks
 from .overlapped import OverlappedDispatcher, check_overlaps
+from .rank_dispatcher import RankDispatcher
 
 DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 
@@ -108,10 +109,12 @@ class ExpertParallel(ParallelStyle):
         experts = getattr(module, "experts", None)
         if not isinstance(experts, GroupedExperts):
             raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
-        share = expert_share(device_mesh, module.num_experts)
+        share = expert_share("ExpertParallel", device_mesh, module.num_experts)
         _check_held("ExpertParallel", module, share)
         experts.check_divisible("ExpertParallel")
-        chosen = self._chosen(module, device_mesh)
+        chosen = self.choose(device_mesh.size(), module.router.top_k)
+        if chosen == "overlapped":
+            check_overlaps(experts)
         if self.src_data_rank is not None:
             _broadcast_replicated(module, device_mesh, self.src_data_rank)
         replicated = {
@@ -132,35 +135,45 @@ class ExpertParallel(ParallelStyle):
             experts.replace_parameter(name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
-        self._set_dispatcher(module, device_mesh, chosen)
+        experts.reserved_sms = self.sms_of(chosen)
+        module.dispatcher = self.make_dispatcher(chosen, Ranks.of(device_mesh.get_group()))
         return module
 
-    def _chosen(self, module: Any, mesh: DeviceMesh) -> str:
-        by_traffic = "allgather" if mesh.size() <= module.router.top_k else "alltoall"
-        chosen = by_traffic if self.dispatcher == "auto" else self.dispatcher
-        if chosen == "overlapped":
-            check_overlaps(module.experts)
-        return chosen
+    def choose(self, num_ranks: int, top_k: int) -> str:
+        """Return the dispatcher's name, with "auto" resolved."""
+        by_traffic = "allgather" if num_ranks <= top_k else "alltoall"
+        return by_traffic if self.dispatcher == "auto" else self.dispatcher
 
-    def _set_dispatcher(self, module: Any, mesh: DeviceMesh, chosen: str) -> None:
-        chunks, reserved_sms = 1, 0
-        if chosen == "overlapped":
-            chunks, reserved_sms = 2 if mesh.size() >= 4 else 1, 2
-        module.experts.reserved_sms = reserved_sms if self.reserved_sms is None else self.reserved_sms
-        module.dispatcher = _DISPATCHERS[chosen](
-            Ranks.of(mesh.get_group()),
+    def make_dispatcher(
+        self, chosen: str, ranks: Ranks, *, any_lengths: bool = False, name: str = "ExpertParallel"
+    ) -> RankDispatcher:
+        """Return a dispatcher with these options.
+
+        Args:
+            any_lengths: without `max_rows_factor`, "allgather" takes any number of tokens on each rank.
+            name: of the layer, in errors.
+        """
+        kind = _DISPATCHERS[chosen]
+        if any_lengths and kind is AllGatherDispatcher and self.max_rows_factor is None:
+            kind = PaddedAllGatherDispatcher
+        chunks = 2 if chosen == "overlapped" and ranks.size >= 4 else 1
+        return kind(
+            ranks,
             max_rows_factor=self.max_rows_factor,
             chunks=chunks if self.chunks is None else self.chunks,
-            gradient_scale=1 / mesh.size() if self.average_gradients else 1.0,
+            gradient_scale=1 / ranks.size if self.average_gradients else 1.0,
+            name=name,
         )
+
+    def sms_of(self, chosen: str) -> int:
+        """Return the SMs that GEMMs leave to communication."""
+        return (2 if chosen == "overlapped" else 0) if self.reserved_sms is None else self.reserved_sms
 
     def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
         held = parameter.detach()
         if self.src_data_rank is not None and len(held) > len(share):
             return distribute_tensor(held, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-        if len(held) > len(share):
-            held = held[share.start : share.stop].clone()  # a clone, so that the other experts' memory is freed
-        return DTensor.from_local(held, mesh, [Shard(0)], run_check=False)
+        return kept_share(held, mesh, share) if len(held) > len(share) else as_shard(held, mesh)
 
 
 def _broadcast_replicated(module: Any, mesh: DeviceMesh, source: int) -> None:
@@ -181,7 +194,21 @@ _DISPATCHERS = {
 }
 
 
-def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
+def kept_share(
+    whole: Tensor,  # [E, ...]
+    mesh: DeviceMesh,
+    share: range,
+) -> DTensor:
+    """Return the tensor, of which each rank keeps its own experts' part."""
+    # A clone, so that the other experts' memory is freed.
+    return as_shard(whole[share.start : share.stop].clone(), mesh)
+
+
+def as_shard(part: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+
+
+def expert_share(op: str, mesh: DeviceMesh, num_experts: int) -> range:
     """Return the experts that this rank holds.
 
     Raises:
@@ -189,15 +216,12 @@ def expert_share(mesh: DeviceMesh, num_experts: int) -> range:
     """
     if mesh.ndim != 1:
         raise ValueError(
-            f'ExpertParallel: the mesh must have one dimension, as mesh["ep"] has, got {mesh.mesh_dim_names} '
-            f"{list(mesh.shape)}"
+            f'{op}: the mesh must have one dimension, as mesh["ep"] has, got {mesh.mesh_dim_names} {list(mesh.shape)}'
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"ExpertParallel: this rank must be in the mesh, got {mesh}")
+        raise ValueError(f"{op}: this rank must be in the mesh, got {mesh}")
     if num_experts % mesh.size():
-        raise ValueError(
-            f"ExpertParallel: num_experts must be a multiple of the mesh's {mesh.size()} ranks, got {num_experts}"
-        )
+        raise ValueError(f"{op}: num_experts must be a multiple of the mesh's {mesh.size()} ranks, got {num_experts}")
     num_local = num_experts // mesh.size()
     first = mesh.get_local_rank() * num_local
     return range(first, first + num_local)

@@ -17,15 +17,15 @@ from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.experts.steps import Adapters
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import unseen_by_modes
-from moe_kernels.types import ExpertAdapters, ExpertWeights, TileTable
+from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight, TileTable
 
 from ..experts.dispatcher import Pending
-from ..experts.grouped import ExpertRows, GroupedExperts
+from ..experts.grouped import ExpertRows
 from ..experts.quantized import QuantizedExperts
 from ..routing.capacity import Slots
 from .allgather import AllGatherDispatcher, local_permutations
 from .collectives import Ranks, wait
-from .rank_dispatcher import split
+from .rank_dispatcher import ExpertsOfRank, split
 from .symmetric_memory import Scattering, Transport, transport_for
 
 _MOST_PIECES = 4  # column slices
@@ -47,7 +47,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
 
     transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
 
-    def pending(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Iterator[Pending]:
+    def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
         check_overlaps(experts)  # again, because the experts may have changed since the dispatcher was chosen
         whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
         if not runs_kernels(experts.implementation, whole[0][0]):
@@ -78,7 +78,7 @@ class _Overlapping(NamedTuple):
         return self.plan.wait(self.out)
 
 
-def check_overlaps(experts: GroupedExperts) -> None:
+def check_overlaps(experts: ExpertsOfRank) -> None:
     """Raise NotImplementedError if the experts have an option that this dispatcher does not support."""
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
@@ -88,7 +88,7 @@ def check_overlaps(experts: GroupedExperts) -> None:
             f"ExpertParallel: the overlapped dispatcher has no precision={experts.precision!r}; use 'allgather' or "
             "'alltoall'"
         )
-    if isinstance(experts.w_up, QuantizedExperts):
+    if isinstance(experts.w_up, QuantizedExperts | QuantizedWeight):
         raise NotImplementedError(
             f"ExpertParallel: the overlapped dispatcher needs plain weights, got {experts.w_up.format}; "
             "use 'allgather' or 'alltoall'"
@@ -105,7 +105,7 @@ class _Plan:
         topk_experts: Tensor,  # [T, K] int32
         lengths: list[int],  # of the chunks
         bounds: list[int] | None,  # limit on the rows of each chunk; None to synchronise with the host for their number
-        experts: GroupedExperts,
+        experts: ExpertsOfRank,
     ):
         self.ranks = ranks
         self.transport = transport

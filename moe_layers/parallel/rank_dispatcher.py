@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial, reduce
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from moe_kernels import Activation
 from moe_kernels.quantization.ops import pack_rows, unpack_rows
 from moe_kernels.runtime.pytorch import disable_dynamo
 
 from ..experts.dispatcher import Pending
-from ..experts.grouped import ExpertRows, GroupedExperts
+from ..experts.grouped import ExpertRows
 from ..precision import autocast
 from ..routing.capacity import Slots
 from .collectives import Packing, Ranks
 
 Chunk = tuple[Tensor, Slots]  # neighbouring tokens [T, D], in the dtype in which they are sent, and their slots
+
+
+class ExpertsOfRank(Protocol):
+    """The experts of this rank, as dispatchers use them: `GroupedExperts`, or the share of another library's module.
+
+    With the overlapped dispatcher, a call passes tokens, weights and adapters to `rows.plan`.
+    """
+
+    num_experts: int  # of all ranks
+    activation: Activation
+    implementation: str | None
+    precision: str | None
+    recompute: str | None
+    weight_on_input: bool
+    batch_invariant: bool
+    reserved_sms: int
+    w_up: Any
+
+    def parameters(self) -> Iterable[Tensor]: ...
+
+    def __call__(self, rows: ExpertRows) -> Tensor: ...
 
 
 class RankDispatcher(ABC):
@@ -32,24 +55,32 @@ class RankDispatcher(ABC):
         gradient_scale: scale of the gradients of the experts' parameters. It multiplies the data sent in backward,
             which is smaller than these gradients. The gradients of tokens and weights are divided by it, which is exact
             for powers of two.
+        name: of the layer, in errors.
     """
 
     def __init__(
-        self, ranks: Ranks, *, max_rows_factor: float | None = None, chunks: int = 1, gradient_scale: float = 1.0
+        self,
+        ranks: Ranks,
+        *,
+        max_rows_factor: float | None = None,
+        chunks: int = 1,
+        gradient_scale: float = 1.0,
+        name: str = "ExpertParallel",
     ):
         self.ranks = ranks
+        self.name = name
         self.max_rows_factor = max_rows_factor
         self.chunks = chunks
         self.gradient_scale = gradient_scale
 
     @disable_dynamo
-    def run(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Pending:  # tokens [T, D]
+    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Pending:  # tokens [T, D]
         """Dispatch each chunk, compute it, and start to combine it."""
-        tokens = _scale_gradient(tokens, 1 / self.gradient_scale)
-        slots = slots._replace(topk_weights=_scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
+        tokens = scale_gradient(tokens, 1 / self.gradient_scale)
+        slots = slots._replace(topk_weights=scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
         return PendingChunks(list(self.pending(tokens, slots, experts)), self.gradient_scale)
 
-    def pending(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Iterator[Pending]:
+    def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
         """Yield the outputs of each chunk, in flight."""
         chunks = split(tokens, slots, self.lengths(len(tokens)))
         for rows in self.dispatch(chunks, experts):
@@ -60,7 +91,7 @@ class RankDispatcher(ABC):
         return [(num_tokens + self.chunks - 1 - chunk) // self.chunks for chunk in range(self.chunks)]
 
     @abstractmethod
-    def dispatch(self, chunks: Sequence[Chunk], experts: GroupedExperts) -> Iterator[ExpertRows]:
+    def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
         """Start to send all chunks, then yield each chunk's rows as soon as they have arrived."""
 
     @abstractmethod
@@ -72,7 +103,7 @@ class RankDispatcher(ABC):
         return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
 
 
-def packing_of(tokens: Tensor, experts: GroupedExperts) -> Packing | None:
+def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
     """Return how the tokens are sent: in e4m3 with scales to experts that multiply e4m3, else as they are."""
     if experts.precision is None:
         return None
@@ -91,7 +122,7 @@ GRADIENTS = (
 )
 
 
-def gradients_needed(tokens: Tensor, slots: Slots, experts: GroupedExperts) -> int:
+def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
     """Return which tensors need gradients, as bits. Backward communicates these gradients alone, so a rank would wait
     forever for one that another rank does not need."""
     if not torch.is_grad_enabled():
@@ -129,10 +160,10 @@ class PendingChunks:
     @disable_dynamo
     def wait(self) -> Tensor:  # [T, D]
         parts = [chunk.wait() for chunk in self.chunks]
-        return _scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
+        return scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
 
 
-def _scale_gradient(tensor: Tensor, scale: float) -> Tensor:
+def scale_gradient(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1 else _ScaledGradient.apply(tensor, scale)
 
 

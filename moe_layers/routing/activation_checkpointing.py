@@ -34,6 +34,7 @@ def routing_ops() -> list[Any]:
         torch.ops.aten.sort.stable,  # the choice of the reference
         layers.global_expert_counts.default,
         layers.replayed_choice.default,
+        layers.kept_choice.default,
     ]
 
 
@@ -63,5 +64,18 @@ def replayed_choice(
 
 
 @replayed_choice.register_fake
+def _(topk_experts):
+    return torch.empty_like(topk_experts)
+
+
+@torch.library.custom_op("moe_layers::kept_choice", mutates_args=())
+def kept_choice(
+    topk_experts: Tensor,  # [T, K] int32
+) -> Tensor:  # [T, K] int32
+    """Return the choice of another library's router, as an op whose result `save_routing` keeps."""
+    return topk_experts.clone()
+
+
+@kept_choice.register_fake
 def _(topk_experts):
     return torch.empty_like(topk_experts)

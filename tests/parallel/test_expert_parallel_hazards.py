@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing import get_context
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,11 +24,13 @@ from moe_layers import (
     CapacityFactor,
     CustomAssignment,
     ExpertChoice,
+    ExpertParallel,
     MoEFeedForward,
     TokenExpertPairs,
     clip_grad_norm_,
     save_routing,
 )
+from moe_layers.parallel.collectives import Ranks
 
 from ..processes import gloo_group, make_test
 from ..tiers import slow
@@ -259,7 +262,30 @@ def experts_frozen_on_one_rank(device):
     assert_close(many.router.weight.grad, one.router.weight.grad)
 
 
+def padded_all_gather(device):
+    """Ranks of any length gather padding up to the longest one. It has no effect, and unequal ranks are an error."""
+    mesh, rank = expert_mesh(device), distributed.get_rank()
+    for chunks, name in product((1, 2), LENGTHS):
+        lengths = lengths_of(name)
+        one, many = make_layer(device), make_layer(device)
+        style = ExpertParallel("allgather", average_gradients=False, chunks=chunks)
+        parallelize_module(many, mesh["ep"], style)
+        ranks = Ranks.of(mesh["ep"].get_group())
+        many.dispatcher = style.make_dispatcher("allgather", ranks, any_lengths=True, name="experts of a model")
+        x = draw(device, sum(lengths))
+        expected, out = one(x), many(own(x, lengths))
+        assert_close(out, own(expected, lengths))
+        for y in (expected, out):
+            y.square().sum().backward()
+        for a, b in zip(many.parameters(), one.parameters(), strict=True):
+            assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"experts of a model: .* same gradients, got"):
+        many(draw(device, 2 + rank).requires_grad_(bool(rank)))
+    assert len(sent.names) == 1
+
+
 CASES = [
+    padded_all_gather,
     collectives_start_in_one_order,
     nothing_reads_what_is_under_way,
     plain_parameters_afterwards,

@@ -7,7 +7,7 @@ sharding) still applies. Modules of transformers are `Any`: their attributes bel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +33,9 @@ class _FlatSpec(ExpertsSpec):
         return ()
 
     readable = adaptable
+
+    def of_rank(self, num_ranks: int) -> ExpertsSpec:
+        return replace(self, num_experts=self.num_experts // num_ranks)
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return experts.mlp.w1, experts.mlp.v1
@@ -71,6 +74,9 @@ class _LinearsSpec(ExpertsSpec):
     @property
     def adaptable(self) -> tuple[str, ...]:
         return ()
+
+    def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
+        return {f"{name}.weight": getattr(experts, name).weight for name in ("input_linear", "output_linear")}
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (_weight_of(experts, "input_linear"),)

@@ -37,7 +37,7 @@ from moe_kernels.types import QuantizedWeight
 from ...checks import check_choice, check_kind, first_three
 from .attached_routers import release_routers
 from .discovery import Found, find_experts
-from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME, TOLD
+from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME, SHARING, TOLD
 from .peft_adapters import (
     Place,
     find_places,
@@ -52,7 +52,7 @@ from .replaced_forwards import replace_forward, restore_forward
 __all__ = ["EnableReport", "disable", "enable"]
 
 OLDEST = "5.7"
-_STATE = "_moe_layers_state"  # attribute of an enabled model
+STATE = "_moe_layers_state"  # attribute of an enabled model
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
@@ -134,8 +134,9 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
 
     Raises:
         ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
-            or a model around it, is enabled. Weights are quantised in a way that the kernels cannot read. With "fp8":
-            weights are quantised, their sizes are no multiples of 16, or experts have a norm.
+            or a model around it, is enabled; or `shard_experts` sharded it. Weights are quantised in a way that the
+            kernels cannot read. With "fp8": weights are quantised, their sizes are no multiples of 16, or experts have
+            a norm.
         NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
@@ -145,7 +146,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     if precision is not None:
         found = [_in_precision(part, precision) for part in found]
     configs = _configs_of(found)
-    if (earlier := getattr(model, _STATE, None)) is not None:
+    if (earlier := getattr(model, STATE, None)) is not None:
+        _check_whole("enable", earlier)
         _restore(model, earlier)
     _check_free(found)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
@@ -159,7 +161,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)],
     )
     state.hooks.extend(place.holder.register_forward_pre_hook(_check_targets) for place in places[:1])
-    setattr(_innermost(model), _STATE, state)
+    setattr(_innermost(model), STATE, state)
     try:
         for part in found:
             setattr(part.experts, ATTRIBUTE, part.spec)
@@ -223,7 +225,7 @@ def _check_free(found: list[Found]) -> None:
 
 def _selectable(model: nn.Module) -> set[int]:
     """Return the ids of configurations that belong to whole models in `model`, and to no other enabled model."""
-    own = getattr(model, _STATE, None)
+    own = getattr(model, STATE, None)
     taken = {id(config) for state in _STATES if state is not own for config, _ in state.configs}
     whole = (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
     return {id(module.config) for module in whole} - taken
@@ -236,13 +238,22 @@ def disable(model: nn.Module) -> None:
     `experts_implementation`.
 
     Raises:
-        ValueError: the model is not enabled.
+        ValueError: the model is not enabled, or `shard_experts` sharded its experts.
     """
-    state = getattr(model, _STATE, None)
+    state = getattr(model, STATE, None)
     if state is None:
         raise ValueError(f"disable: the model must have been given to enable, got {type(model).__name__}")
+    _check_whole("disable", state)
     release_routers(model)
     _restore(model, state)
+
+
+def _check_whole(op: str, state: _State) -> None:
+    if any(SHARING in vars(experts) for experts in state.experts):
+        raise ValueError(
+            f"{op}: the experts must be whole, got experts that ranks share; save_sharded writes them, and "
+            "from_pretrained loads a whole model"
+        )
 
 
 def _restore(model: nn.Module, state: _State) -> None:
@@ -260,8 +271,8 @@ def _restore(model: nn.Module, state: _State) -> None:
         for attribute in (ATTRIBUTE, CHANGES, FORMS, TOLD):
             vars(experts).pop(attribute, None)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
-    holder = next(module for module in model.modules() if vars(module).get(_STATE) is state)
-    delattr(holder, _STATE)
+    holder = next(module for module in model.modules() if vars(module).get(STATE) is state)
+    delattr(holder, STATE)
 
 
 def _innermost(model: Any) -> nn.Module:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,14 @@ from moe_kernels import (
     permute,
     sort_by_expert,
 )
-from moe_kernels.experts.fused import compute_chosen
+from moe_kernels.experts.fused import compute_chosen, compute_experts
 from moe_kernels.quantization.formats import check_quantized
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
 from moe_kernels.types import ExpertWeights, QuantizedWeight, ScaledForms, Weight
 
 from ...checks import first_three
 from ...experts.fp8_weights import KeptForms
+from ...experts.grouped import ExpertRows
 from ...precision import call_with_autocast_rules
 from .rebuilding import rebuilt_in_backward
 from .recognition import recognise_gated, recognise_plain
@@ -39,6 +41,7 @@ NAME = "moe_layers"  # in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from `enable` or from the first call
 FORMS = "_moe_layers_forms"  # of an experts module: KeptForms, with a precision
 CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
+SHARING = "_moe_layers_sharing"  # of an experts module that ranks share: its SharedForward
 TOLD = "_moe_layers_told"  # of an experts module: its user knows who computes PEFT's adapters, see `_tell_once`
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,6 +52,12 @@ class LowRank(NamedTuple):
 
     left: Tensor  # [E, rows, r]
     right: Tensor  # [E, r, columns]
+
+
+class SharedForward(Protocol):
+    """Computes experts of which each rank holds a share."""
+
+    def forward(self, experts: nn.Module, tokens: Tensor, topk_experts: Tensor, topk_weights: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,15 @@ class ExpertsSpec:
     def readable(self) -> tuple[str, ...]:
         """Names of the parameters that the kernels can read in 4 bits."""
         return () if self.normed else (self._up_name, "down_proj")
+
+    def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters and buffers, by name, whose first axis is that of the experts."""
+        every = chain(experts.named_parameters(), experts.named_buffers())
+        return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
+
+    def of_rank(self, num_ranks: int) -> ExpertsSpec:
+        """Return the spec of one rank's share."""
+        return self
 
     def held(self, experts: Any) -> Iterable[Weight]:
         """Return the weights to check at the first call. Reads no parameter, because PEFT caches what is read."""
@@ -205,57 +223,87 @@ def experts_forward(
         ValueError: at the first call, that this package cannot compute the module, with the reason.
     """
     _recognise_once(self)
-    spec: ExpertsSpec = getattr(self, ATTRIBUTE)
-    parameters, w_down = spec.up_parameters(self), spec.w_down(self)
-    changes = getattr(self, CHANGES, None)
-    adapters = spec.adapters(changes) if changes else None
     top_k_index = top_k_index.int()
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
+    sharing: SharedForward | None = getattr(self, SHARING, None)
+    if sharing is not None:
+        return sharing.forward(self, hidden_states, top_k_index, top_k_weights)
+    changes = getattr(self, CHANGES, None) or {}
+    return compute_module(self, hidden_states, top_k_index, top_k_weights, changes).to(hidden_states.dtype)
+
+
+def compute_module(
+    self: Any,  # an experts module with a spec
+    tokens: Tensor,  # [T, D]
+    choice: Tensor | ExpertRows,  # [T, K] int32, or where a dispatcher placed the slots
+    topk_weights: Tensor,  # [T, K] float32
+    changes: Mapping[str, LowRank],
+    parameters: tuple[Weight, Weight] | None = None,  # as the module holds them, where the computed ones are parts
+) -> Tensor:  # [T, D]
+    """Compute an experts module with all parameters that it holds."""
+    spec: ExpertsSpec = getattr(self, ATTRIBUTE)
+    up_parameters, w_down = spec.up_parameters(self), spec.w_down(self)
+    adapters = spec.adapters(changes) if changes else None
 
     def experts(tokens: Tensor, w_up: Any, w_down: Any, *biases: Tensor) -> Tensor:
-        with rebuilt_in_backward(w_up, parameters, spec.w_up) if spec.copies else nullcontext():
-            return compute_chosen(
-                tokens,
-                top_k_index,
-                top_k_weights,
-                ExpertWeights(w_up, w_down, *biases),
-                adapters=adapters,
-                activation=spec.activation,
-                weight_on_input=spec.weight_on_input,
-                precision=spec.precision,
-                forms=_forms(self, weights[:2], (w_up, w_down)),
-                implementation=spec.implementation,
-            )
+        operands = ExpertWeights(w_up, w_down, *biases)
+        if isinstance(choice, ExpertRows) and choice.plan is not None:
+            return choice.plan(tokens, topk_weights, operands, adapters)
+        settings: dict[str, Any] = {
+            "adapters": adapters,
+            "activation": spec.activation,
+            "weight_on_input": spec.weight_on_input,
+            "precision": spec.precision,
+            "forms": _forms(self, parameters, weights[:2], (w_up, w_down)),
+            "implementation": spec.implementation,
+        }
+        with rebuilt_in_backward(w_up, up_parameters, spec.w_up) if spec.copies else nullcontext():
+            if isinstance(choice, Tensor):
+                return compute_chosen(tokens, choice, topk_weights, operands, **settings)
+            assert choice.permutation is not None
+            return compute_experts(tokens, topk_weights, choice.permutation, operands, **settings)
 
-    normed = partial(_normed_experts, self, top_k_index, top_k_weights)
-    weights: tuple[Any, ...] = (spec.w_up(*parameters), w_down, *spec.biases(self))
-    return call_with_autocast_rules(normed if spec.normed else experts, hidden_states, *weights).to(hidden_states.dtype)
+    normed = partial(_normed_experts, self, choice, topk_weights)
+    weights: tuple[Any, ...] = (spec.w_up(*up_parameters), w_down, *spec.biases(self))
+    return call_with_autocast_rules(normed if spec.normed else experts, tokens, *weights)
 
 
-def _forms(experts: Any, parts: tuple[Any, ...], weights: tuple[Any, Any]) -> ScaledForms | None:
+def _forms(
+    experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
+) -> ScaledForms | None:
     """Return the kept e4m3 forms of the weights, see `KeptForms`; None without precision or for copied parameters."""
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     if spec.precision is None or spec.copies or torch.compiler.is_compiling():
         return None
     if not hasattr(experts, FORMS):
         setattr(experts, FORMS, KeptForms())
-    (w_up,) = spec.up_parameters(experts)
-    return getattr(experts, FORMS).of(experts, (w_up, spec.stored_down(experts)), parts, weights, spec.implementation)
+    return getattr(experts, FORMS).of(
+        experts, parameters or stored_pair(experts, spec), parts, weights, spec.implementation
+    )
+
+
+def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
+    """Return the parameters of both projections, as the module holds them."""
+    return spec.up_parameters(experts)[0], spec.stored_down(experts)
 
 
 def _normed_experts(
-    self: Any, top_k_index: Tensor, top_k_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
+    self: Any, choice: Tensor | ExpertRows, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
 ) -> Tensor:
     """Compute experts whose outputs are normed: a norm does not commute with the weights, which the fused op applies
     before the down projection."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
-    permutation = sort_by_expert(top_k_index, w_down.shape[0], implementation=spec.implementation)
+    if isinstance(choice, Tensor):
+        permutation = sort_by_expert(choice, w_down.shape[0], implementation=spec.implementation)
+    else:
+        assert choice.permutation is not None
+        permutation = choice.permutation
     product = partial(grouped_gemm, offsets=permutation.offsets, implementation=spec.implementation)
     rows = permute(tokens, permutation, implementation=spec.implementation)
     preactivation = product(rows, w_up.transpose(1, 2))
     activated = apply_activation(preactivation, spec.activation, implementation=spec.implementation)
     out = self.post_expert_norm(product(activated, w_down.transpose(1, 2)))
-    return combine(out, top_k_weights, permutation.slot_to_row, implementation=spec.implementation)
+    return combine(out, topk_weights, permutation.slot_to_row, implementation=spec.implementation)
 
 
 # Registered here, because unpickling a model that was enabled or called imports this file and may call nothing else.

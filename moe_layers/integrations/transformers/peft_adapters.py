@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
 from ...checks import first_three
-from .experts_forward import ATTRIBUTE, CHANGES, NAME, ExpertsSpec, LowRank
+from .experts_forward import ATTRIBUTE, CHANGES, NAME, SHARING, ExpertsSpec, LowRank
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 from .stored_weights import parameter_shape
 
@@ -81,6 +82,12 @@ def replace_forwards(place: Place) -> None:
     for wrapper in place.wrappers():
         if _is_param_wrapper(wrapper):
             replace_forward(wrapper, _forward)
+            if SHARING in vars(wrapper.get_base_layer()):
+                wrapper.merge = partial(_refuse_to_merge, f"{place.name}.{wrapper.parameter_name}")
+
+
+def _refuse_to_merge(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ValueError(f"moe_layers: adapters must be merged into whole experts, got {name}, which ranks share")
 
 
 def restore_forwards(place: Place) -> None:
@@ -204,7 +211,14 @@ def _active(wrapper: Any) -> list[str]:
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
     """Replace the forward of a ParamWrapper. PEFT's own computes everything that this one cannot."""
-    if self.disable_adapters or kwargs.get("adapter_names") is not None or _reason_against(self) is not None:
+    if self.disable_adapters or kwargs.get("adapter_names") is not None:
+        return type(self).forward(self, *args, **kwargs)
+    if (reason := _reason_against(self)) is not None:
+        if SHARING in vars(self.get_base_layer()):
+            raise ValueError(
+                f"moe_layers: experts that ranks share take adapters that the kernels compute alone, got PEFT's own "
+                f"computation of {self.parameter_name}, because {reason}"
+            )
         return type(self).forward(self, *args, **kwargs)
     changes = [_change(self, adapter) for adapter in _active(self)]
     if not changes:

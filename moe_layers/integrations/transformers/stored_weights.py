@@ -22,7 +22,7 @@ from moe_kernels.quantization.formats import MXFP4, as_format
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
-from ...checks import first_three
+from ...checks import first_three, is_dtensor
 
 _BITSANDBYTES = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
 
@@ -47,14 +47,22 @@ class StoredMxfp4(nn.Module):
         self.dtype = dtype
 
     def weight(self, blocks: Tensor) -> QuantizedWeight:
-        num_experts, size_out, num_blocks, _ = blocks.shape
-        return QuantizedWeight(blocks, self.scales, MXFP4, torch.Size((num_experts, size_out, 32 * num_blocks)))
+        return _of_blocks(blocks, self.scales)
 
     def forward(self, blocks: Tensor) -> Tensor:  # [E, in, out]
+        if is_dtensor(blocks):  # PEFT reads the parameter of experts that ranks share
+            parts: Any = blocks, self.scales
+            local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
+            return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
         return dequantize(self.weight(blocks), self.dtype).transpose(1, 2).contiguous()
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype}"
+
+
+def _of_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    num_experts, size_out, num_blocks, _ = blocks.shape
+    return QuantizedWeight(blocks, scales, MXFP4, torch.Size((num_experts, size_out, 32 * num_blocks)))
 
 
 class _Stored(NamedTuple):

@@ -1,0 +1,139 @@
+"""Tiny transformers models in float64 for several ranks, and the results of one process on all their tokens."""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import transformers
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..checkpoint.golden import FASTEST
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+CONFIGS = {
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "deepseek_v3": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        **MLA,
+    },
+    "llama4_text": {
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 64,
+    },
+}
+EXPERTS = {"llama4_text": "feed_forward.experts"}  # by kind; else mlp.experts
+LENGTH = 12
+FLOAT32 = torch.float32
+
+
+@contextmanager
+def all_in_float64():
+    """Let routers and norms that ask for float32 compute in float64, so that results compare to 1e-10."""
+    with ExitStack() as stack:
+        for name in ("float32", "float"):
+            stack.enter_context(mock.patch.object(torch, name, torch.float64))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(FLOAT32)
+
+
+def build(kind, dtype=torch.float64, seed=0, **changes):
+    """Return a model in training mode with its own experts and weights of unit scale."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **CONFIGS[kind], **changes})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    return model.to(dtype).train()
+
+
+def sharded(model, mesh=None, **options):
+    """Enable a model and share its experts among all ranks."""
+    from moe_layers.integrations.transformers import enable, shard_experts
+
+    enable(model, implementation=FASTEST)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),)) if mesh is None else mesh
+    shard_experts(model, mesh, **options)
+    return model
+
+
+def batches(sizes, pad=0, seed=100):
+    """Return a batch (ids, mask) of each rank, with these numbers of sequences. The last `pad` ids are padding."""
+    made = []
+    for rank, size in enumerate(sizes):
+        ids = torch.randint(0, 64, (size, LENGTH), generator=torch.Generator().manual_seed(seed + rank))
+        mask = torch.ones_like(ids)
+        if pad and size:
+            mask[:, -pad:] = 0
+        made.append((ids, mask))
+    return made
+
+
+def logits_of(model, ids, mask):
+    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+
+def loss_of(model, ids, mask):
+    """Return the sum of the tokens' losses, so that ranks with any number of tokens add up.
+
+    transformers' attention takes no batch of zero sequences. A rank without data runs one sequence without labels.
+    """
+    if not len(ids):
+        return logits_of(model, *batches((1,))[0]).sum() * 0
+    logits = logits_of(model, ids, mask)
+    labels = ids.masked_fill(mask == 0, -100)
+    logits, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients_of(model, data, scale=1):
+    """Return loss and gradients, by name, of the sum over several batches."""
+    model.zero_grad()
+    losses = [loss_of(model, *batch) for batch in data]
+    (sum(losses) * scale).backward()
+    return sum(losses).detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual, expected, message=""):
+    scale = expected.abs().max().clamp(min=1e-30)
+    error = ((actual - expected).abs().max() / scale).item()
+    assert error < 1e-10, f"{message}: {error:.1e}"

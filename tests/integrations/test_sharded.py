@@ -1,0 +1,314 @@
+"""Experts of transformers models shared by two ranks, against one process on all tokens, in float64."""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..processes import make_test
+from ..tiers import slow
+
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
+
+from .sharded_models import (  # noqa: E402
+    EXPERTS,
+    all_in_float64,
+    assert_close,
+    batches,
+    build,
+    gradients_of,
+    logits_of,
+    loss_of,
+    sharded,
+    whole,
+)
+
+pytestmark = slow  # each process imports transformers
+UNEVEN, EVEN, NO_LABELS = (3, 1, 2, 2), (2, 2, 2, 2), (3, 0, 1, 2)  # sequences of each rank; the first ones are used
+STEPS, ACCUMULATED, CLIP, RATE = 3, 2, 5.0, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of one family, by its own name."""
+
+    run: object
+    kind: str
+
+    @property
+    def __name__(self):
+        return self.run.__name__
+
+    def __call__(self, device):
+        with all_in_float64(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers and PEFT about tiny models
+            self.run(self.kind)
+
+
+def drawn(sizes, **options):
+    return batches(sizes[: distributed.get_world_size()], **options)
+
+
+def own(data):
+    return data[distributed.get_rank()]
+
+
+def summed(tensor):
+    tensor = tensor.clone()
+    distributed.all_reduce(tensor)
+    return tensor
+
+
+def assert_same_gradients(model, data, reference, *, average=False):
+    """Compare loss, outputs and all gradients with those of a model with its own experts."""
+    expected_loss, expected = gradients_of(reference, [batch for batch in data if len(batch[0])])
+    loss, gradients = gradients_of(model, [own(data)])
+    assert_close(summed(loss), expected_loss, "loss")
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        # A shard is complete. Each rank has the part of its own tokens of all else.
+        is_shard = isinstance(gradient, DTensor)
+        actual = whole(gradient) * (distributed.get_world_size() if average else 1) if is_shard else summed(gradient)
+        assert_close(actual, expected[name], name)
+    if len(own(data)[0]):
+        with torch.no_grad():
+            assert_close(logits_of(model, *own(data)), logits_of(reference, *own(data)), "logits")
+    else:
+        with torch.no_grad():
+            loss_of(model, *own(data))
+
+
+def uneven_tokens_and_padding(kind):
+    """Both dispatchers, ranks of different lengths, padding, and a rank without labels."""
+    for dispatcher in ("allgather", "alltoall", "auto"):
+        for average, data in ((False, drawn(UNEVEN, pad=4)), (True, drawn(EVEN)), (False, drawn(NO_LABELS))):
+            model = sharded(build(kind), dispatcher=dispatcher, average_gradients=average)
+            assert_same_gradients(model, data, build(kind), average=average)
+
+
+def frozen_parts(kind):
+    """Only the experts learn, or all but the experts."""
+    for experts_learn in (True, False):
+        model, reference = build(kind), build(kind)
+        for part in (model, reference):
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_((".experts." in name) == experts_learn)
+        assert_same_gradients(sharded(model, dispatcher="alltoall", average_gradients=False), drawn(UNEVEN), reference)
+
+
+class Sent(TorchDispatchMode):
+    """Counts the all-to-alls that run. A checkpoint's own mode returns kept results before this one."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops._c10d_functional.all_to_all_single.default
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointing(kind):
+    """Checkpointed layers, which send everything again, or with `save_communication` nothing."""
+    from moe_layers import save_communication
+
+    counts = []
+    for options in (None, {}, {"context_fn": save_communication}):
+        model = sharded(build(kind), dispatcher="alltoall", average_gradients=False)
+        if options is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": False, **options})
+        with Sent() as sent:
+            assert_same_gradients(model, drawn(UNEVEN, pad=2), build(kind))
+        counts.append(sent.number)
+    none, plain, saved = counts
+    assert none == saved < plain
+
+
+def lora(kind):
+    """Adapters of experts and attention, whole on every rank, added before and after sharding."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = EXPERTS.get(kind, "mlp.experts")
+    weights = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    attention = "q_a_proj" if kind == "deepseek_v3" else "q_proj"
+
+    def adapted(model):
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=[attention], target_parameters=weights)
+        model = get_peft_model(model, config)
+        torch.manual_seed(5)
+        for name, parameter in sorted(model.named_parameters()):
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        return model
+
+    for before, average in ((True, True), (False, True), (False, False)):
+        model = sharded(adapted(build(kind)) if before else build(kind), average_gradients=average)
+        model = model if before else adapted(model)
+        assert_same_gradients(model, drawn(UNEVEN), adapted(build(kind)), average=average)
+        with pytest.raises(ValueError, match=r"merged into whole experts, got .*layers.*ranks share"):
+            model.merge_adapter()
+
+
+def part_of(step, accumulated):
+    return drawn(UNEVEN if (step + accumulated) % 2 else EVEN, seed=1000 + 100 * step + 10 * accumulated)
+
+
+def train(model, parameters, backward, clip):
+    """Return the norms of three steps of several accumulated batches."""
+    optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for accumulated in range(ACCUMULATED):
+            backward(part_of(step, accumulated), accumulated == ACCUMULATED - 1)
+        norms.append(clip(model.parameters(), CLIP).item())
+        optimizer.step()
+    return torch.tensor(norms)
+
+
+def trained(kind):
+    """Return parameters and norms of one process, of the mean over the ranks."""
+    model = build(kind)
+
+    def backward(data, is_last):
+        (sum(loss_of(model, *batch) for batch in data) / len(data)).backward()
+
+    norms = train(model, model.parameters(), backward, torch.nn.utils.clip_grad_norm_)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def by_ddp(model, report, meshes):
+    from moe_layers.integrations.transformers import ignore_in_ddp
+
+    ignore_in_ddp(model)
+    wrapped = DistributedDataParallel(model)
+    return wrapped, lambda is_last: setattr(wrapped, "require_backward_grad_sync", is_last)
+
+
+def by_fsdp(model, report, meshes, rows=False, ignored=False):
+    experts, everyone = meshes
+    held = {parameter for module in report.experts.values() for parameter in module.parameters()}
+    options = {"ignored_params": held} if ignored else {}
+    for layer in model.model.layers:
+        for module in () if ignored else set(report.experts.values()) & set(layer.modules()):
+            placement = {"shard_placement_fn": lambda _: Shard(1)} if rows else {}
+            fully_shard(module, mesh=experts["efsdp"], **placement)
+        fully_shard(layer, mesh=everyone, **options)
+    fully_shard(model, mesh=everyone, **options)
+    return model, model.set_requires_gradient_sync
+
+
+def by_accelerate(model, report, meshes):
+    """Call what `Accelerator.prepare` calls with FSDP2, which it selects on accelerators alone."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    for module in report.experts.values():  # it leaves modules alone that are under FSDP2 already
+        fully_shard(module, mesh=meshes[0]["efsdp"])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+    )
+    settings = {"torch_device_mesh": None, "mixed_precision": "no", "is_main_process": True}
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    wrapped = fsdp2_prepare_model(SimpleNamespace(state=state, device=torch.device("cpu"), **settings), model)
+    return wrapped, wrapped.set_requires_gradient_sync
+
+
+WRAPPINGS = {
+    "accelerate": by_accelerate,
+    "ddp": by_ddp,
+    "fsdp": by_fsdp,
+    "rows": partial(by_fsdp, rows=True),
+    "ignored": partial(by_fsdp, ignored=True),
+}
+
+
+def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointed=False):
+    """Parameters and norms after three steps with accumulation and clipping, under PyTorch's wrappers."""
+    from moe_layers import clip_grad_norm_
+    from moe_layers.integrations.transformers import enable, shard_experts
+
+    expected, norms = trained(kind)
+    for wrapping in wrappings:
+        model = build(kind)
+        enable(model, implementation="reference")
+        size = distributed.get_world_size()
+        experts = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("efsdp", "ep"))
+        meshes = experts, init_device_mesh("cpu", (size,))
+        wrapped, sync = WRAPPINGS[wrapping](model, shard_experts(model, meshes[0]["ep"]), meshes)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def backward(data, is_last, wrapped=wrapped, sync=sync):
+            sync(is_last)
+            loss_of(wrapped, *own(data)).backward()
+
+        assert_close(train(model, model.parameters(), backward, clip_grad_norm_), norms, f"{wrapping}: norms")
+        for name, parameter in model.named_parameters():
+            assert_close(whole(parameter.detach()), expected[name], f"{wrapping}: {name}")
+
+
+def copies_of_experts(kind):
+    """Two ranks share the experts, and two others hold copies of them."""
+    three_steps(kind, ("fsdp", "rows"))
+
+
+def other_wrappings(kind):
+    three_steps(kind, ("rows", "ignored", "accelerate"))
+    three_steps(kind, ("fsdp",), checkpointed=True)
+
+
+def outputs_changed_in_place(kind):
+    """Some models add to the experts' output in place. A hook of the experts does so here."""
+    model, reference = sharded(build(kind), average_gradients=True), build(kind)
+    for part in (model, reference):
+        for layer in part.model.layers:
+            layer.mlp.experts.register_forward_hook(lambda module, args, out: out.mul_(2))
+    assert_same_gradients(model, drawn(UNEVEN), reference, average=True)
+
+
+def copies(kind):
+    """A copy of a sharded model shares no memory with it."""
+    model = sharded(build(kind))
+    ids = own(drawn(EVEN))
+    before = logits_of(model, *ids)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(logits_of(other, *ids), before)
+
+
+FAMILY = (uneven_tokens_and_padding, frozen_parts, checkpointing, lora, three_steps)
+MORE = {"qwen3_moe": (other_wrappings, outputs_changed_in_place, copies), "gpt_oss": (other_wrappings,)}
+
+
+def cases(kind):
+    return [Case(run, kind) for run in (*FAMILY, *MORE.get(kind, ()))]
+
+
+test_qwen3_moe = make_test(cases("qwen3_moe"), 2)
+test_gpt_oss = make_test(cases("gpt_oss"), 2)
+test_mixtral = make_test(cases("mixtral"), 2)
+test_olmoe = make_test(cases("olmoe"), 2)
+test_deepseek_v3 = make_test(cases("deepseek_v3"), 2)
+test_llama4 = make_test(cases("llama4_text"), 2)
+test_four_processes = make_test(
+    [
+        Case(uneven_tokens_and_padding, "qwen3_moe"),
+        Case(lora, "qwen3_moe"),
+        Case(copies_of_experts, "gpt_oss"),
+    ],
+    4,
+)

@@ -1,0 +1,194 @@
+"""transformers' own expert parallelism with `ep_implementation="moe_layers"`, against one process, in float64."""
+
+import tempfile
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..processes import make_test
+from ..tiers import slow
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from .sharded_models import all_in_float64, assert_close, batches, build, gradients_of, whole  # noqa: E402
+
+NAME = "moe_layers"
+distributed_transformers = pytest.importorskip("transformers.distributed.expert_parallel")
+pytestmark = [
+    slow,  # each process imports transformers
+    pytest.mark.skipif(
+        not hasattr(distributed_transformers, "EPImplementationInterface"),
+        reason="this version of transformers takes no other implementation of its expert parallelism",
+    ),
+]
+KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # of the six, those with a plan of transformers
+
+
+@dataclass(frozen=True)
+class Case:
+    run: object
+
+    @property
+    def __name__(self):
+        return self.run.__name__
+
+    def __call__(self, device):
+        import moe_layers.integrations.transformers  # noqa: F401  # registers the implementation
+
+        with all_in_float64(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers about tiny models
+            transformers.logging.disable_progress_bar()
+            self.run()
+
+
+def own(data):
+    return data[distributed.get_rank()]
+
+
+def shared_folder():
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    return folder[0]
+
+
+def saved(kind):
+    """Return the folder of a model that one rank wrote."""
+    folder = shared_folder()
+    if distributed.get_rank() == 0:
+        build(kind).save_pretrained(folder)
+    distributed.barrier()
+    return folder
+
+
+def load(folder, **sizes):
+    size = distributed.get_world_size()
+    sizes = {"fsdp_size": size, "ep_size": size, "ep_implementation": NAME, **sizes}
+    config = transformers.distributed.DistributedConfig(**sizes)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", distributed_config=config, experts_implementation="eager", attn_implementation="eager"
+    ).train()
+
+
+def assert_same_gradients(model, kind, data):
+    _, expected = gradients_of(build(kind), data, scale=1 / len(data))
+    _, gradients = gradients_of(model, [own(data)])
+    assert any("_moe_layers_experts" in vars(module) for module in model.modules())  # computed here
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert_close(whole(gradient), expected[name], name)
+
+
+def lora():
+    """Adapters of experts and attention on an enabled model. The Trainer averages their gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    from moe_layers.integrations.transformers import enable, shard_experts
+
+    def adapted(model):
+        weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=weights)
+        torch.manual_seed(5)
+        model = get_peft_model(model, config)
+        for name, parameter in sorted(model.named_parameters()):
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        return model
+
+    model, data = load(saved("qwen3_moe")), batches((3, 1))
+    enable(model, implementation="reference")
+    with pytest.raises(
+        ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
+    ):
+        shard_experts(model, init_device_mesh("cpu", (2,)))
+    _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
+    _, gradients = gradients_of(adapted(model), [own(data)])
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        distributed.all_reduce(gradient)
+        assert_close(gradient / 2, expected[name], name)
+
+
+def gradients():
+    for kind in KINDS:
+        for data in (batches((3, 1), pad=4), batches((2, 2))):
+            assert_same_gradients(load(saved(kind)), kind, data)
+
+
+def saved_again():
+    """transformers gathers and writes what the model held."""
+    folder, again = saved("qwen3_moe"), shared_folder()
+    load(folder).save_pretrained(again)
+    distributed.barrier()
+    expected, actual = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (folder, again)
+    )
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(actual.state_dict()[name], tensor), name
+
+
+def train(model):
+    """Return the Trainer's losses and norms of three steps, with accumulation and clipping."""
+    rows = torch.randint(0, 64, (12, 12), generator=torch.Generator().manual_seed(3))
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(),
+        max_steps=3,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_grad_norm=1.0,
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    return torch.tensor([[log["loss"], log["grad_norm"]] for log in logs])
+
+
+def trainer():
+    """The Trainer on sharded experts against the Trainer on whole ones, by DDP."""
+    expected, model = build("qwen3_moe"), load(saved("qwen3_moe"))
+    logs = train(expected)
+    actual = train(model)
+    assert len(logs) == 3
+    assert_close(actual, logs, "loss and norm")
+    for name, parameter in model.named_parameters():
+        assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
+
+
+def trl():
+    """TRL's SFTTrainer, with padding, against whole experts by DDP."""
+    pytest.importorskip("trl")
+    from .test_trl import train as train_by_trl
+
+    expected, model = build("qwen3_moe"), load(saved("qwen3_moe"))
+    options = {"optim": "sgd", "max_grad_norm": 0.0, "seed": 7}
+    for part in (expected, model):
+        train_by_trl(part, tempfile.mkdtemp(), **options)
+    for name, parameter in model.named_parameters():
+        assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
+
+
+def tensor_parallelism_is_refused():
+    with pytest.raises(ValueError, match=r"each rank must have its own tokens, got tp_size=2"):
+        load(saved("qwen3_moe"), tp_size=2, fsdp_size=1)
+
+
+def two_copies_of_each_expert():
+    assert_same_gradients(load(saved("qwen3_moe"), ep_size=2), "qwen3_moe", batches((3, 1, 2, 2)))
+
+
+test_two_processes = make_test(
+    [Case(run) for run in (gradients, lora, saved_again, trainer, trl, tensor_parallelism_is_refused)], 2
+)
+test_four_processes = make_test([Case(two_copies_of_each_expert)], 4)

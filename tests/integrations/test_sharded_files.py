@@ -1,0 +1,260 @@
+"""Models whose experts the ranks share: what each rank reads, what the first one writes, and resumed training."""
+
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..processes import make_test
+from ..tiers import slow
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from .sharded_models import batches, build, logits_of, loss_of, sharded, whole  # noqa: E402
+
+sharding_utils = pytest.importorskip("transformers.distributed.sharding_utils")
+pytestmark = [
+    slow,  # each process imports transformers
+    pytest.mark.skipif(
+        not hasattr(sharding_utils, "DtensorShardOperation"), reason="this version of transformers reads no parts"
+    ),
+]
+MIB = 2**20
+KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3", "llama4_text")
+
+
+def shared_folder():
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def saved(model, **options):
+    """Return the folder in which the first rank saves a model that each rank has."""
+    folder = shared_folder()
+    if distributed.get_rank() == 0:
+        model.save_pretrained(folder, **options)
+    distributed.barrier()
+    return folder
+
+
+def load(folder, **options):
+    from moe_layers.integrations.transformers import reading_shares
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    with reading_shares(init_device_mesh("cpu", (2,)), implementation="reference", **options):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+class Counted:
+    """A slice of a safetensors file that counts the bytes that are read."""
+
+    total = 0
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index):
+        tensor = self.inner[index]
+        Counted.total += tensor.nbytes
+        return tensor
+
+
+class CountedFile:
+    def __init__(self, *args, **kwargs):
+        self.inner = safe_open(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def get_slice(self, name):
+        return Counted(self.inner.get_slice(name))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self.inner.__exit__(*args)
+
+
+def memory():
+    """Return the process's own memory, without pages of mapped files."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+@contextmanager
+def measured():
+    """Count the bytes read, and sample the memory above the start."""
+
+    def sample():
+        while not done.is_set():
+            result["peak"] = max(result["peak"], memory() - start)
+            time.sleep(0.002)
+
+    Counted.total, result, done, start = 0, {"peak": 0}, threading.Event(), memory()
+    thread = threading.Thread(target=sample)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.modeling_utils, "safe_open", CountedFile)
+        try:
+            yield result
+        finally:
+            done.set()
+            thread.join()
+    result["read"] = Counted.total
+
+
+def bytes_and_peak(device):
+    """Each rank reads its share and what is not experts; it holds no more than that, one file and a tenth."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64, "num_hidden_layers": 3}
+    model = build("qwen3_moe", torch.float32, **sizes)
+    folder = saved(
+        model, max_shard_size="70MB"
+    )  # more than the copies with which transformers stacks a layer's experts
+    expected = model.state_dict()
+    experts = sum(tensor.nbytes for name, tensor in expected.items() if ".experts." in name)
+    share = sum(tensor.nbytes for tensor in expected.values()) - experts // 2
+    largest = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert share > 100 * MIB and len(list(folder.glob("*.safetensors"))) > 2
+    with measured() as result:
+        loaded = load(folder)
+    assert result["read"] <= share
+    assert result["peak"] <= 1.1 * (share + largest), (result["peak"] / MIB, share / MIB, largest / MIB)
+    for name, tensor in loaded.state_dict().items():
+        assert isinstance(tensor, DTensor) == (".experts." in name), name
+        assert torch.equal(whole(tensor), expected[name]), name
+
+
+def files_are_those_of_one_process(device):
+    """Bit by bit, in one file and in several, with tied embeddings, and over the files of an earlier model."""
+    from moe_layers.integrations.transformers import save_sharded
+
+    for kind in KINDS:
+        for size in ("50GB", "20KB"):
+            model = build(kind, torch.float32, tie_word_embeddings=kind == "mixtral")  # which loses its head
+            # transformers sorts the tensors of a model that it loaded.
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                saved(model), dtype="auto", attn_implementation="eager"
+            )
+            expected, again = saved(model, max_shard_size=size), shared_folder()
+            loaded = load(expected)
+            assert torch.equal(logits_of(loaded, *batches((1,))[0]), logits_of(sharded(model), *batches((1,))[0]))
+            if distributed.get_rank() == 0:
+                (again / "model-00001-of-00099.safetensors").touch()
+            save_sharded(loaded, again, max_shard_size=size)
+            distributed.barrier()
+            wanted, got = files_of(expected), files_of(again)
+            assert wanted.keys() == got.keys() and (len(wanted) > 4) == (size == "20KB")
+            for name, content in wanted.items():
+                assert got[name] == content, (kind, name)
+
+
+def one_rank_alone(device):
+    """A single caller gets an error soon, and a later call of all ranks works."""
+    from moe_layers.integrations.transformers import save_sharded
+
+    model, folder = sharded(build("qwen3_moe", torch.float32)), shared_folder()
+    if distributed.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(
+            ValueError, match=r"save_sharded: all ranks of the group must call it, got no call .* rank 1"
+        ):
+            save_sharded(model, folder, seconds=1.0)
+        assert time.monotonic() - start < 10 and not list(folder.iterdir())
+    distributed.barrier()
+    save_sharded(model, folder)
+    assert (folder / "model.safetensors").exists() or distributed.get_rank()
+
+
+def folders_that_cannot_be_written(device):
+    from moe_layers.integrations.transformers import save_sharded
+
+    folder = shared_folder()
+    if distributed.get_rank() == 0:
+        (folder / "file").touch()
+    with pytest.raises(ValueError, match=r"save_sharded: rank 0: .*(Not a directory|File exists)"):
+        save_sharded(sharded(build("qwen3_moe", torch.float32)), folder / "file" / "model")
+
+
+def checkpoints_without_experts(device):
+    """An error on every rank that names the rank and the experts."""
+    model = build("gpt_oss", torch.float32)
+    del model.model.layers[1].mlp.experts.down_proj_bias
+    with pytest.raises(
+        ValueError, match=r"rank 0: the checkpoint must hold .* model.layers.1.mlp.experts.down_proj_bias"
+    ):
+        load(saved(model))
+    model = build("qwen3_moe", torch.float32)
+    state = model.state_dict()
+    state["model.layers.0.mlp.experts.gate_up_proj"] = state["model.layers.0.mlp.experts.gate_up_proj"][:-1]
+    with pytest.raises(ValueError, match=r"rank 1: the checkpoint must hold .*model.layers.0.mlp.experts.gate_up_proj"):
+        load(saved(model, state_dict=state))
+
+
+def prepared(mesh):
+    model = sharded(build("gpt_oss", torch.float32), mesh["ep"])
+    everyone = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def step(model, optimizer):
+    loss_of(model, *batches((2, 2))[distributed.get_rank()]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed(device):
+    """A distributed checkpoint of experts over two ranks, resumed with each expert on both; momentum included."""
+    shapes = [init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep")) for shape in ((1, 2), (2, 1))]
+    model, optimizer = prepared(shapes[0])
+    step(model, optimizer)
+    folder = shared_folder()
+    checkpoint.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder
+    )
+    other, other_optimizer = prepared(shapes[1])
+    held = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
+    checkpoint.load(held, checkpoint_id=folder)
+    states = {"model_state_dict": held["model"], "optim_state_dict": held["optimizer"]}
+    set_state_dict(other, other_optimizer, **states)
+    for pair in ((model, optimizer), (other, other_optimizer)):
+        step(*pair)
+    for (name, actual), expected in zip(other.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(actual.detach()), whole(expected.detach()), msg=name)
+
+
+test_two_processes = make_test(
+    [
+        bytes_and_peak,
+        files_are_those_of_one_process,
+        one_rank_alone,
+        folders_that_cannot_be_written,
+        checkpoints_without_experts,
+        resumed,
+    ],
+    2,
+)

@@ -1,0 +1,253 @@
+"""What `shard_experts` refuses, on every rank and before it changes anything, and what it says about a model."""
+
+import time
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ..processes import gloo_group, make_test
+from ..tiers import slow
+
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
+
+from .models import build as build_any  # noqa: E402
+from .models import draw_tokens, skip_old, step  # noqa: E402
+from .sharded_models import batches, build, logits_of, sharded  # noqa: E402
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    with gloo_group(tmp_path, timeout=timedelta(seconds=20)):
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+
+
+def enabled(kind="qwen3_moe", **changes):
+    from moe_layers.integrations.transformers import enable
+
+    model = build(kind, **changes)
+    enable(model, implementation="reference")
+    return model
+
+
+def shard(model, mesh, **options):
+    from moe_layers.integrations.transformers import shard_experts
+
+    return shard_experts(model, mesh, **options)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["dbrx", "jetmoe", "step3p7_text", "muse_spark_text", "llama4_text", "nemotron_h"]
+)
+def test_other_kinds_of_experts(mesh, model_type):
+    """Sharded over one rank, each kind computes what it computes whole."""
+    from moe_layers.integrations.transformers import enable
+
+    skip_old(model_type)
+    model, reference = (build_any(model_type, dtype=torch.float64) for _ in range(2))
+    tokens = draw_tokens(model)
+    for part in (model, reference):
+        enable(part, implementation="reference")
+    report = shard(model, mesh)
+    assert report.num_ranks == 1 and report.kept_bytes > 0 == report.freed_bytes
+    assert all(isinstance(p, DTensor) for p in report.experts.popitem()[1].parameters() if p.dim() == 3)
+    for actual, expected in zip(step(model, tokens)[:2], step(reference, tokens)[:2], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+def test_zero_experts_are_refused(mesh):
+    from moe_layers.integrations.transformers import enable
+
+    model = build_any("longcat_flash")
+    enable(model, implementation="reference")
+    with pytest.raises(ValueError, match=r"rank 0: each expert must hold an equal part of every tensor, got gate_up"):
+        shard(model, mesh)
+
+
+@slow  # importing bitsandbytes takes seconds
+def test_weights_of_bitsandbytes_are_refused(mesh):
+    from moe_layers.integrations.transformers import enable
+
+    replace = pytest.importorskip("bitsandbytes.nn.parametrize").replace_parameter_4bit
+    model = build_any("qwen3_moe")
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            replace(module, "gate_up_proj")
+            replace(module, "down_proj")
+    enable(model, implementation="reference")
+    with pytest.raises(ValueError, match=r"got nf4 .* of model.layers.0.mlp.experts, whose blocks are those of all"):
+        shard(model, mesh)
+
+
+def test_the_report_and_what_a_sharded_model_refuses(mesh, tmp_path):
+    from moe_layers.integrations.transformers import disable, enable
+
+    model = enabled()
+    report = shard(model, mesh)
+    assert str(report).startswith("moe_layers shares the experts of 2 blocks among 1 ranks (auto): 8 experts per block")
+    assert list(report.experts) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    for function in (disable, enable):
+        with pytest.raises(ValueError, match=f"{function.__name__}: the experts must be whole"):
+            function(model)
+    with pytest.raises(ValueError, match=r"got Qwen3MoeForCausalLM, whose experts .*save_sharded"):
+        model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"rank 0: experts must be sharded once, got model.layers.0.mlp.experts"):
+        shard(model, mesh)
+
+
+@contextmanager
+def unchanged(model):
+    before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
+    yield
+    assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
+
+
+def with_tied_experts(model):
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+
+
+def with_mixed_dtypes(model):
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.float())
+
+
+def with_zero3(model):
+    model.lm_head.weight.ds_id = 3
+
+
+def with_a_dtensor(model):
+    mesh = init_device_mesh("cpu", (1,))
+    model.lm_head.weight = nn.Parameter(DTensor.from_local(model.lm_head.weight.detach(), mesh))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_tied_experts, "experts must not share parameters, got down_proj of model.layers.0"),
+        (with_mixed_dtypes, r"the weights of model.layers.1.mlp.experts must have one dtype"),
+        (with_zero3, "got lm_head.weight of DeepSpeed's ZeRO-3"),
+        (with_a_dtensor, "got a DTensor lm_head.weight; apply it before fully_shard, and without tensor parallelism"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models_that_are_refused(mesh, change, message):
+    model = enabled()
+    change(model)
+    with unchanged(model), pytest.raises(ValueError, match=f"shard_experts: rank 0: .*{message}"):
+        shard(model, mesh)
+
+
+def test_arguments_that_are_refused(mesh):
+    with pytest.raises(ValueError, match="rank 0: the model must have been given to enable, got Qwen3MoeForCausalLM"):
+        shard(build("qwen3_moe"), mesh)
+    with pytest.raises(ValueError, match=r"shard_experts: the mesh must have one dimension, as mesh\[\"ep\"\] has"):
+        shard(enabled(), init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep")))
+    with pytest.raises(ValueError, match="mesh must be a DeviceMesh, got ProcessGroup"):
+        shard(enabled(), mesh.get_group())
+    with pytest.raises(ValueError, match="dispatcher must be one of"):
+        shard(enabled(), mesh, dispatcher="deepep")
+    with pytest.raises(NotImplementedError, match="the overlapped dispatcher has none of"):
+        shard(enabled("llama4_text"), mesh, dispatcher="overlapped")
+
+
+def test_adapters_of_pefts_own_are_refused(mesh):
+    """Experts that ranks share are not there for a computation of PEFT, before or after sharding."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from moe_layers.integrations.transformers import enable
+
+    def adapted(model, **options):
+        config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"], target_modules=[], **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return peft.get_peft_model(model, config)
+
+    merged = adapted(build("qwen3_moe"))
+    enable(merged, implementation="reference")
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match=r"rank 0: adapters must be LoRA that the kernels compute, .*it is merged"):
+        shard(merged, mesh)
+    model = enabled()
+    shard(model, mesh)
+    model = adapted(model)
+    logits_of(model, *batches((1,))[0])
+    with pytest.raises(ValueError, match="must be merged into whole experts"):
+        model.merge_adapter()
+    wrapper = next(module for module in model.modules() if hasattr(module, "lora_dropout"))
+    wrapper.lora_dropout["default"] = nn.Dropout(0.5)
+    with pytest.raises(ValueError, match=r"PEFT's own computation of gate_up_proj, because .* has dropout"):
+        logits_of(model, *batches((1,))[0])
+
+
+def experts_that_do_not_divide(device):
+    model = enabled(num_experts=7)
+    with unchanged(model), pytest.raises(ValueError, match=r"model.layers.0.mlp.experts: num_experts must be a multip"):
+        sharded_by_two(model)
+
+
+def sharded_by_two(model, **options):
+    return shard(model, init_device_mesh("cpu", (2,)), **options)
+
+
+def problem_of_one_rank(device):
+    """Each rank learns of it, and which rank it is."""
+    model = enabled()
+    if distributed.get_rank():
+        with_zero3(model)
+    with unchanged(model), pytest.raises(ValueError, match=r"shard_experts: rank 1: .* ZeRO-3"):
+        sharded_by_two(model)
+
+
+def configurations_that_disagree(device):
+    rank = distributed.get_rank()
+    for model, options, message in (
+        (enabled(num_experts_per_tok=2 + rank), {}, "config.num_experts_per_tok, got 2 on .* rank 0 and 3 on rank 1"),
+        (enabled(num_experts=8 + 2 * rank), {}, "model.layers.0.mlp.experts, got 8 experts, gate_up_proj"),
+        (enabled(num_hidden_layers=2 + rank), {}, "model.layers.2.mlp.experts, got nothing on .* rank 0"),
+        (enabled().float() if rank else enabled(), {}, "model.layers.0.mlp.experts, got 8 experts, .*float64.*float32"),
+        (enabled(), {"chunks": 1 + rank}, "arguments, got"),
+    ):
+        with unchanged(model), pytest.raises(ValueError, match=f"all ranks must agree about {message}"):
+            sharded_by_two(model, **options)
+
+
+def gradients_of_one_rank(device):
+    """A rank whose inputs need no gradient is an error on both ranks, which names the experts."""
+    rank, start = distributed.get_rank(), time.monotonic()
+    for dispatcher in ("allgather", "alltoall"):
+        model = sharded(build("qwen3_moe").float(), dispatcher=dispatcher)
+        with torch.set_grad_enabled(bool(rank)), pytest.raises(ValueError, match=r"model.layers.0.mlp.* gradients"):
+            logits_of(model, *batches((1, 1))[rank])
+    assert time.monotonic() - start < 20
+
+
+def a_rank_that_stays_away(device):
+    """It is an error, not a wait, and a later call of all ranks works."""
+    from moe_layers.integrations.transformers import sharding
+
+    model = enabled()
+    if distributed.get_rank():
+        with mock.patch.object(sharding, "_SECONDS", 1.0), pytest.raises(ValueError, match=r"got no call .* rank 0"):
+            sharded_by_two(model)
+    distributed.barrier()
+    sharded_by_two(model)
+
+
+test_two_ranks = slow(
+    make_test(
+        [
+            experts_that_do_not_divide,
+            problem_of_one_rank,
+            configurations_that_disagree,
+            gradients_of_one_rank,
+            a_rank_that_stays_away,
+        ],
+        2,
+    )
+)
