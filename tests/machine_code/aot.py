@@ -35,7 +35,7 @@ from moe_kernels.specs import is_gated
 
 from .compiled import disassemble, inspect
 from .racecheck import warp_specialize_lines
-from .sass import spills_beside_multiplications, unordered_accesses
+from .sass import functions_between_multiplications, spills_beside_multiplications, unordered_accesses
 from .small_launches import SMALL_LAUNCHES
 
 TARGETS = (80, 90, 100)
@@ -186,6 +186,7 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         "artifact_launches_alike": artifact_launches_alike(artifact, launch),
         "described_twice": described_twice(launch),
         "unordered": None if lines is None else unordered_accesses(code, lines),
+        "functions_between_multiplications": functions_between_multiplications(code),
         "spills_beside_multiplications": 0 if lines is None else spills_beside_multiplications(code),
         **inspect(artifact.compiled),
     }

@@ -103,6 +103,21 @@ def spills_beside_multiplications(disassembly: str) -> int:
     return sum(bool(_LOCAL.match(text)) for texts in bodies for text in texts)
 
 
+def functions_between_multiplications(disassembly: str) -> int:
+    """Return the exponentials, reciprocals and the like between the multiplications of one reduction step.
+
+    The compiler moved them there. The tensor cores wait for them: the step's later multiplications have not begun.
+    """
+    found, since, in_step = 0, 0, False
+    for instruction in parse(disassembly)[0]:
+        if _MULTIPLICATION.match(instruction.text):
+            found += since if in_step else 0
+            since, in_step = 0, "gsb0" not in instruction.text  # the last one of a step ends a group
+        else:
+            since += instruction.text.startswith("MUFU")
+    return found
+
+
 def _accesses(
     code: list[Instruction], labels: dict[str, int], start: int, lines: set[tuple[str, int]]
 ) -> list[tuple[Instruction, str, set[int]]]:

@@ -74,6 +74,12 @@ def test_spills(records):
     assert not [where(record) for record in records if record["gemm"] and record["spills_beside_multiplications"]]
 
 
+def test_gradients_of_activations_stay_behind_the_products_of_a_step(records):
+    gradients = [record for record in records if record["kernel"].startswith("activation_gradient_ws_")]
+    assert gradients or not KNOWS_GLUON
+    assert not [where(record) for record in gradients if record["functions_between_multiplications"]]
+
+
 def test_no_trigger_of_a_known_miscompilation(records):
     assert not [(where(record), record["hazards"]) for record in records if record["hazards"]]
 

@@ -8,7 +8,7 @@ from moe_kernels.gemm import selection
 
 from .racecheck import HOPPER, is_known, parse, warp_specialize_lines
 from .sanitize import only
-from .sass import spills_beside_multiplications, unordered_accesses
+from .sass import functions_between_multiplications, spills_beside_multiplications, unordered_accesses
 
 KERNEL = "grouped_gemm_kernel"
 DEF, CALL = sorted(line for _, line in warp_specialize_lines()[KERNEL])
@@ -169,6 +169,21 @@ def test_spills_are_counted_in_steps_alone():
         assert spills_beside_multiplications(LOOPS.replace(line, f"        /*0fff*/ LDL R7, [R1] ;\n{line}")) == 1
     with pytest.raises(ValueError, match="expected a loop of each consumer, got 1"):
         spills_beside_multiplications(LOOPS.replace("@P1 BRA `(.L_x_3)", "NOP"))
+
+
+# The second exponential stands between two multiplications of a step, the third between two steps.
+STEPS = """
+        /*0000*/                   MUFU.EX2 R1, R1 ;
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0020*/                   MUFU.EX2 R1, R1 ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0040*/                   MUFU.EX2 R1, R1 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+"""
+
+
+def test_functions_are_counted_within_a_step_alone():
+    assert functions_between_multiplications(STEPS) == 1
 
 
 @pytest.mark.parametrize("address", ["0010", "0040", "0070", "00a0", "00b0", "00c0", "00e0"])
