@@ -268,12 +268,10 @@ def is_worth_fusing(args: ActivationGradientArguments) -> bool:
     """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
 
     Tiles of this GEMM are half as wide, because they share memory with their part of H. What it reads more grows with
-    the length of the reduction, and the pass that it saves does not. With few rows other designs multiply faster. It
-    was measured to gain where wide tiles of the other GEMM are partly empty, and to lose elsewhere.
+    the length of the reduction, and the pass that it saves does not. With few rows other designs multiply faster.
     """
-    num_groups, depth, d_ff = args.B.shape
-    has_rows = rows_bucket(args.num_rows, num_groups) >= _ROWS_WORTH_FUSING
-    return has_rows and min(depth, d_ff) >= _NARROWEST_FUSED and depth <= _LONGEST_FUSED
+    num_groups, depth, _ = args.B.shape
+    return rows_bucket(args.num_rows, num_groups) >= _ROWS_WORTH_FUSING and depth <= _LONGEST_FUSED
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
@@ -318,7 +316,6 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 _ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
 _ROWS_WORTH_FUSING = 256  # per expert; a bound of `rows_bucket`
 _LONGEST_FUSED = 3072  # columns of the reduction
-_NARROWEST_FUSED = 2560  # columns of the reduction and of the product
 
 # Multiplications per element read at which a kernel has half its full speed.
 _HALF_SPEED = 20

@@ -136,6 +136,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
+        self.is_in_function = False  # of a `Replayed`, whose parts are its own
 
 
 launching = _Thread()  # of the current thread

@@ -101,7 +101,7 @@ class Op:
         leaves = signature.flatten(*args)
         if torch.compiler.is_dynamo_compiling():
             return signature.name_results(self.overload(*signature.to_schema(leaves)))
-        if launching.observer is not None:  # part of a function that is recorded
+        if launching.is_in_function:
             return self._function(*args)
         places = places_of(leaves)
         tensors = places.read(leaves)

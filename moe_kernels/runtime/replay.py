@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import launch_hooks
+from .launch import launch_hooks, launching
 from .launch_list import NotRecordable
 from .pytorch import TensorGuards, fp32_precision
 from .record import Record
@@ -105,11 +105,18 @@ class Replayed:
 
     def run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
         """Return the function's result, computed on the GPU of the first tensor, because Triton launches on the current
-        one. The function gets `tensors`, and may empty the list."""
+        one. The function gets `tensors`, and may empty the list. Ops that it calls run as a part of it."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self.run(key, tensors, function)
+        outer, launching.is_in_function = launching.is_in_function, True
+        try:
+            return self._run(key, tensors, function, device)
+        finally:
+            launching.is_in_function = outer
+
+    def _run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any], device: int) -> Any:
         if _sees_launches(device):
             return function(tensors)
         key = self._key(key, tensors)

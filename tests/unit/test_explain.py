@@ -84,7 +84,7 @@ def test_takes_one_gemm_for_the_gradient_of_an_activation(d_model, d_ff, with_gl
     copies, choices = choices_of(layer, HOPPER)
     op = "down, gradient of its input"
     (choice,) = (choice for choice in choices if choice.op.startswith(op))
-    assert (choice.op == f"{op} and of the activation") == (d_model == 2880)
+    assert (choice.op == f"{op} and of the activation") == (d_model in (2880, 2048))
     if choice.op != op:
         assert choice.kernel.metadata.kernel_class is WarpSpecializedActivationGradient
         assert choice.kernel.metadata.epilogue == "gpt_oss" and choice.kernel.metadata.design.gather != copies.dout
@@ -200,8 +200,8 @@ def test_says_which_ops_are_replayed(device, capsys):
     assert "records: none, because no kernels run or single launches are wanted" in capsys.readouterr().out  # poisoned
     torch.use_deterministic_algorithms(False)
     explain.print_records(torch.float16, device, "swiglu", None)
-    names = ["fused_experts", *(f"experts_{part}_gradients" for part in ("hidden", "down", "up"))]
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"records: {name}: replayed" for name in names)
+    names = ["fused_experts", "fused_experts_gradients"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"records: {name}: replayed" for name in names]
 
 
 @pytest.mark.gpu

@@ -63,7 +63,7 @@ def test_direct_calls_give_the_same_gradients(device, direct):
     leaves, permutation = leaves_of(device)
     out, dout = forward(leaves, permutation), torch.randn_like(leaves[0])
     fast = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    assert tuple(direct) == ("fused_experts", "fused_experts_gradients", *BACKWARD_OPS)
+    assert tuple(direct) == ("fused_experts", "fused_experts_gradients")
     direct.clear()
     with Seen() as seen:
         slow = torch.autograd.grad(out, leaves, dout, retain_graph=True)
