@@ -238,7 +238,7 @@ SITUATIONS = {
     "noise": ({"noise": RouterNoise(input_jitter=0.1)}, None, {}, False),
     "batch_invariant": ({"batch_invariant": True}, None, {}, True),
     "sigmoid": ({"router": RouterSpec.deepseek_v3(2, 1)}, nn.Module.eval, {}, True),
-    "counted": ({"router": RouterSpec.deepseek_v3(2, 1)}, None, {}, False),
+    "counted": ({"router": RouterSpec.deepseek_v3(2, 1)}, None, {}, True),
     "bias_of_logits": ({"router": RouterSpec(logit_bias=True)}, None, {}, True),
     "weight_on_input": ({"router": RouterSpec.llama4(), "top_k": 1}, None, {}, True),
     "lora": ({}, partial(adapted, dropout=0.0), {}, True),
@@ -256,7 +256,7 @@ SITUATIONS = {
 }
 
 
-QUICK = {"plain", "biases", "losses", "experts_hook", "returned"}
+QUICK = {"plain", "biases", "losses", "counted", "returned"}
 
 
 def gradients(layer, x, given):
@@ -277,10 +277,12 @@ def test_one_op_runs_only_where_nothing_reads_the_routing(name, device, monkeypa
     torch.manual_seed(2)
     out, actual = gradients(layer, x, given)
     assert len(calls) == (0 if is_one_op else 1)
+    counts = layer.router.expert_counts.clone()
     monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)
     torch.manual_seed(2)
     expected_out, expected = gradients(layer, x, given)
     assert torch.equal(out, expected_out)
+    assert torch.equal(2 * counts, layer.router.expert_counts) and (counts.any() == (name == "counted"))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

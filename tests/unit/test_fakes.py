@@ -33,6 +33,7 @@ from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.quantization.ops import dequantize, pack_rows, quantize_rows, unpack_rows
 from moe_kernels.quantization.quantize import quantize
 from moe_layers import BalanceLosses, CapacityFactor, RoutingReplay, observe
+from moe_layers.routing.activation_checkpointing import kept_choice
 
 from ..layers import moe_layer
 from ..tiers import default_tier
@@ -100,6 +101,7 @@ def run_layer(form, implementation, device):
         layer(x).sum().backward()
     with replay.replay(layer):
         layer(x).sum().backward()
+    kept_choice(torch.zeros(2, 1, dtype=torch.int32, device=device))
 
 
 def run_products(layout, implementation, device):
