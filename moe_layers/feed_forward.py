@@ -329,7 +329,8 @@ class MoEFeedForward(nn.Module):
         check_tokens(self, x)
         given = token_mask is not None or topk_experts is not None or router_input is not None
         if not (given or return_routing) and runs_as_one_op(self, tokens):
-            return restore_shape(self._add_shared(compute_whole(self, tokens), info), info)
+            out = self._add_shared(compute_whole(self, tokens), info)
+            return out if out.shape == x.shape else restore_shape(out, info)  # no view already
         if self.batch_invariant:
             self._check_invariance()  # parts may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)

@@ -105,7 +105,7 @@ def restore_shape(
     """Return the output in the shape of the layer's input. It is no view, as nn.Linear's is none: a view that is
     changed in place drops the hook by which FSDP2 gathers the parameters before backward. PyTorch does not notice such
     a change where a forward hook of the experts keeps `out`; the layer itself never keeps it."""
-    return out if out.shape == info.shape and not out._is_view() else _unsafe_view(out, info.shape)
+    return _unsafe_view(out, info.shape)
 
 
 def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
