@@ -31,6 +31,15 @@ def test_bias_update_is_exact_where_float32_is_not(device):
     assert layer.router.selection_bias.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0]
 
 
+def test_the_bias_may_change_between_forward_and_backward(device):
+    """As by DistributedDataParallel, which copies buffers in each forward, or an update before the last backward."""
+    layer = make_layer(device, router=BIASED, implementation="triton")
+    out = layer(make_x(device))
+    update_selection_bias(layer)
+    out.sum().backward()
+    assert layer.router.weight.grad.any()
+
+
 @pytest.mark.parametrize("losses", [None, ALL], ids=["no losses", "all losses"])
 def test_what_is_counted(losses, device):
     layer = make_layer(device, router=BIASED, balance_losses=losses, capacity=2)

@@ -85,3 +85,10 @@ def test_compiled_gradients_are_those_without_the_compiler(name, backend):
     layer, x = make_layer(FORMS[name]), torch.randn(3, 5, 8)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     torch.testing.assert_close(results(layer, compiled, x), results(layer, layer, x))
+
+
+def test_tokens_without_a_batch_axis_compile():
+    torch._dynamo.reset()
+    layer, x = make_layer(FORMS["plain"]), torch.randn(5, 8)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(results(layer, compiled, x), results(layer, layer, x))
