@@ -36,7 +36,7 @@ def launch_product(
             a.stride(),
             b,
             b.stride(),
-            bias,
+            None if bias is None else bias.contiguous(),
             addend,
             strides,
             out,
@@ -108,7 +108,7 @@ def _product_kernel(
     a_strides,
     b_ptr,  # [B_ROWS, N]; row k % B_ROWS meets column k of a
     b_strides,
-    bias_ptr,  # [N], or None
+    bias_ptr,  # [N] contiguous, or None
     addend_ptr,  # [M, N], or None
     addend_strides,
     out_ptr,  # [M, N] contiguous

@@ -62,7 +62,7 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
 
 def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
     """Return the result of a function that calls ops, in one list of launches where nothing sees the ops."""
-    if torch.is_grad_enabled() or type(tensors[0]) is not Tensor or not is_unseen(tensors):
+    if torch.is_grad_enabled() or not places_of(tensors).are_plain or not is_unseen(tensors):
         return function(tensors)
     with _below_autograd():
         return replayed.run(key, tensors, function)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from moe_kernels.experts.fused import fused_experts
 from moe_kernels.runtime import ops
@@ -73,6 +74,33 @@ def test_direct_calls_give_the_same_gradients(device, direct):
     assert direct == list(BACKWARD_OPS[2:])  # reads dout no more
     for a, b, c in zip(fast, slow, negated, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose values are another's, with plain results, as subclasses that traces take apart."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+
+    def __init__(self, values):
+        self.values_ = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*tree_map_only(cls, lambda t: t.values_, args), **(kwargs or {}))
+
+
+def test_weights_of_a_subclass_reach_backward_through_the_dispatcher(device):
+    (tokens, topk_weights, *weights), permutation = leaves_of(device)
+    weights = [weight.detach() for weight in weights]
+    got, want = (
+        torch.autograd.grad(forward((tokens, topk_weights, *given), permutation).sum(), (tokens, topk_weights))
+        for given in (map(Wrapped, weights), weights)
+    )
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_hooks_on_saved_tensors_may_run_the_op(device):

@@ -254,6 +254,16 @@ def test_small_scores_keep_their_precision(device):
     torch.testing.assert_close(weights.double(), exact, rtol=1e-6, atol=0)
 
 
+def test_strided_logit_bias(device):
+    tokens, w_router, biases = (torch.randn(5, n, device=device, dtype=torch.float16) for n in (8, 8, 3))
+    for bias in (biases[:, 1], biases[0, :1].expand(5)):
+        got, want = (
+            linear_routing(tokens, w_router, 2, RouterSpec(logit_bias=True), logit_bias=given).logits
+            for given in (bias, bias.contiguous())
+        )
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "ernie"])
 def test_opcheck(name, device):
     spec = SPECS[name]
