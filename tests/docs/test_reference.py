@@ -157,12 +157,15 @@ def test_host_times_equal_their_results_file():
 
 
 def test_whole_models_numbers_equal_their_results_file():
-    rows = {
-        (r["mode"], r["batch"], r["length"], r["implementation"]): r for r in load("whole_model_h100_88fd239.json")
-    }
+    rows = {(r["mode"], r["batch"], r["length"], r["implementation"]): r for r in load("whole_model_h100_88fd239.json")}
     for mode, batch, length in {key[:3] for key in rows}:
         ours, theirs = (rows[mode, batch, length, name] for name in ("moe_layers", "grouped_mm"))
-        cells = [mode, f"{batch} x {length}", f"{ours['ms']:.1f} / {theirs['ms']:.1f}", f"{theirs['ms'] / ours['ms']:.2f}"]
+        cells = [
+            mode,
+            f"{batch} x {length}",
+            f"{ours['ms']:.1f} / {theirs['ms']:.1f}",
+            f"{theirs['ms'] / ours['ms']:.2f}",
+        ]
         cells.append(f"{ours['host_ms']:.1f} / {theirs['host_ms']:.1f}")
         cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, cells
