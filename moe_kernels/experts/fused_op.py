@@ -181,7 +181,7 @@ def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     if "selection_bias" in ctx.names:  # backward does not read it, and updates in place may precede backward
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
-        call = call._replace(tensors=tuple(kept))  # pyright: ignore[reportArgumentType]  # None is saved as None
+        call = call._replace(tensors=tuple(kept))
     save_for_backward(ctx, call, output[1:])
 
 
