@@ -255,8 +255,12 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
         if metadata.epilogue is None or metadata.operands.A.dtype != torch.bfloat16 or kernel.obstacle is not None:
             continue
         is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and metadata.design.tile_shape[1] == 256
-        # The layout of B changes nothing beside the products.
-        is_gradient = kernel.arguments_class is ActivationGradientArguments and metadata.operands.B.layout == "row"
+        # The layout of B and a gather change nothing beside the products.
+        is_gradient = (
+            kernel.arguments_class is ActivationGradientArguments
+            and metadata.operands.B.layout == "row"
+            and not metadata.design.gather
+        )
         differ = is_tight or is_gradient or kernel.arguments_class is GemmArguments
         for name in kernel.epilogues if differ else ():
             if name in ("reglu", "clamped_swiglu"):  # the other epilogues cover the same code and more
