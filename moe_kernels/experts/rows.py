@@ -218,8 +218,10 @@ class Rows(NamedTuple):
         gather: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(dH, in the memory of H with `overwrite`; A_w [R, F]; the gradient of the routing weights [T, K]) from one
-        GEMM, where that is faster than a product and a pass over it; else None."""
+        """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
+
+        Returns None where a product and a pass over it are faster. With `overwrite` dH is in the memory of H.
+        """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
             return None

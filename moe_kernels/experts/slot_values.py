@@ -1,4 +1,4 @@
-"""One number per slot, moved to its row, or summed there: the routing weights and their gradient."""
+"""Moves the routing weights of slots to rows, and sums their gradients, which rows hold in parts."""
 
 from __future__ import annotations
 

@@ -210,7 +210,10 @@ def _differentiate(
     overwrite: bool,
     scaled: ScaledRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
-    """dA' = given @ w_down and what follows from it: in one GEMM, or in one and a pass in which A_w overwrites dA'."""
+    """Compute dA' = given @ w_down and from it the results, in one GEMM, or in a GEMM and a pass.
+
+    The pass overwrites dA' with A_w.
+    """
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]
     if b_up is None and extra is None and destination is None and scaled is None:

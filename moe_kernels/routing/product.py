@@ -1,4 +1,4 @@
-"""The matrix products of a 16-bit linear router as one kernel that needs no other pass.
+"""Computes the matrix products of a 16-bit linear router by kernels that add and round in the same pass.
 
 One launch costs the host a quarter of a call of cuBLAS through PyTorch, and a list of launches can contain it.
 """
@@ -54,7 +54,7 @@ def launch_product(
 
 
 def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
-    """Rows, columns, depth and warps of a program: the largest tiles that occupy the GPU."""
+    """Return rows, columns, depth and warps of a program, for the largest tiles that occupy the GPU."""
     for size, block_k, num_warps in ((128, 64, 8), (64, 128, 4)):
         if cdiv(m, size) * cdiv(n, size) >= _BUSY:
             return size, size, block_k, num_warps

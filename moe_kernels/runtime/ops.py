@@ -184,19 +184,17 @@ class Op:
         return self._run(places, places.read_others(arguments), places.read(arguments), arguments)
 
     def _above_autograd(self, *arguments: Any) -> Any:
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            with _below_autograd():
-                return self.overload(*arguments)
-        signature = self._signature
-        leaves = signature.from_schema(*arguments)
-        places = places_of(leaves)
-        tensors = places.read(leaves)
-        if forward_ad._current_level >= 0:
-            check_tangents(f"moe_kernels::{self.name}", tensors)
-        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-            check_transforms(f"moe_kernels::{self.name}", tensors)
-            call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
-            return self._node.apply(*(tensors if signature.has_packed else leaves), call)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            signature = self._signature
+            leaves = signature.from_schema(*arguments)
+            places = places_of(leaves)
+            tensors = places.read(leaves)
+            if forward_ad._current_level >= 0:
+                check_tangents(f"moe_kernels::{self.name}", tensors)
+            if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+                check_transforms(f"moe_kernels::{self.name}", tensors)
+                call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
+                return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
             return self.overload(*arguments)
 

@@ -44,7 +44,7 @@ class Form:
         return self._check(*tensors) and _alignments(tensors) == self._alignments
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """Changes the list: see `Record`."""
+        """Return the result. Changes the list of tensors: see `Record`."""
         assert self.record is not None
         outputs = self.record(tensors)
         return outputs[0] if self.make is None else self.make(outputs)
@@ -140,7 +140,7 @@ class Replayed:
         return result
 
     def _key(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The key of a few forms: the settings of PyTorch that decide what is computed, and the first shape."""
+        """Return a key that few forms share: `key`, the first shape, and the settings that decide what is computed."""
         first = tensors[0]
         kind = "cuda" if first.is_cuda else "cpu"
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

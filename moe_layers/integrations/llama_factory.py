@@ -1,4 +1,4 @@
-"""LLaMA-Factory: the kernel plugin "moe_layers" of its version 1 of the trainers (USE_V1=1).
+"""LLaMA-Factory: registers the kernel plugin "moe_layers" for its v1 trainers (USE_V1=1).
 
 kernel_config:
   name: moe_layers

@@ -1,7 +1,9 @@
 """The layout of experts that the loaders of inference engines read, by architecture.
 
 vLLM: `load_weights` in vllm/model_executor/models; SGLang: `load_weights` in python/sglang/srt/models. Both take the
-names of published checkpoints, and stack gate and up of each expert in a parameter of their own.
+names of published checkpoints, and stack gate and up of each expert in a parameter of their own. The rows qwen3_moe,
+qwen3_vl_moe_text and gpt_oss were compared with these files. The other rows are the layouts of published checkpoints of
+architectures that the engines list.
 """
 
 from __future__ import annotations

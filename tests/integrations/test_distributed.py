@@ -20,18 +20,8 @@ pytestmark = [
     slow,  # each process imports transformers
     pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="tested with transformers 5.23"),
 ]
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
+
+from .models import QWEN3_MOE  # noqa: E402
 
 
 def step(model, device):
@@ -53,7 +43,7 @@ def assert_same_step(device, **sizes):
     transformers.logging.disable_progress_bar()
     auto = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    own = auto.from_config(transformers.Qwen3MoeConfig(**SIZES), experts_implementation="eager")
+    own = auto.from_config(transformers.Qwen3MoeConfig(**QWEN3_MOE), experts_implementation="eager")
     with torch.no_grad():
         for parameter in own.parameters():
             if parameter.dim() > 1:

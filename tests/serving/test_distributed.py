@@ -14,23 +14,13 @@ from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 pytestmark = slow  # each process imports transformers
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
+
+from ..integrations.models import QWEN3_MOE  # noqa: E402
 
 
 def make_model(device):
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**SIZES)).to(device)
+    return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**QWEN3_MOE)).to(device)
 
 
 def assert_same(actual, expected):
