@@ -50,7 +50,8 @@ def reading_shares(
 
     Args:
         mesh: see `shard_experts`.
-        implementation, precision: see `enable`.
+        implementation: see `enable`.
+        precision: see `enable`.
         options: of `shard_experts`.
 
     Raises:

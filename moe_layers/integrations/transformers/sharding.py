@@ -97,8 +97,12 @@ def shard_experts(
     Args:
         model: given to `enable` before.
         mesh: of one dimension, such as `mesh["ep"]`. Its size divides the number of experts.
-        dispatcher, average_gradients, max_rows_factor, chunks, reserved_sms: see `ExpertParallel`. In contrast to it,
-            "allgather" takes any number of tokens on each rank, unless there is a `max_rows_factor`.
+        dispatcher: see `ExpertParallel`. In contrast to it, "allgather" takes any number of tokens on each rank, unless
+            there is a `max_rows_factor`.
+        average_gradients: see `ExpertParallel`.
+        max_rows_factor: see `ExpertParallel`.
+        chunks: see `ExpertParallel`.
+        reserved_sms: see `ExpertParallel`.
 
     Raises:
         ValueError: on all ranks, before anything changes: the model is not enabled or sharded already, its parameters
