@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..permutation.sort import sort_by_expert
 from ..quantization.formats import check_quantized
-from ..routing.linear_op import LinearRouter
+from ..routing.linear_op import LinearRouter, linear_routing_op
 from ..runtime.checks import check_dtype
 from ..runtime.dispatch import choose, is_traced
 from ..specs import Activation, as_activation
@@ -172,12 +172,19 @@ def compute_routed(
     """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op of kernels.
 
     Every expert that the router knows is among the weights. No gradient flows back through the routing of the result.
+    Compiled code routes by an op of its own, so that checkpointing can keep the choice: see `save_routing`.
     """
     _check_formats(weights)
-    made = fused_experts_op(_operands(tokens, weights, router=router, **settings))
-    assert made.topk_experts is not None and made.topk_weights is not None and made.buffer is not None
+    if torch.compiler.is_dynamo_compiling():
+        topk_weights, topk_experts, _ = linear_routing_op(tokens, router)
+        choice = {"topk_weights": topk_weights, "topk_experts": topk_experts}
+        made = fused_experts_op(_operands(tokens, weights, **choice, **settings))
+    else:
+        made = fused_experts_op(_operands(tokens, weights, router=router, **settings))
+        topk_weights, topk_experts = made.topk_weights, made.topk_experts
+    assert topk_experts is not None and topk_weights is not None and made.buffer is not None
     offsets = made.buffer.view(-1)[: router.w_router.shape[0]]
-    return RoutedExperts(made.out, made.topk_experts, made.topk_weights, offsets)
+    return RoutedExperts(made.out, topk_experts, topk_weights, offsets)
 
 
 def _operands(

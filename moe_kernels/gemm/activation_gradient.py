@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..types import TileTable
-from .arguments import Arguments, index_form, layout_of, rows_bucket, sized_key, with_launch_key
+from .arguments import Arguments, index_form, layout_of, rows_bucket, sized_key
 
 COLUMNS = 128  # of `weighted` whose products one number of `row_sums` sums
 
 
-@with_launch_key
 @dataclass(eq=False)
 class ActivationGradientArguments(Arguments):
     """The middle of the expert op's backward. With dA' = A[start:end] @ B[g] of every group g, rounded to A's dtype:

@@ -7,17 +7,15 @@ that no kernel supports. The requirements of a single kernel are in its metadata
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..runtime.memory import LINE_BYTES
-from ..runtime.pytorch import fp32_precision
 from ..specs import is_gated
 from ..types import TileTable
 
@@ -63,31 +61,6 @@ def epilogue_key(epilogue: str | None) -> str:
 
 
 _PLAIN_TENSORS = frozenset((Tensor, Parameter, type(None)))
-_Form = TypeVar("_Form", bound="Arguments")
-
-
-def with_launch_key(cls: type[_Form]) -> type[_Form]:
-    """Give a dataclass of arguments the method `launch_key`, generated from all fields so that none is forgotten.
-
-    The method is one expression, because a loop over the fields takes twice as long.
-    """
-    parts = ["cls", "args.A.get_device()", "precision('cuda', 'matmul') == 'tf32'"]
-    for field in dataclasses.fields(cls):
-        name = f"args.{field.name}"
-        if field.name == "tile_table":
-            aligned = ", ".join(f"table.{part}.data_ptr() % 16 == 0" for part in TileTable._fields[:4])
-            read = f"(table.block_rows, table.tiles.shape, {aligned})"
-            parts.append(f"None if (table := {name}) is None else {read}")
-        elif field.name not in cls.tensors:
-            parts.append(name)
-        elif field.default is None:
-            read = "(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)"
-            parts.append(f"None if (x := {name}) is None else {read}")
-        else:
-            parts.append(f"(x := {name}).dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0")
-    names = {"cls": cls, "precision": fp32_precision}
-    cls.launch_key = eval(f"lambda args: ({', '.join(parts)})", names)
-    return cls
 
 
 class Arguments(abc.ABC):
@@ -139,30 +112,6 @@ class Arguments(abc.ABC):
     def table_key(self) -> str:
         """Return the key in tables of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
-    def launch_key(self) -> tuple[Any, ...] | None:
-        """Return all that determines the kernel and its launch, except the tensors themselves; None disables caching.
-
-        The key holds the class, the device, the precision of float32 products, the dtype, shape, strides and alignment
-        of every tensor (the tile table's included), and all other fields.
-        """
-        return None
-
-    def stand_ins(self) -> Arguments:
-        """Return the arguments with new tensor objects of the same memory, distinct for each field."""
-        given = {name: getattr(self, name) for name in self.tensors}
-        changes: dict[str, Any] = {name: tensor.detach() for name, tensor in given.items() if tensor is not None}
-        if self.tile_table is not None:
-            *tensors, block_rows = self.tile_table
-            changes["tile_table"] = TileTable(*(tensor.detach() for tensor in tensors), block_rows=block_rows)
-        return dataclasses.replace(self, **changes)
-
-    def tensor_names(self) -> dict[int, str]:
-        """Return, by the id of each tensor, its expression in `args`, or in `table` for a tile table's tensors."""
-        names = {id(getattr(self, name)): f"args.{name}" for name in self.tensors}
-        if self.tile_table is not None:
-            names |= {id(getattr(self.tile_table, name)): f"table.{name}" for name in TileTable._fields[:4]}
-        return names
-
     def _layouts(self) -> tuple[Any, ...]:
         return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
 
@@ -196,7 +145,6 @@ class Arguments(abc.ABC):
         return None
 
 
-@with_launch_key
 @dataclass(eq=False)
 class GroupedGemmArguments(Arguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
@@ -313,7 +261,6 @@ class GroupedGemmArguments(Arguments):
         )
 
 
-@with_launch_key
 @dataclass(eq=False)
 class WgradArguments(Arguments):
     """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros, or stays as it is with

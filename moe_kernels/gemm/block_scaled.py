@@ -11,14 +11,13 @@ from torch import Tensor
 from ..reference_fp8 import BLOCK
 from ..runtime.triton import cdiv
 from ..types import TileTable
-from .arguments import Arguments, index_form, rows_bucket, sized_key, with_launch_key
+from .arguments import Arguments, index_form, rows_bucket, sized_key
 
 # From so many columns of a product on, rows are copied before the GEMM. The GEMM then takes about a tenth less time. A
 # copy takes the same time whatever the number of columns; on an H200 it took as much as it saved with 2048.
 COLUMNS_WORTH_A_COPY = 4096
 
 
-@with_launch_key
 @dataclass(eq=False)
 class BlockScaledGemmArguments(Arguments):
     """out[start:end] = (A * scale_a)[start:end] @ (B * scale_b)[g] for every group g, summed in float32.

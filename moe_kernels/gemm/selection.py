@@ -6,23 +6,22 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
-from ..runtime.launch import Ready, run_launch
+from ..runtime.launch import run_launch
 from ..runtime.memory import has_aligned_rows
 from ..runtime.replay import clear_records, require_single_launches
-from ..runtime.triton import HAS_TRITON, INTERPRET
+from ..runtime.triton import HAS_TRITON
 from .activation_gradient import ActivationGradientArguments
 from .arguments import Arguments, GroupedGemmArguments, WgradArguments, layout_of, rows_bucket
 from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
 from .tables import Table, merged_table
-from .templates import Template, make_template
 from .verify import verified, verify_interval
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
@@ -64,20 +63,6 @@ def find(args: Arguments) -> Kernel | None:
     return kernel
 
 
-class PreparedLaunch(NamedTuple):
-    """Data that later launches of the same launch key reuse."""
-
-    kernel: Kernel | None  # None: no kernel supports such arguments
-    ready: Ready | None = None
-    make_launch: Template | None = None
-
-
-# The launch cache, by the launch keys of arguments. Each number of rows has its own key. If there are too many keys,
-# the cache is cleared.
-_launches: dict[tuple[Any, ...] | None, PreparedLaunch] = {}
-_MOST_LAUNCHES = 4096
-
-
 def run(args: Arguments) -> None:
     """Launch the kernel that `select` chooses. The caller, an op, has made the arguments' device the current one."""
     if _launch(args) is None:
@@ -91,37 +76,10 @@ def run_if_supported(args: Arguments) -> bool:
 
 def _launch_selected(args: Arguments) -> Kernel | None:
     """Launch the kernel that `find` finds and return it. Support was checked when the kernel was chosen."""
-    key = args.launch_key()
-    prepared = _launches.get(key)
-    if prepared is None:
-        return _launch_first(args, key)
-    kernel, ready, make_launch = prepared
-    if kernel is None:
-        return None
-    if make_launch is None:
-        # The template is made at the second launch, because a key of a changing number of rows has only one.
-        make_launch = make_template(kernel, args) or cast("Template", kernel.launch)
-        _keep(key, PreparedLaunch(kernel, ready, make_launch))
-    run_launch(make_launch(args), args.A, ready)
+    kernel = find(args)
+    if kernel is not None and (launch := kernel.launch(args)) is not None:  # else nothing to write
+        run_launch(launch, args.A)
     return kernel
-
-
-def _launch_first(args: Arguments, key: tuple[Any, ...] | None) -> Kernel | None:
-    kernel, ready = find(args), None
-    if kernel is not None:
-        if (launch := kernel.launch(args)) is None:
-            return kernel  # nothing to write
-        ready = run_launch(launch, args.A)
-    # Without `ready`, the launch was compiled for a GPU that is absent, or ran in the interpreter.
-    if key is not None and (kernel is None or ready is not None or INTERPRET):
-        _keep(key, PreparedLaunch(kernel, ready))
-    return kernel
-
-
-def _keep(key: tuple[Any, ...] | None, prepared: PreparedLaunch) -> None:
-    if len(_launches) >= _MOST_LAUNCHES:
-        _launches.clear()
-    _launches[key] = prepared
 
 
 # MOE_VERIFY=n checks the result of every n-th launch after the launch, which itself does not change.
@@ -134,7 +92,6 @@ _launch = _launch_selected if VERIFY is None else verified(_launch_selected, VER
 def pin(args: Arguments, kernel: Kernel) -> None:
     """Make `select` return this kernel for arguments like these, in this process."""
     _selected[_key(args)] = kernel
-    _launches.clear()
     clear_records()
 
 

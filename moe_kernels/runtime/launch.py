@@ -96,40 +96,32 @@ _MOST_SIGNATURES = 4096
 
 
 def run_launch(
-    launch: Launch,
-    operand: Tensor,
-    ready: Ready | None = None,
-    artifact: CompiledArtifact | None = None,
-    scratch: Tensor | None = None,
-) -> Ready | None:
+    launch: Launch, operand: Tensor, artifact: CompiledArtifact | None = None, scratch: Tensor | None = None
+) -> None:
     """Launch on the current stream of the current device, which is the operand's.
 
     Args:
-        ready: the result of a launch of the same signature. None looks it up.
         artifact: a kernel to run, compiled for the static properties of this launch.
         scratch: memory for descriptors; allocated if it is None or too small.
-
-    Returns:
-        The argument `ready` of the next launch of this signature; None in the interpreter, which compiles nothing.
     """
     if operand.is_cuda:
         ensure_context(operand.get_device())  # must precede the loading of an artifact's kernel, too
-    if ready is None:
-        if artifact is None or artifact.compiled is None:
-            ready = None if INTERPRET else _ready.get(signature(launch))
-        else:
-            _from_artifacts[id(artifact.compiled)] = artifact.compiled
-            ready = _make_ready(launch, artifact.compiled)
+    if artifact is None or artifact.compiled is None:
+        ready = None if INTERPRET else _ready.get(signature(launch))
+    else:
+        _from_artifacts[id(artifact.compiled)] = artifact.compiled
+        ready = _make_ready(launch, artifact.compiled)
     if ready is not None and not ready.needs_scratch:
-        return _launch(launch, ready)
+        _launch(launch, ready)
+        return
     # Triton stores the allocator of scratch memory in a context variable. New threads, such as autograd's, have none.
     # Setting it in a copy of the context never replaces the caller's allocator.
-    return contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
+    contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
-# Gets each launch of a thread, and a function that launches it and returns what `_launch` returns and Triton's compiled
-# kernel, which is None in the interpreter. Returns the first of these.
-LaunchObserver = Callable[[Launch, Callable[[], tuple["Ready | None", Any]]], "Ready | None"]
+# Gets each launch of a thread, and a function that launches it and returns Triton's compiled kernel, which is None in
+# the interpreter.
+LaunchObserver = Callable[[Launch, Callable[[], Any]], None]
 
 
 class _Thread(threading.local):
@@ -173,47 +165,47 @@ def ensure_context(device: int) -> None:
 _from_artifacts: dict[int, Any] = {}
 
 
-def _launch_with_scratch(
-    launch: Launch, ready: Ready | None, device: torch.device, scratch: Tensor | None
-) -> Ready | None:
+def _launch_with_scratch(launch: Launch, ready: Ready | None, device: torch.device, scratch: Tensor | None) -> None:
     def allocate(size: int, alignment: int, stream: int) -> Tensor:
         if scratch is None or len(scratch) < size:
             return torch.empty(size, dtype=torch.int8, device=device)
         return scratch
 
     triton.set_allocator(allocate)
-    return _launch(launch, ready)
+    _launch(launch, ready)
 
 
-def _launch(launch: Launch, ready: Ready | None) -> Ready | None:
+def _launch(launch: Launch, ready: Ready | None) -> None:
     if launching.observer is None:
-        return _launch_unobserved(launch, ready)[0]
-    return launching.observer(launch, functools.partial(_launch_unobserved, launch, ready))
+        _launch_unobserved(launch, ready)
+    else:
+        launching.observer(launch, functools.partial(_launch_unobserved, launch, ready))
 
 
-def _launch_unobserved(launch: Launch, ready: Ready | None) -> tuple[Ready | None, Any]:
-    """Launch like `function[grid](*arguments, **options)`, which prepares hooks of profilers even if there are none."""
+def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
+    """Launch like `function[grid](*arguments, **options)`, which prepares hooks of profilers even if there are none.
+
+    Return Triton's compiled kernel.
+    """
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
-        ready = None if compiled is None else _keep_ready(launch, compiled)
+        if compiled is not None and _is_on_gpu(launch):  # else compiled for a target, which no signature has
+            _keep(launch, compiled)
+        return compiled
+    compiled, run, kernel, constants, _, _, device = ready
+    if launch_hooks():
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
     else:
-        compiled, run, kernel, constants, _, _, device = ready
-        if launch_hooks():
-            compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
-        else:
-            stream = triton.runtime.driver.active.get_current_stream(device)
-            run(*(*grid, 1, 1)[:3], stream, *kernel, *arguments, *constants)
-    return ready, compiled
+        stream = triton.runtime.driver.active.get_current_stream(device)
+        run(*(*grid, 1, 1)[:3], stream, *kernel, *arguments, *constants)
+    return compiled
 
 
-def _keep_ready(launch: Launch, compiled: Any) -> Ready | None:
-    if not _is_on_gpu(launch):
-        return None  # The kernel was compiled for a target, which is not part of the signature.
+def _keep(launch: Launch, compiled: Any) -> None:
     if len(_ready) >= _MOST_SIGNATURES:
         _ready.clear()
-    ready = _ready[signature(launch)] = _make_ready(launch, compiled)
-    return ready
+    _ready[signature(launch)] = _make_ready(launch, compiled)
 
 
 def _is_on_gpu(launch: Launch) -> bool:

@@ -84,8 +84,8 @@ class Op:
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         _LIBRARY.define(name + signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
-        below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # takes no method
-        _LIBRARY.impl(name, below, "CompositeExplicitAutograd")
+        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # takes no method
+        _LIBRARY.impl(name, self._below, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.moe_kernels, name).default
         self._node = type(
             name,
@@ -184,18 +184,21 @@ class Op:
         return self._run(places, places.read_others(arguments), places.read(arguments), arguments)
 
     def _above_autograd(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            signature = self._signature
+        signature = self._signature
+        tensors = arguments[0] if signature.has_packed else places_of(arguments).read(arguments)
+        if forward_ad._current_level >= 0:
+            check_tangents(f"moe_kernels::{self.name}", tensors)
+        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+            check_transforms(f"moe_kernels::{self.name}", tensors)
             leaves = signature.from_schema(*arguments)
             places = places_of(leaves)
             tensors = places.read(leaves)
-            if forward_ad._current_level >= 0:
-                check_tangents(f"moe_kernels::{self.name}", tensors)
-            if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-                check_transforms(f"moe_kernels::{self.name}", tensors)
-                call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
-                return self._node.apply(*(tensors if signature.has_packed else leaves), call)
+            call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
+            return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
+            # What the dispatcher would call next, as compiled code has it: another pass takes longer than a replay.
+            if places_of(tensors).are_plain and is_unseen(tensors):
+                return self._below(*arguments)
             return self.overload(*arguments)
 
     def _forward(self, ctx: Any, *inputs: Any) -> Any:

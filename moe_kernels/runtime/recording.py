@@ -144,15 +144,14 @@ class Recording(TorchDispatchMode):
                 return index
         return None
 
-    def _observe(self, launch: Launch, run: Callable[[], tuple[Any, Any]]) -> Any:
+    def _observe(self, launch: Launch, run: Callable[[], Any]) -> None:
         self._is_launching = True
         try:
-            result, compiled = run()
+            compiled = run()
         finally:
             self._is_launching = False
         arguments = tuple(map(self._argument, launch.arguments))
         self.steps.append(RecordedLaunch(launch._replace(arguments=arguments), compiled))
-        return result
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -36,10 +36,7 @@ def runs_as_one_op(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> bool:
-    """Return whether the layer's parts and settings allow it. Subclasses of the parts never do.
-
-    Compiled code runs the parts one by one, because `save_routing` keeps the results of the router's op.
-    """
+    """Return whether the layer's parts and settings allow it. Subclasses of the parts never do."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
         return False
@@ -58,8 +55,9 @@ def runs_as_one_op(
         and layer.observer is None
         and layer._config.latent_dim is None
         and not (experts.reserved_sms or layer.separate_router_input)
-        and not torch.compiler.is_dynamo_compiling()
-        and not (num_dispatch_modes() and type(tokens) is Tensor)  # a mode reads ops, not fake tensors
+        and (
+            torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor)
+        )  # a mode reads ops
         and is_called_as_written(router)
         and is_called_as_written(experts)
         and (lora is None or not uses_dropout(lora))  # pyright: ignore[reportArgumentType]  # a ModuleDict

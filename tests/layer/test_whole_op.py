@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import Activation, RouterSpec, reference, sort_by_expert
@@ -333,12 +335,24 @@ def test_a_captured_forward_may_be_recomputed_outside(context, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
-def test_compiles_without_graph_break(device, monkeypatch):
+def test_compiles_to_few_ops_without_graph_break(device, monkeypatch):
+    """The router's op is apart, because `save_routing` keeps its results."""
+    ops = []
+
+    def noted(graph, _):
+        targets = (str(node.target) for node in graph.graph.nodes)
+        ops.append([target.split(".")[1] for target in targets if target.startswith("moe_")])
+        return make_boxed_func(graph.forward)
+
     layer, x = make_layer(device), make_x(device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=noted, bw_compiler=noted))
     wanted = [x, *layer.parameters()]
     actual = torch.autograd.grad(compiled(x).sin().sum(), wanted)
-    monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)  # compiled code runs the parts
+    gradients = [f"experts_{part}_gradients" for part in ("hidden", "down", "up")]
+    assert ops == [["linear_routing", "fused_experts"], [*gradients, "linear_routing_gradients"]]
+    monkeypatch.setattr(
+        "moe_layers.feed_forward.runs_as_one_op", lambda *_: False
+    )  # the router's gradient is not fused
     expected = torch.autograd.grad(layer(x).sin().sum(), wanted)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 

@@ -39,8 +39,7 @@ def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
         return get_kernels(args, metadata_filter=lambda metadata: isinstance(metadata.design, designs))
 
     with contextlib.ExitStack() as stack:
-        for chosen in (selection._selected, selection._launches):
-            stack.enter_context(mock.patch.dict(chosen, clear=True))
+        stack.enter_context(mock.patch.dict(selection._selected, clear=True))
         stack.enter_context(mock.patch.object(selection, "get_kernels", of_these_designs))
         yield
 

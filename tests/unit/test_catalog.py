@@ -15,6 +15,7 @@ from moe_kernels import (
     reference,
 )
 from moe_kernels.activation.functions import EPILOGUES, PLAIN_EPILOGUES
+from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import PointerDesign, WarpSpecializedDesign
 from moe_kernels.gemm.selection import best_first, find
 from moe_kernels.runtime.gluon import KNOWS_GLUON
@@ -380,3 +381,12 @@ def test_unsupported_arguments_name_every_reason():
     args = GroupedGemmArguments(torch.zeros(4, 8).double(), torch.zeros(2, 8, 8).double(), torch.zeros(4, 8).double())
     with pytest.raises(NotImplementedError, match=r"Operand `A`: expected torch\.float32, got torch\.float64"):
         select(args)
+
+
+def test_no_kernel_is_remembered(monkeypatch):
+    """A GPU without a fused kernel is asked once, not in every forward."""
+    a, b, out = torch.zeros(40, 64), torch.zeros(3, 64, 48), torch.zeros(40, 48)
+    args = GroupedGemmArguments(a, b, out, offsets=torch.zeros(3).int(), scale_a=torch.ones(40))
+    assert not selection.run_if_supported(args)
+    monkeypatch.setattr(selection, "get_kernels", lambda args: pytest.fail("asked again"))
+    assert not selection.run_if_supported(args)

@@ -219,8 +219,6 @@ def test_float32_is_rounded_once(device):
 @pytest.mark.parametrize("case", default_tier(CASES, {"ordinary", "odd_sizes", "tail"}))
 def test_float32_where_float64_is_slow(case, device, monkeypatch):
     monkeypatch.setattr(precision, "has_fast_float64", lambda device: False)
-    # What is kept takes for granted that a device does not change.
-    monkeypatch.setattr(selection, "_launches", {})
     check_accuracy(triton_gemm, reference.grouped_gemm, partial(draw, case, torch.float32, device), ("out", "da", "db"))
 
 

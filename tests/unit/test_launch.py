@@ -121,11 +121,18 @@ def launches(monkeypatch):
 
 
 def run(launch):
-    return launching.run_launch(launch, launch.arguments[0])
+    launching.run_launch(launch, launch.arguments[0])
+
+
+def ready(launch):
+    return launching._ready[signature(launch)].compiled
 
 
 def found(launch):
-    return run(launch).compiled.properties
+    ran = []
+    with launching.observing_launches(lambda launch, run: ran.append(run())):
+        run(launch)
+    return ran[0].properties
 
 
 def test_each_launch_finds_its_own_kernel(launches):
@@ -158,7 +165,8 @@ def test_cpu_tensors_leave_nothing(launches, monkeypatch):
     monkeypatch.setattr(launching, "_ready", {})
     monkeypatch.setattr(launching, "INTERPRET", False)
     monkeypatch.setattr(type(_permute_kernel), "__getitem__", lambda function, grid: lambda *_, **options: "compiled")
-    assert run(launches[0]) is None and launching._ready == {}
+    run(launches[0])
+    assert launching._ready == {}
 
 
 def test_threads_find_their_own_kernels(launches, monkeypatch):
@@ -184,7 +192,7 @@ def test_a_launch_gets_its_own_arguments_and_constants(launches):
         run(launch)
     for launch in (plain, more, *others, alike, plain):
         launching.launch_kernel(launch.function, launch.grid, *launch.arguments, **launch.options)
-        handed = launching._ready[launching.signature(launch)].compiled.launches[-1]
+        handed = ready(launch).launches[-1]
         grid = (*launch.grid, 1, 1)[:3]
         stream = f"stream of {launch.arguments[0].get_device()}"
         assert handed[:9] == (*grid, stream, "function", "packed", None, None, None)
@@ -198,7 +206,8 @@ def test_a_launch_gets_its_own_arguments_and_constants(launches):
 def test_hooks_that_come_later_are_prepared_for(launches, monkeypatch):
     """As when a profiler starts after the first launches."""
     plain = launches[0]
-    compiled = run(plain).compiled
+    run(plain)
+    compiled = ready(plain)
     for which in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
             patch.setattr(getattr(triton.knobs.runtime, which), "calls", [print])
@@ -212,11 +221,11 @@ def test_hooks_that_come_later_are_prepared_for(launches, monkeypatch):
 def test_descriptors_made_on_the_device_get_memory(launches, monkeypatch):
     plain = launches[0]
     compiled = Compiled(plain, scratch_bytes=128)
-    ready = launching._make_ready(plain, compiled)
+    launching._keep(plain, compiled)
     allocators = []
     monkeypatch.setattr(triton, "set_allocator", allocators.append)
     for memory in (None, torch.zeros(300, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)):
-        assert launching.run_launch(plain, plain.arguments[0], ready, scratch=memory) is ready
+        launching.run_launch(plain, plain.arguments[0], scratch=memory)
         given = allocators.pop()(256, 128, 0)
         assert len(given) >= 256 and (given is memory) == (memory is not None and len(memory) >= 256)
     assert len(compiled.launches) == 3

@@ -29,7 +29,6 @@ EVERY_SECOND = 10.0
 def fresh_selection(monkeypatch):
     """Discard selections made by tuning in these tests."""
     monkeypatch.setattr(selection, "_selected", {})
-    monkeypatch.setattr(selection, "_launches", {})
     monkeypatch.setattr(selection, "_copies", {})
 
 

@@ -226,18 +226,17 @@ weights, permutation = make_permutation(inputs, 2)
 forward = lambda: fused_experts(inputs.tokens, weights, permutation, inputs.w_up, inputs.w_down)
 launches = []
 run_launch = selection.run_launch
-def noted(launch, operand, *ready):
-    launches.append((launch.function.fn.__name__, len(ready)))
-    return run_launch(launch, operand, *ready)
+def noted(launch, operand):
+    launches.append(launch.function.fn.__name__)
+    run_launch(launch, operand)
 selection.run_launch = noted
 for _ in range(3):
     forward()
     print(launches)
     launches.clear()
-def planted(launch, operand, *ready):
-    left = run_launch(launch, operand, *ready)
+def planted(launch, operand):
+    run_launch(launch, operand)
     operand.mul_(1.5)  # The result is no longer that of the operands.
-    return left
 selection.run_launch = planted
 try:
     forward()
@@ -255,6 +254,6 @@ def test_the_environment_turns_it_on():
         result = run_python(["-O", "-c", PLANTED], interpret=True, MOE_VERIFY=setting)
         lines[setting] = result.stdout.splitlines()
     *launches, raised = lines["2"]
-    assert launches == lines["0"] and len(launches) == 3 and ", 1)" in launches[-1]
+    assert launches == lines["0"] and len(launches) == 3 and "kernel" in launches[-1]
     assert raised.startswith("MOE_VERIFY: ")
     assert raised.split(": ")[2] in {kernel.metadata.kernel_name for kernel in get_kernels()}

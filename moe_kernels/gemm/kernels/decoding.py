@@ -18,7 +18,7 @@ from ...quantization.kernels import decode_tile, form_of, kernel_arguments
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
 from ...types import QuantizedWeight, TileTable, WeightFormat
-from ..arguments import Arguments, index_form, layout_of, rows_bucket, sized_key, with_launch_key
+from ..arguments import Arguments, index_form, layout_of, rows_bucket, sized_key
 from ..kernel import SUPPORTED, Kernel, KernelMetadata, Operand, PointerDesign, Status
 from .base import kernel_name
 from .pointer import multiply_tile, with_strides
@@ -45,7 +45,6 @@ class QuantizedMatrices(NamedTuple):
         return (num_groups, size_in, size_out) if self.transposed else (num_groups, size_out, size_in)
 
 
-@with_launch_key
 @dataclass(eq=False)
 class DecodingGemmArguments(Arguments):
     """out[start:end] = A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] + bias[g] for every group g.
