@@ -133,7 +133,7 @@ class SortedSlots(NamedTuple):
     @classmethod
     def empty(cls, topk_experts: Tensor, num_experts: int, block_rows: int = BLOCK_ROWS) -> SortedSlots:  # [T, K]
         num_tokens, top_k = topk_experts.shape
-        total = sum(_padded_sizes(num_tokens, top_k, num_experts, block_rows))
+        total = sum(map(_padded_size, _part_shapes(num_tokens, top_k, num_experts, block_rows)))
         buffer = topk_experts.new_empty(total // _ALIGNED_INTEGERS, _ALIGNED_INTEGERS)
         return cls(buffer, top_k, num_experts, block_rows)
 
@@ -146,10 +146,11 @@ class SortedSlots(NamedTuple):
         return permutation
 
     def permutation(self, num_tokens: int) -> Permutation:
-        _, top_k, num_experts, block_rows = self
-        parts = self.buffer.view(-1).split(_padded_sizes(num_tokens, top_k, num_experts, block_rows))
-        shapes = _part_shapes(num_tokens, top_k, num_experts, block_rows)
-        views = [part[: prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        buffer, top_k, num_experts, block_rows = self
+        start, views = buffer.storage_offset(), []
+        for shape in _part_shapes(num_tokens, top_k, num_experts, block_rows):
+            views.append(buffer.as_strided(shape, (*shape[1:], 1), start))
+            start += _padded_size(shape)
         offsets, slot_to_row, row_to_token, *table = views
         return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=block_rows))
 
@@ -160,9 +161,8 @@ def _part_shapes(num_tokens: int, top_k: int, num_experts: int, block_rows: int)
     return [(num_experts,), (num_tokens, top_k), (num_slots,), (num_experts + 2,), (capacity, 2), (2,), (num_experts,)]
 
 
-def _padded_sizes(num_tokens: int, top_k: int, num_experts: int, block_rows: int) -> list[int]:
-    shapes = _part_shapes(num_tokens, top_k, num_experts, block_rows)
-    return [-(-prod(shape) // _ALIGNED_INTEGERS) * _ALIGNED_INTEGERS for shape in shapes]
+def _padded_size(shape: tuple[int, ...]) -> int:
+    return -(-prod(shape) // _ALIGNED_INTEGERS) * _ALIGNED_INTEGERS
 
 
 def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, results: tuple[Tensor, ...]) -> None:
