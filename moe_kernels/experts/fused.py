@@ -119,6 +119,11 @@ def compute_experts(
     check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, gated)
     operands = _operands(tokens, weights, **settings)
     if choose("fused_experts", implementation, tokens) == "reference":
+        if operands.adds_to_main_grad:
+            raise NotImplementedError(
+                "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
+                "to main_grad after backward"
+            )
         # Autograd through the reference would save dequantised weights; the op saves its operands.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
@@ -213,10 +218,23 @@ def _operands(
         _check_adapters(adapters, weights.w_up, weights.w_down)
     if precision is not None:
         _check_precision(precision, weights, adapters)
+    if others.get("adds_to_main_grad"):
+        _check_main_grad(tokens, weights)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
     # Without a backward there is nobody to save the pre-activations for.
     recomputes = recompute == "up" or not torch.is_grad_enabled()
     return ExpertOperands(tokens, experts, recompute=recomputes, precision=precision, **others)
+
+
+def _check_main_grad(tokens: Tensor, weights: ExpertWeights) -> None:
+    if is_traced(tokens):
+        raise NotImplementedError("fused_experts: adds_to_main_grad works without torch.compile and other tracers only")
+    for name, weight in (("w_up", weights.w_up), ("w_down", weights.w_down)):
+        if isinstance(weight, Tensor) and not weight.is_leaf:
+            raise ValueError(
+                f"fused_experts: with adds_to_main_grad {name} must be a parameter itself, got a tensor computed from "
+                "one; omit autocast and expert parallelism by DTensors, or turn adds_to_main_grad off"
+            )
 
 
 def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAdapters | None) -> None:

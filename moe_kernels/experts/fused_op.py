@@ -90,6 +90,7 @@ from .gradient_ops import (
     hidden_gradients_op,
     up_gradients_op,
 )
+from .main_grad import main_grad_of, mark_added
 from .operands import ExpertOperands
 from .steps import activate, down
 
@@ -179,6 +180,8 @@ def _(operands):
 
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
+    operands: ExpertOperands = call.args[0]
+    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # as saved, they may lack attributes
     if "selection_bias" in ctx.names:  # backward does not read it, and updates in place may precede backward
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
@@ -192,17 +195,25 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     """Compute the gradients, in one list of launches where nothing sees the ops."""
     if dout is None:
         return {}
+    main_grads = {} if ctx.weights is None else _main_grads(ctx)
     saved = take_saved_tensors(ctx)
     is_given = [tensor is not None for tensor in saved]
-    tensors = [dout, *[tensor for tensor in saved if tensor is not None]]
+    tensors = [dout, *[tensor for tensor in saved if tensor is not None], *main_grads.values()]
     del saved
     names = ctx.names
 
     def compute(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
-        return tuple(map(_compute_gradients(ctx, tensors, is_given).get, names))
+        return tuple(map(_compute_gradients(ctx, tensors, is_given, main_grads).get, names))
 
-    found = run_as_one(_gradients, (ctx.places.number, ctx.others, ctx.needs_input_grad), tensors, compute)
-    return dict(zip(names, found, strict=True))
+    key = ctx.places.number, ctx.others, ctx.needs_input_grad
+    found = dict(zip(names, run_as_one(_gradients, key, tensors, compute), strict=True))
+    return found | {name: mark_added(getattr(ctx.weights, name)) for name in main_grads}
+
+
+def _main_grads(ctx: Any) -> dict[str, Tensor]:
+    needed = fused_experts_op.needed(ctx)
+    names = [name for name in ("w_up", "w_down") if name in needed]
+    return {name: main_grad_of("fused_experts", name, getattr(ctx.weights, name)) for name in names}
 
 
 def _saved(ctx: Any, tensors: list[Tensor], is_given: list[bool]) -> SavedForBackward:
@@ -219,8 +230,9 @@ def _saved(ctx: Any, tensors: list[Tensor], is_given: list[bool]) -> SavedForBac
 
 def _compute_gradients(
     ctx: Any,
-    tensors: list[Tensor],  # dout and the saved ones; becomes empty
+    tensors: list[Tensor],  # dout, the saved ones, then those of `main_grads`; becomes empty
     is_given: list[bool],  # which of the node's saved tensors exist
+    main_grads: dict[str, Tensor],  # by the name of the weight
 ) -> dict[str, Tensor | None]:
     """Run the ops. Each tensor is dropped after its last use: see the table at the top."""
     dout, saved, needed = tensors[0], _saved(ctx, tensors[1:], is_given), fused_experts_op.needed(ctx)
@@ -236,19 +248,22 @@ def _compute_gradients(
     del hidden
     gradients: dict[str, Tensor | None] = {}
     if needed & {"w_down", "b_down", "down_a", "down_b"}:
-        made = down_gradients_op(dout, drows, weighted, down_low, operands, *_needs(needed, "down"))
+        needs = _needs(needed, "down")
+        made = down_gradients_op(dout, drows, weighted, down_low, operands, main_grads.get("w_down"), *needs)
         gradients |= {"w_down": made.dw_down, "b_down": made.db_down, "down_a": made.ddown_a}
         gradients["down_b"] = None if made.ddown_b is None else made.ddown_b.transpose(1, 2)
     del weighted, drows, down_low
     needs = _needs(needed, "up")
     made = None
     if needs_tokens and scaled[0] is not None:  # free dH in e4m3 before the gradients of weights
-        made = up_gradients_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, True, False, False, False)
+        only_tokens = True, False, False, False
+        made = up_gradients_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, None, *only_tokens)
         gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
         needs_tokens = False
     del scaled, made
     if needs_tokens or any(needs):
-        made = up_gradients_op(dpreactivation, up_low, low, None, None, dtopk_weights, operands, needs_tokens, *needs)
+        given = None, None, dtopk_weights, operands, main_grads.get("w_up")
+        made = up_gradients_op(dpreactivation, up_low, low, *given, needs_tokens, *needs)
         if needs_tokens:
             gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
         gradients |= {"w_up": made.dw_up, "b_up": made.db_up, "up_a": made.dup_a}

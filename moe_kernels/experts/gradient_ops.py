@@ -1,6 +1,7 @@
 """The ops of the gradients of the expert feed-forward: `fused_op.py` derives the formulas.
 
-Three ops, so that memory is free between them as soon as nothing reads it any more.
+Three ops, so that memory is free between them as soon as nothing reads it any more. The op of a weight's gradient adds
+it to `main_grad` if there is one. The ops' schemas do not say so, because no tracer gets there: see `fused.py`.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def down_gradients_op(
     weighted: Tensor,
     down_low: Tensor | None,
     operands: ExpertOperands,
+    main_grad: Tensor | None,
     needs_weight: bool,
     needs_bias: bool,
     needs_factors: bool,
@@ -140,7 +142,8 @@ def down_gradients_op(
             drows = None
         elif drows is None:
             drows = copy_dout(experts, rows, dout)
-        dw = w_down_gradient(experts, rows, dout, drows, weighted)
+        made = w_down_gradient(experts, rows, dout, drows, weighted, main_grad)
+        dw = made if main_grad is None else None
     if needs_bias:
         assert operands.topk_weights is not None
         db = b_down_gradient(experts, rows, dout, operands.topk_weights)
@@ -151,7 +154,7 @@ def down_gradients_op(
 
 
 @down_gradients_op.register_fake
-def _(dout, drows, weighted, down_low, operands, needs_weight, needs_bias, needs_factors):
+def _(dout, drows, weighted, down_low, operands, main_grad, needs_weight, needs_bias, needs_factors):
     experts = operands.experts
     w_down, b_down = experts.weights.w_down, experts.weights.b_down
     dw = torch.empty_like(w_down, dtype=dout.dtype, requires_grad=False) if needs_weight else None
@@ -182,6 +185,7 @@ def up_gradients_op(
     scaled_scales: Tensor | None,
     dtopk_weights: Tensor,
     operands: ExpertOperands,
+    main_grad: Tensor | None,
     needs_tokens: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -206,7 +210,8 @@ def up_gradients_op(
         assert low is not None and up_low is not None
         da, db_factor = up_adapter_gradients(experts, rows, tokens, dpreactivation, low, up_low, topk_weights)
     if needs_weight:
-        dw = w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights)
+        made = w_up_gradient(experts, rows, tokens, dpreactivation, topk_weights, main_grad)
+        dw = made if main_grad is None else None
     return UpGradients(dtokens, dweights, db, da, db_factor, dw)
 
 
@@ -219,6 +224,7 @@ def _(
     scaled_scales,
     dtopk_weights,
     operands,
+    main_grad,
     needs_tokens,
     needs_weight,
     needs_bias,

@@ -32,6 +32,7 @@ class ExpertOperands(NamedTuple):
     recompute: bool = False  # compute H again in backward
     precision: str | None = None
     forms: ScaledForms | None = None  # of the weights, with a precision
+    adds_to_main_grad: bool = False  # the gradients of weights
 
     @property
     def num_experts(self) -> int:

@@ -250,10 +250,18 @@ class Rows(NamedTuple):
         selection.run(dataclasses.replace(args, out=dpreactivation, weighted=weighted))
         return dpreactivation, weighted, launch_slot_sums(row_sums, self.slot_to_row)
 
-    def wgrad(self, a: Tensor, dout: Tensor, *, gather_a: bool = False, gather_dout: bool = False) -> Tensor:
-        """a.T @ dout of every expert's rows, [E, K, N]."""
-        out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
-        if self._is_aligned_by_copy(out):
+    def wgrad(
+        self,
+        a: Tensor,
+        dout: Tensor,
+        *,
+        gather_a: bool = False,
+        gather_dout: bool = False,
+        add_to: Tensor | None = None,  # [E, K, N]
+    ) -> Tensor:
+        """a.T @ dout of every expert's rows, [E, K, N]. With `add_to` the result is that tensor."""
+        out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1]) if add_to is None else add_to
+        if add_to is None and self._is_aligned_by_copy(out):
             out = empty_aligned(out, out.device)
         args = WgradArguments(
             a,
@@ -263,9 +271,10 @@ class Rows(NamedTuple):
             dout_row_to_token=self.row_to_token if gather_dout else None,
             tile_table=self.table,
             reserved_sms=self.reserved_sms,
+            accumulate=add_to is not None,
         )
         selection.run(args)
-        return out.contiguous()
+        return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
         """Which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""

@@ -256,12 +256,13 @@ def w_down_gradient(
     dout: Tensor,  # [T, D]
     drows: Tensor | None,  # [R, D] from `copy_dout`
     weighted: Tensor,  # A_w [R, F]
+    main_grad: Tensor | None = None,  # [E, D, F]
 ) -> Tensor:  # [E, D, F]
-    """gather(dout)^T @ A_w."""
+    """gather(dout)^T @ A_w, or `main_grad`, to which it is added."""
     a = rows.as_read(dout).contiguous() if drows is None else drows
     if _is_transposed(experts.weights.w_down):
-        return rows.wgrad(weighted, a, gather_dout=drows is None).transpose(1, 2)
-    return rows.wgrad(a, weighted, gather_a=drows is None)
+        return rows.wgrad(weighted, a, gather_dout=drows is None, add_to=_transposed(main_grad)).transpose(1, 2)
+    return rows.wgrad(a, weighted, gather_a=drows is None, add_to=main_grad)
 
 
 def w_up_gradient(
@@ -270,14 +271,20 @@ def w_up_gradient(
     tokens: Tensor,  # [T, D]
     dpreactivation: Tensor,  # dH [R, 2F or F]
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+    main_grad: Tensor | None = None,  # [E, 2F or F, D]
 ) -> Tensor:  # [E, 2F or F, D]
-    """dH^T @ gather(tokens)."""
+    """dH^T @ gather(tokens), or `main_grad`, to which it is added."""
     tokens = rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
     if _is_transposed(experts.weights.w_up):
-        return rows.wgrad(rows_in, dpreactivation, gather_a=not copy).transpose(1, 2)
-    return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy)
+        made = rows.wgrad(rows_in, dpreactivation, gather_a=not copy, add_to=_transposed(main_grad))
+        return made.transpose(1, 2)
+    return rows.wgrad(dpreactivation, rows_in, gather_dout=not copy, add_to=main_grad)
+
+
+def _transposed(main_grad: Tensor | None) -> Tensor | None:
+    return None if main_grad is None else main_grad.transpose(1, 2)
 
 
 def _is_transposed(weight: Weight) -> bool:

@@ -73,6 +73,11 @@ class GroupedExperts(nn.Module):
         init_std: initial standard deviation of the weights.
         implementation: "triton", "reference", or None to choose by device.
 
+    Attributes:
+        adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
+            and `w_down.main_grad`, and leaves `grad` of both as it is. The kernel of the gradient adds: it sums
+            products in float32 and rounds only the new sum, to float32. Default False; may be changed at any time.
+
     Raises:
         ValueError: a size is not positive, or with "fp8" no multiple of 16; a name is unknown.
     """
@@ -105,6 +110,7 @@ class GroupedExperts(nn.Module):
         # Maps a parameter that several ranks share, with its name, to this rank's part.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # see `fused_experts`
+        self.adds_to_main_grad = False
         self.lora: nn.ModuleDict | None = None  # `ExpertLoRA` by name, from `add_lora`
         self.unmerged: Unmerged | None = None  # what `unmerge_lora` restores
         self.activation = as_activation("GroupedExperts", activation)
@@ -212,6 +218,9 @@ class GroupedExperts(nn.Module):
         if any_dropout(adapters) and (self.batch_invariant or rows.plan is not None):
             option = "batch_invariant" if self.batch_invariant else "the overlapped dispatcher"
             raise ValueError(f"GroupedExperts: {option} needs adapters without dropout in training, got dropout")
+        if self.adds_to_main_grad and (rows.plan is not None or any_dropout(adapters)):
+            option = "the overlapped dispatcher" if rows.plan is not None else "dropout of adapters in training"
+            raise NotImplementedError(f"GroupedExperts: adds_to_main_grad must be off with {option}")
         self._check_precision(adapters)
 
     def _check_precision(self, adapters: list[ActiveAdapter]) -> None:
@@ -261,6 +270,7 @@ class GroupedExperts(nn.Module):
             "recompute": self.recompute,
             "batch_invariant": self.batch_invariant,
             "precision": self.precision,
+            "adds_to_main_grad": self.adds_to_main_grad,
             "forms": None if self.precision is None else self._forms(parts, weights),
         }
 

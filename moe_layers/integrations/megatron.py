@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_kernels import Activation, apply_activation, grouped_gemm, grouped_gemm_wgrad
+from moe_kernels.experts.main_grad import mark_added
 
 from .versions import check_version
 
@@ -94,7 +95,7 @@ class GroupedExperts(MegatronModule):
         while self._delayed:
             weight, rows, dout, offsets = self._delayed.pop(0)
             gradient = self.weight_gradient(weight, rows, dout, offsets)
-            if not _is_fused(self.config, weight):
+            if gradient is not None and not _is_fused(self.config, weight):
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         for hook in self._hooks:
             hook()
@@ -109,14 +110,12 @@ class GroupedExperts(MegatronModule):
             self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
         return self._delays
 
-    def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor:
+    def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
         """Return the gradient [E, out, in], or add it to `main_grad` and return what Megatron's hooks ignore."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
-        weight.grad_added_to_main_grad = True
-        empty = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return empty(weight, requires_grad=False)
+        return mark_added(weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Map each local expert to its number in the model, under the names of Megatron's own experts."""
@@ -163,7 +162,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts = experts
+        ctx.experts, ctx.parameter = experts, weight  # hooks of saved tensors may drop its attributes
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod
@@ -172,8 +171,8 @@ class _Linear(torch.autograd.Function):
         rows, weight, offsets = ctx.saved_tensors
         drows = grouped_gemm(dout, weight, offsets) if ctx.needs_input_grad[0] else None
         dweight = None
-        if ctx.needs_input_grad[1] and not ctx.experts.delay(weight, rows, dout, offsets):
-            dweight = ctx.experts.weight_gradient(weight, rows, dout, offsets)
+        if ctx.needs_input_grad[1] and not ctx.experts.delay(ctx.parameter, rows, dout, offsets):
+            dweight = ctx.experts.weight_gradient(ctx.parameter, rows, dout, offsets)
         return drows, dweight, None, None
 
 

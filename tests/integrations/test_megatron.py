@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ..markdown import blocks_of
 from ..processes import ROOT, gloo_group
@@ -65,11 +66,11 @@ def pair(folder_groups, **changes):
     return own, ours
 
 
-def step(experts):
+def step(experts, run=None):
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(int(TOKENS.sum()), SIZES["hidden_size"], generator=generator).requires_grad_()
     probs = torch.rand(len(rows), generator=generator).requires_grad_()
-    out, bias = experts(rows, TOKENS, probs)
+    out, bias = (experts if run is None else run)(rows, TOKENS, probs)
     assert bias is None
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     return out.detach(), rows.grad, probs.grad
@@ -141,6 +142,22 @@ def test_gradients_accumulate_in_main_grad(delayed, tmp_path):
                 assert not any(weight.grad_added_to_main_grad for weight in ours.parameters()) or called
                 ours.backward_dw()
         assert len(called) == 2 * delayed
+        for weight, linear in ((ours.weight1, "linear_fc1"), (ours.weight2, "linear_fc2")):
+            assert weight.grad_added_to_main_grad
+            torch.testing.assert_close(weight.main_grad, gradients(own, linear), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_checkpointed_experts_add_once(delayed, tmp_path):
+    """The hooks of saved tensors hold parameters without their attributes."""
+    with groups(tmp_path) as made:
+        own, ours = pair(made, gradient_accumulation_fusion=True)
+        ours._delays = delayed
+        for weight in ours.parameters():
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+        step(own)
+        step(ours, lambda *rows: checkpoint(ours, *rows, use_reentrant=False))
+        ours.backward_dw()
         for weight, linear in ((ours.weight1, "linear_fc1"), (ours.weight2, "linear_fc2")):
             assert weight.grad_added_to_main_grad
             torch.testing.assert_close(weight.main_grad, gradients(own, linear), rtol=1e-5, atol=1e-5)

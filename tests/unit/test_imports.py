@@ -48,6 +48,7 @@ INTERNAL = {
     "moe_kernels.specs",
     "moe_kernels.experts.chunked",
     "moe_kernels.experts.fused",
+    "moe_kernels.experts.main_grad",
     "moe_kernels.experts.steps",
     "moe_kernels.gemm.batch_invariance",
     "moe_kernels.permutation.partial_sums",

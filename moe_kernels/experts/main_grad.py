@@ -1,0 +1,38 @@
+"""Weights whose gradient is added to their `main_grad`, as Megatron's parameters have it, instead of to `grad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
+    """Return the float32 tensor that a weight's gradient is added to.
+
+    Raises:
+        ValueError: the weight has none of its shape on its device.
+    """
+    given = getattr(weight, "main_grad", None)
+    is_tensor = isinstance(given, Tensor)
+    if not is_tensor or (given.dtype, given.shape, given.device) != (torch.float32, weight.shape, weight.device):
+        got = f"{given.dtype} {list(given.shape)} on {given.device}" if is_tensor else given
+        raise ValueError(
+            f"{op}: main_grad of {name} must be float32 {list(weight.shape)} on {weight.device}, got {got}; set it "
+            "before backward, or turn adds_to_main_grad off"
+        )
+    return given
+
+
+def mark_added(weight: Any) -> Tensor | None:
+    """Return what autograd gets for a weight whose gradient is in `main_grad`.
+
+    That is None, or for Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its parameters, a
+    tensor that its hooks ignore.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    empty = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return empty(weight, requires_grad=False)
