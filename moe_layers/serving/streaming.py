@@ -53,16 +53,17 @@ def iter_weights(
     """
     check_kind("iter_weights", "model", model, nn.Module)
     check_layout(layout)
-    root = _unwrapped(model)
+    root: Any = _unwrapped(model)
     config = _config_of(root)
+    expected = None
     if layout != "huggingface" and config is not None:
-        engine_layout(layout, config.model_type)
-    return _Stream(root, config, layout, Reader(keep_quantized, _dtype_of(root))).tensors()
+        expected = engine_layout(layout, config.model_type, root.config.model_type)
+    return _Stream(root, config, layout, expected, Reader(keep_quantized, _dtype_of(root))).tensors()
 
 
 class _Stream:
-    def __init__(self, root: Any, config: Any, layout: str, reader: Reader):
-        self.root, self.config, self.layout, self.reader = root, config, layout, reader
+    def __init__(self, root: Any, config: Any, layout: str, expected: str | None, reader: Reader):
+        self.root, self.config, self.layout, self.expected, self.reader = root, config, layout, expected, reader
         self.names = None if config is None else _naming(root)
 
     @torch.no_grad()
@@ -97,15 +98,18 @@ class _Stream:
 
     def _of_experts(self, prefix: str, values: list[Value], blocks: list[Block]) -> Iterator[tuple[str, Tensor]]:
         layouts = matching_layouts(blocks[0]) if len(blocks) == 1 else []
-        if self.layout != "huggingface":
-            check_engine(self.layout, self.config.model_type, prefix, [layout.name for layout in layouts])
+        if self.expected is not None:
+            check_engine(self.layout, self.expected, prefix, [layout.name for layout in layouts])
         for value in values:
             tensor = value.read()
             _check_all_here(value.name, tensor, self.config)
             if len(layouts) == 1 and layouts[0].keys[0].per_expert:
                 yield from _per_expert(blocks[0], layouts[0], value, tensor)
             else:
-                yield from self._renamed({value.name: tensor}).items()
+                # transformers writes the experts of Qwen3-VL-MoE as it keeps them, but engines read the published form.
+                is_turned = self.expected == "transposed" and not getattr(value.experts, "is_transposed", True)
+                for disk_name, held in self._renamed({value.name: tensor}).items():
+                    yield disk_name, held.transpose(1, 2) if is_turned else held
 
     def _renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion

@@ -1,8 +1,9 @@
-"""What the loaders of inference engines do with a checkpoint's tensors, from their documented `load_weights`.
+"""What the loaders of engines do with a checkpoint's tensors: `load_weights` of vLLM 0.33.0 and SGLang 0.5.23.
 
 vLLM and SGLang keep the experts of a layer as `w13_weight` [E, 2F, D] and `w2_weight` [E, D, F]. Per expert, the
 projections gate_proj or w1 and up_proj or w3 go to the halves of `w13_weight`. Packed tensors are transposed where the
-checkpoint of the architecture is [in, out]; gpt-oss stays interleaved.
+checkpoint of the architecture is [in, out]; gpt-oss stays interleaved. Granite's are packed under other names. DBRX
+stacks the experts along rows, in three tensors.
 """
 
 import re
@@ -17,7 +18,9 @@ _PACKED = {
     "gate_up_proj_bias": "w13_bias",
     "down_proj_bias": "w2_bias",
 }
-TRANSPOSED = ("gpt_oss", "llama4_text", "qwen3_vl_moe_text")
+_LINEAR = {"block_sparse_moe.input_linear.weight": "w13_weight", "block_sparse_moe.output_linear.weight": "w2_weight"}
+_FLAT = re.compile(r"(.*\.experts)\.mlp\.(w1|v1|w2)$")
+TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe_text")
 
 
 def load(weights, model_type, num_experts, plain=False):
@@ -33,6 +36,16 @@ def load(weights, model_type, num_experts, plain=False):
             prefix, expert, projection, scales = match.groups()
             target = f"{prefix}.{'w2' if projection in ('down_proj', 'w2') else 'w13'}_weight{scales or ''}"
             shards.setdefault(target, {})[int(expert), _SHARD.get(projection, 0)] = tensor.clone()
+        elif linear := next((old for old in _LINEAR if name.endswith(f".{old}")), None):
+            parameters[name.replace(linear, f"block_sparse_moe.experts.{_LINEAR[linear]}")] = tensor.clone()
+        elif match := _FLAT.match(name):
+            flat = tensor.unflatten(0, (num_experts, -1))
+            if match[2] == "w2":
+                parameters[f"{match[1]}.w2_weight"] = flat.transpose(1, 2).clone()
+            else:
+                half = ("w1", "v1").index(match[2])
+                for expert, matrix in enumerate(flat):
+                    shards.setdefault(f"{match[1]}.w13_weight", {})[expert, half] = matrix.clone()
         elif ".experts." in name and leaf in _PACKED:
             whole = tensor if leaf.endswith("_bias") or model_type not in TRANSPOSED else tensor.transpose(1, 2)
             parameters[name.replace(leaf, _PACKED[leaf])] = whole.clone()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_layers.serving import iter_weights
+from moe_layers.serving.engines import _ENGINES
 from moe_layers.serving.streaming import _check_all_here
 
 from ..tiers import default_tier
@@ -19,7 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.7", reason="tra
 from moe_layers.integrations.transformers import enable  # noqa: E402
 
 from ..integrations import test_mxfp4, test_quantized  # noqa: E402
-from ..integrations.models import build, skip_old  # noqa: E402
+from ..integrations.models import build, config_of, initialise, skip_old  # noqa: E402
 from ..integrations.peft_models import WARNINGS, adapt, lora, peft  # noqa: E402
 from .engine_loaders import load  # noqa: E402
 
@@ -71,25 +72,48 @@ def test_layers_may_have_different_numbers_of_experts():
             _check_all_here(name, torch.empty(number - 1, 8, 8), config)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe_text", "nemotron_h"])
-def test_the_engine_gets_each_expert(model_type, engine):
-    model = build(model_type)
-    plain = model_type == "nemotron_h"
+def whole(model_type):
+    """Return a model that the engines have a class for."""
+    if model_type != "llama4":
+        return build(model_type)
+    text = config_of("llama4_text").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 4, "patch_size": 2, "vision_output_dim": 16, "projector_input_dim": 16}
+    config = transformers.Llama4Config(text_config=text, vision_config={**vision, "projector_output_dim": 16})
+    return initialise(transformers.Llama4ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_type"),
+    default_tier(
+        [(engine, model_type) for engine, known in _ENGINES.items() for model_type in known],
+        [(engine, kept) for engine in ENGINES for kept in ("mixtral", "gpt_oss", "qwen3_vl_moe_text", "nemotron_h")],
+    ),
+)
+def test_the_engine_gets_each_expert(engine, model_type):
+    skip_old(model_type)
+    model = whole(model_type)
     enable(model, implementation="reference")
-    experts = [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
-    parameters, others = load(iter_weights(model, engine), model_type, experts[0][1].num_experts, plain)
+    plain = model_type == "nemotron_h"
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    num_experts = experts[0].num_experts
+    parameters, others = load(iter_weights(model, engine), model_type, num_experts, plain)
     prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
     expected = {}
-    for prefix, (_, module) in zip(prefixes, experts, strict=True):
-        up, down = module.up_proj if plain else module.gate_up_proj, module.down_proj
-        if model_type == "gpt_oss":
+    for prefix, module in zip(prefixes, experts, strict=True):
+        if model_type == "dbrx":
+            gate, up, down = (w.unflatten(0, (num_experts, -1)) for w in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
+            up, down = torch.cat([gate, up], dim=1), down.transpose(1, 2)
+        else:
+            up, down = module.up_proj if plain else module.gate_up_proj, module.down_proj
+        if model_type in ("gpt_oss", "llama4", "llama4_text"):
             up, down = up.transpose(1, 2), down.transpose(1, 2)
+        if model_type == "gpt_oss":
             expected |= {f"{prefix}.w13_bias": module.gate_up_proj_bias, f"{prefix}.w2_bias": module.down_proj_bias}
         expected |= {f"{prefix}.w13_weight": up, f"{prefix}.w2_weight": down}
     assert parameters.keys() == expected.keys()
     assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
-    assert "lm_head.weight" in others and not any(".experts." in name for name in others)
+    assert not any(".experts." in name for name in others)
 
 
 class Allocated(TorchDispatchMode):
@@ -226,8 +250,10 @@ def test_bad_input():
     model = build("qwen3_moe")
     with pytest.raises(ValueError, match=r"iter_weights: layout must be one of .*'vllm'.*, got 'trt'"):
         iter_weights(model, "trt")
-    with pytest.raises(ValueError, match=r"layout 'sglang' must be one that the architecture has.*'jamba'"):
-        iter_weights(build("jamba"), "sglang")
+    for model_type, engine in (("jamba", "sglang"), ("llama4_text", "sglang"), ("dots1", "vllm")):
+        rule = rf"layout '{engine}' must be one that the architecture has.*'{model_type}'"
+        with pytest.raises(ValueError, match=rule):
+            iter_weights(build(model_type), engine)
     with pytest.raises(ValueError, match="the model must be the Qwen3MoeForCausalLM itself, which is 'policy'"):
         iter_weights(nn.ModuleDict({"policy": model}))
     with pytest.raises(ValueError, match="model must be a Module"):
