@@ -1,11 +1,13 @@
 """torchtitan's debug models with these overrides train as with its own experts, in float32.
 
-torchtitan's own experts always compute in bfloat16, and its attention needs a GPU. The tests make `Tensor.bfloat16` the
-identity for its own experts, and put a plain causal attention into both models.
+Optimizer (AdamW), schedule of learning rates, clipping and load balancing are those of torchtitan's debug runs. Its own
+experts always compute in bfloat16, and its attention needs a GPU. The tests make `Tensor.bfloat16` the identity for its
+own experts, and put a plain causal attention into both models.
 """
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,16 +65,29 @@ def make_model(name, target=None):
 
 
 def train(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)  # AdamW would divide by small gradients
+    from torchtitan.components.optimizer import (
+        LRSchedulersContainer,
+        default_adamw,
+        register_moe_load_balancing_hook,
+    )
+
+    # As `config_registry.py` of both models, which imports more packages than there are.
+    optimizers = default_adamw(lr=8e-4).build(model_parts=[model])
+    schedule = LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.8, decay_type="linear", min_lr_factor=0.0)
+    schedulers = schedule.build(optimizers=optimizers, training_steps=10)
+    one_rank = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False)
+    register_moe_load_balancing_hook(optimizers, [model], one_rank)
     tokens = torch.randint(0, 2048, (2, 7), generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(5):
         positions = torch.arange(6).expand(2, -1)
         logits = model(tokens[:, :-1], positions)
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
+        optimizers.zero_grad()
         loss.backward()
-        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers.step()
+        schedulers.step()
         losses.append(loss.item())
     return losses
 
@@ -95,6 +110,9 @@ def test_five_steps_are_those_of_torchtitan(name, target, monkeypatch):
         expected = train(own)
     assert max(abs(a - e) for a, e in zip(losses, expected, strict=True)) < 1e-6
     assert losses[-1] < losses[0] - 0.01
+    for layer, other in zip(ours.layers.values(), own.layers.values(), strict=True):
+        if getattr(layer, "moe", None) is not None:  # load balancing
+            assert layer.moe.expert_bias_E.any() and torch.equal(layer.moe.expert_bias_E, other.moe.expert_bias_E)
 
 
 def grouped_mm(a, b, offs):

@@ -93,9 +93,11 @@ def whole(model_type):
 def test_the_engine_gets_each_expert(engine, model_type):
     skip_old(model_type)
     model = whole(model_type)
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    if not experts:
+        pytest.skip(f"transformers {transformers.__version__} has no module of the experts of {model_type}")
     enable(model, implementation="reference")
     plain = model_type == "nemotron_h"
-    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     num_experts = experts[0].num_experts
     parameters, others = load(iter_weights(model, engine), model_type, num_experts, plain)
     prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
