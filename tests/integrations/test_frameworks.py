@@ -5,6 +5,7 @@ The lines of configuration are those of `docs/guides/frameworks.md`.
 
 import importlib
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -83,16 +84,19 @@ def test_llama_factory(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.experts"])
-def test_a_half_enabled_model_is_refused(part, monkeypatch):
+@pytest.mark.parametrize("name", ["llama_factory", "axolotl"])
+def test_a_half_enabled_model_is_refused(name, part, monkeypatch):
     """The kernel `cuda_fused_moe` of LLaMA-Factory replaces the forward of experts or of their block."""
-    module, model = install("llama_factory", monkeypatch), build("qwen3_moe")
+    module, model = install(name, monkeypatch), build("qwen3_moe")
+    door = module.enable_experts if name == "llama_factory" else partial(module.MoELayersPlugin().post_model_load, {})
     replaced = model.get_submodule(f"model.layers.1.{part}")
     replaced.forward = types.MethodType(lambda self, *arguments: arguments[0], replaced)
     with pytest.raises(ValueError, match=rf"got replaced forwards of model\.layers\.1\.{part};"):
-        module.enable_experts(model)
+        door(model)
     assert model.config._experts_implementation != NAME
     del replaced.forward
-    module.enable_experts(model)
+    door(model)
+    assert model.config._experts_implementation == NAME
 
 
 def test_ms_swift(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_kernels.runtime import replay
 from moe_layers import LoRA, MoEFeedForward
+from moe_layers.experts.grouped import ExpertRows
 
 from ..layers import moe_layer
 from ..markdown import blocks_of
@@ -165,6 +166,12 @@ def test_where_the_kernel_cannot_add_is_refused(device):
         pytest.raises(ValueError, match=r"w_up must be a parameter itself.*omit autocast"),
     ):
         step(layer, 1)
+    layer.experts.local_share = lambda name, weight: weight * 1
+    with pytest.raises(ValueError, match=r"w_up must be a parameter itself.*expert parallelism by DTensors"):
+        step(layer, 1)
+    layer.experts.local_share = None
+    with pytest.raises(NotImplementedError, match="must be off with the overlapped dispatcher"):
+        layer.experts(ExpertRows(torch.randn(3, 16, device=device), torch.ones(3, 2, device=device), None, plan=print))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"adds_to_main_grad works without torch\.compile"):
         step(layer, 1, torch.compile(layer, backend="eager", fullgraph=True))
     layer.add_lora(LoRA(2, 4, dropout=0.5))

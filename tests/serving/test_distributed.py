@@ -1,10 +1,11 @@
-"""`iter_weights` of transformers models that FSDP2 or transformers' own expert parallelism shards."""
+"""`iter_weights` of transformers models that FSDP2, `shard_experts` or transformers' own expert parallelism shards."""
 
 import tempfile
 
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_layers.serving import iter_weights
@@ -36,6 +37,17 @@ def fsdp2(device):
     assert_same(dict(iter_weights(fully_shard(model), "vllm")), expected)
 
 
+def shared_experts(device):
+    from moe_layers.integrations.transformers import enable, shard_experts
+
+    expected = dict(iter_weights(make_model(device), "vllm"))
+    model = make_model(device)
+    enable(model)
+    shard_experts(model, init_device_mesh(device.type, (2,)))
+    assert len(model.model.layers[0].mlp.experts.down_proj.to_local()) < QWEN3_MOE["num_experts"]
+    assert_same(dict(iter_weights(model, "vllm")), expected)
+
+
 def expert_parallel(device):
     from transformers.distributed import DistributedConfig
 
@@ -52,4 +64,4 @@ def expert_parallel(device):
         distributed.barrier()
 
 
-test_two_processes = make_test([fsdp2, expert_parallel], 2)
+test_two_processes = make_test([fsdp2, shared_experts, expert_parallel], 2)
