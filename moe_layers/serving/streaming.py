@@ -42,7 +42,8 @@ def iter_weights(
 
     Args:
         layout: "huggingface" (default): the names that `save_pretrained` writes. "vllm" or "sglang": the same, once it
-            is checked that the engine loads this architecture's experts so: per expert (most models) or packed.
+            is checked that the engine loads this architecture's experts so: per expert (most models) or packed. The
+            matrices of Qwen3-VL-MoE are transposed for engines, as published.
         keep_quantized: yield FP8 and MXFP4 as they are stored, numbers and scales, for an engine whose configuration
             names this quantisation. Default: False.
 
