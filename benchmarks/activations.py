@@ -19,10 +19,10 @@ from moe_kernels import RouterSpec
 from moe_kernels.specs import ACTIVATION_KINDS
 from moe_layers import MoEFeedForward
 
-from .baselines import FORWARD_GEMMS, dense_gemms
+from .common.baselines import FORWARD_GEMMS, dense_gemms
+from .common.shapes import SHAPES, TINY, Shape
+from .common.timing import time_interleaved
 from .layer import environment, make_tokens, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
-from .timing import time_interleaved
 
 VARIANTS = {
     **{name: {"activation": name} for name in ACTIVATION_KINDS},

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moe_layers import MoEFeedForward
 
+from .common.shapes import SHAPES, TINY, Shape
+from .common.timing import in_a_graph, time_interleaved
 from .layer import environment, make_layer, make_tokens, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
-from .timing import in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 16, 128, 1024, 16384)
 _IN_A_GRAPH = 1024  # up to this many tokens

@@ -25,7 +25,7 @@ import torch
 
 from moe_layers import MoEFeedForward
 
-from .shapes import SHAPES, TINY, Shape
+from .common.shapes import SHAPES, TINY, Shape
 
 
 def write_layer(shape: Shape, directory: Path) -> MoEFeedForward:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from .common.shapes import Shape, shapes_named
+from .common.timing import time_interleaved
 from .layer import PASSES, environment, make_layer, make_tokens, measure_memory, passes, print_rows
-from .shapes import Shape, shapes_named
-from .timing import time_interleaved
 
 _PACKAGES = ("moe_kernels", "moe_layers")
 

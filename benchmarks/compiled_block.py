@@ -19,9 +19,9 @@ from torch.nn import functional
 from moe_kernels.testing import assert_accurate
 from moe_layers import LayerRouting, MoEConfig, MoEFeedForward
 
+from .common.shapes import SHAPES, TINY, Shape
+from .common.timing import time_interleaved
 from .layer import PASSES, environment, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
-from .timing import time_interleaved
 
 SEQUENCE_LENGTH = 4096
 

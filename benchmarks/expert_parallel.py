@@ -42,14 +42,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_layers.parallel.collectives import Ranks
 
-from . import parallel_best
+from .common.shapes import TINY, Shape
 from .layer import environment, print_rows
-from .parallel_comparison import bench_layer
-from .parallel_compilation import compile_kernels
-from .parallel_layers import IMPLEMENTATIONS, dtype_for
-from .parallel_memory import peak_bytes
-from .parallel_timing import bench_bandwidth, largest
-from .shapes import TINY, Shape
+from .parallel import best
+from .parallel.comparison import bench_layer
+from .parallel.compilation import compile_kernels
+from .parallel.implementations import IMPLEMENTATIONS, dtype_for
+from .parallel.memory import peak_bytes
+from .parallel.rank_timing import bench_bandwidth, largest
 
 # Tokens per rank.
 SHAPES = {
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     started, options = time.monotonic(), parse(arguments)
     if options.best:
         rows = json.loads(options.best.read_text())
-        print_rows(parallel_best.best_forms(rows), parallel_best.COLUMNS)
+        print_rows(best.best_forms(rows), best.COLUMNS)
     elif options.plan:
         planned = configurations(options, options.ep or [1, 2, 4, 8])
         print_rows([each.about() for each in planned], ("shape", "ep", "routing", "planned_gb"))

@@ -41,11 +41,11 @@ from moe_kernels.tools.tune import check
 from moe_kernels.types import Permutation
 from moe_layers import MoEFeedForward
 
-from . import results_file
+from .common import results_file
+from .common.results_file import Row
+from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
+from .common.timing import copy_bytes_per_ms, time_interleaved
 from .layer import environment, make_layer, make_tokens, measure_memory, num_checked, passes, print_rows
-from .results_file import Row
-from .shapes import PUBLISHED, SHAPES, TINY, Shape
-from .timing import copy_bytes_per_ms, time_interleaved
 
 FP8_SHAPES = {
     **{name: SHAPES[name] for name in ("4096x1024-e128", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")},

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from . import results_file
+from .common import results_file
+from .common.results_file import Row
 from .layer import environment
-from .results_file import Row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by name
 example: Any = import_module("train_language_model")

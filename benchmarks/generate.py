@@ -19,11 +19,11 @@ from torch import Tensor
 
 from moe_layers.integrations.transformers import disable, enable
 
-from . import results_file
+from .common import results_file
+from .common.results_file import Row
+from .common.timing import Timing, time_interleaved
 from .huggingface import OURS, SHAPES, make_model
 from .layer import environment, print_rows
-from .results_file import Row
-from .timing import Timing, time_interleaved
 
 IMPLEMENTATIONS = (OURS, "grouped_mm", "batched_mm")
 

@@ -41,9 +41,9 @@ from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.selection import select
 from moe_kernels.testing import assert_accurate, make_logits
 
+from .common.shapes import SHAPES, TINY, Shape
+from .common.timing import Timing, in_a_graph, time_interleaved
 from .layer import environment, print_rows
-from .shapes import SHAPES, TINY, Shape
-from .timing import Timing, in_a_graph, time_interleaved
 
 GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
 COLUMNS = ("shape", "R", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense")

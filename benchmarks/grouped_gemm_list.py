@@ -29,8 +29,8 @@ from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, referenc
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.testing import assert_accurate
 
+from .common.timing import Timing, in_a_graph, time_interleaved
 from .layer import environment, print_rows
-from .timing import Timing, in_a_graph, time_interleaved
 
 # (number of problems, their M = N = K)
 PROBLEMS = ((4, 128), (4, 256), (4, 512), (4, 1024), (64, 128))

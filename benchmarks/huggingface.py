@@ -36,8 +36,8 @@ from moe_kernels.testing import assert_accurate
 from moe_layers import RoutingReplay, observe
 from moe_layers.integrations.transformers import enable
 
+from .common.timing import time_interleaved
 from .layer import MIB, environment, print_rows
-from .timing import time_interleaved
 
 
 @dataclass(frozen=True)

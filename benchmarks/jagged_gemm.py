@@ -25,8 +25,8 @@ from moe_kernels import JaggedGemmArguments, get_kernels, jagged_gemm, reference
 from moe_kernels.gemm.selection import find
 from moe_kernels.testing import assert_accurate
 
+from .common.timing import Timing, time_interleaved
 from .layer import environment, print_rows
-from .timing import Timing, time_interleaved
 
 # (R, K, N, G)
 PROBLEMS = ((131072, 2048, 2048, 16), (131072, 2048, 2048, 128), (32768, 4096, 1024, 64), (8192, 1024, 2048, 12))

@@ -33,10 +33,10 @@ from moe_kernels import fused_experts, reference
 from moe_kernels.testing import assert_accurate, make_logits
 from moe_layers import MoEFeedForward
 
-from . import results_file
-from .baselines import FORWARD_GEMMS, TorchGroupedMM, dense_gemms, grouped_mm_takes
-from .shapes import Shape, shapes_named
-from .timing import Timing, time_interleaved
+from .common import results_file
+from .common.baselines import FORWARD_GEMMS, TorchGroupedMM, dense_gemms, grouped_mm_takes
+from .common.shapes import Shape, shapes_named
+from .common.timing import Timing, time_interleaved
 
 MIB = 2**20
 CHECKED_BYTES = 80e9  # largest memory of a check

@@ -33,10 +33,10 @@ from moe_kernels import ExpertAdapters, fused_experts, reference, sort_by_expert
 from moe_kernels.testing import assert_accurate
 from moe_layers import MoEFeedForward
 
-from .baselines import dense_gemms
+from .common.baselines import dense_gemms
+from .common.shapes import SHAPES, TINY, Shape
+from .common.timing import in_a_graph, time_interleaved
 from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
-from .shapes import SHAPES, TINY, Shape
-from .timing import in_a_graph, time_interleaved
 
 LORA_SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b")
 FACTORS = ("up_a", "up_b", "down_a", "down_b")

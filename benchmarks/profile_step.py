@@ -31,9 +31,9 @@ from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.runtime import launch
 
 from .activations import VARIANTS, make_variant
+from .common.shapes import SHAPES, Shape
+from .common.timing import time_interleaved
 from .layer import environment, make_tokens, passes, print_rows
-from .shapes import SHAPES, Shape
-from .timing import time_interleaved
 
 STEADY_MS = 400.0  # a GPU that has just started to work runs at clocks that training never reaches
 SUM = "CUDAFunctor_add<c10::BFloat16>"  # in the name of PyTorch's kernel that adds two gradients of the tokens

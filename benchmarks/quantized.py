@@ -27,11 +27,11 @@ from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
 from moe_layers.experts.quantized import QuantizedExperts
 
-from . import results_file
+from .common import results_file
+from .common.results_file import Row
+from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
+from .common.timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
-from .results_file import Row
-from .shapes import PUBLISHED, SHAPES, TINY, Shape
-from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
 PLAIN = "plain"
 FORMS = (PLAIN, "fp8", "mxfp4", "nf4", "int8")

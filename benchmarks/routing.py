@@ -17,8 +17,8 @@ import torch
 
 from moe_kernels import RouterSpec, Routing, reference, sort_by_expert, topk_routing
 
+from .common.timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 from .layer import environment, print_rows
-from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
 # E, K and the router
 ROUTERS = {

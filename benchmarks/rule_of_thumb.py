@@ -40,11 +40,11 @@ from moe_kernels.tools.layer_gemms import LayerForms
 from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 
-from . import results_file
+from .common import results_file
+from .common.results_file import Row, Task
+from .common.shapes import Shape, shapes_named
+from .common.timing import in_a_graph, time_interleaved
 from .layer import environment, fits_memory, print_rows
-from .results_file import Row, Task
-from .shapes import Shape, shapes_named
-from .timing import in_a_graph, time_interleaved
 
 WITHIN = 1.15  # largest accepted ratio
 

@@ -27,12 +27,12 @@ from torch import nn
 
 from moe_layers import MoEFeedForward
 
-from . import results_file
-from .baselines import TorchGroupedMM
+from .common import results_file
+from .common.baselines import TorchGroupedMM
+from .common.results_file import attempt
+from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
+from .common.timing import copy_bytes_per_ms, host_us, in_a_graph, time_interleaved
 from .layer import PASSES, environment, make_layer, make_tokens, passes, print_rows
-from .results_file import attempt
-from .shapes import PUBLISHED, SHAPES, TINY, Shape
-from .timing import copy_bytes_per_ms, host_us, in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 8, 64, 256, 512, 1024, 4096)
 HOST_SHAPES = {

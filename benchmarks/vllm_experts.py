@@ -31,12 +31,12 @@ from torch import Tensor
 from moe_kernels import Permutation, apply_activation, fused_experts, reference, sort_by_expert
 from moe_layers import MoEFeedForward
 
-from . import results_file
+from .common import results_file
+from .common.results_file import Row
+from .common.shapes import SHAPES, TINY, Shape
+from .common.timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 from .layer import environment, make_layer, make_tokens, print_rows
-from .results_file import Row
-from .shapes import SHAPES, TINY, Shape
 from .small_batches import chosen_bytes
-from .timing import copy_bytes_per_ms, in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)
 LARGEST_ERROR = 0.02  # root mean square, relative to float32

@@ -38,12 +38,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
-from . import results_file
+from .common import results_file
+from .common.model_variants import MODELS, captured, compile_layers, draw_tokens, make_model, with_experts
+from .common.results_file import Row, Task, attempt
+from .common.timing import Timing, host_us, time_interleaved
 from .huggingface import OURS, check_step, peak_mib, with_adapters
 from .layer import environment, print_rows
-from .model_variants import MODELS, captured, compile_layers, draw_tokens, make_model, with_experts
-from .results_file import Row, Task, attempt
-from .timing import Timing, host_us, time_interleaved
 
 MODES = ("eager", "compiled", "graph")
 GENERATE = "generate"

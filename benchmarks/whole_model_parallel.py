@@ -18,7 +18,7 @@ experts on one rank. A way that fails has an `error` instead of times. Ways run 
 not hold two; `one_gpu` runs first and last, to show drift. The slowest rank of each call counts. `comm_ms` is the time
 of collectives on the first rank, hidden or not. `peak_gib` includes parameters and gradients.
 
-`--plan` predicts whole models on 8 and 64 GPUs, see `benchmarks.parallel_plan`.
+`--plan` predicts whole models on 8 and 64 GPUs, see `benchmarks.parallel.plan`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from torch.profiler import ProfilerActivity, profile
 from moe_layers import clip_grad_norm_
 from moe_layers.integrations.transformers import enable, shard_experts
 
-from . import parallel_plan, results_file
+from .common import results_file
+from .common.model_variants import MODELS, draw_tokens, make_model
+from .common.results_file import Row, Task, attempt
 from .expert_parallel import start_processes
 from .layer import environment, print_rows
-from .model_variants import MODELS, draw_tokens, make_model
-from .parallel_timing import time_together
-from .results_file import Row, Task, attempt
+from .parallel import plan
+from .parallel.rank_timing import time_together
 from .whole_model import size
 
 ONE = "one_gpu"
@@ -216,8 +217,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.plan:
         rows = [] if options.measured is None else json.loads(options.measured.read_text())
-        print(parallel_plan.basis(rows))
-        print_rows(parallel_plan.predictions(rows), parallel_plan.COLUMNS)
+        print(plan.basis(rows))
+        print_rows(plan.predictions(rows), plan.COLUMNS)
         return
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

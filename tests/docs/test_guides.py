@@ -66,7 +66,7 @@ def source_of(words):
     if words[2] == "moe_kernels":
         return [ROOT / "moe_kernels" / "tools" / name for name in ("explain.py", "tables.py")]
     own = Path(spec.origin).parent / "__main__.py" if is_package else Path(spec.origin)
-    return [own, ROOT / "benchmarks" / "results_file.py"] if words[2].startswith("benchmarks.") else [own]
+    return [own, ROOT / "benchmarks" / "common" / "results_file.py"] if words[2].startswith("benchmarks.") else [own]
 
 
 @pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.stem)

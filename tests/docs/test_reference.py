@@ -12,9 +12,9 @@ import pytest
 import moe_kernels
 import moe_layers
 from benchmarks import fp8_convergence
+from benchmarks.common.shapes import UNSEEN
 from benchmarks.layer import markdown_table
 from benchmarks.profile_step import explain
-from benchmarks.shapes import UNSEEN
 from moe_kernels import WarpSpecializedDesign, get_kernels
 from moe_kernels.gemm.selection import decide_copies
 from moe_kernels.tools.tune import copies_name

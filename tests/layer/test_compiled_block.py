@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.common.shapes import TINY
 from benchmarks.compiled_block import TransformerBlock, bench_block, compiled
-from benchmarks.shapes import TINY
 from moe_kernels import RouterSpec
 from moe_kernels.testing import assert_accurate
 from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEConfig, MoEFeedForward, TokenRounding

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .results_file import Row
+from ..common.results_file import Row
 
 RATE = 400e12  # assumed FLOP/s of a GPU, with everything that is not a matrix product
 BANDWIDTH = 300e9  # assumed bytes/s of an all-to-all in one host, per direction

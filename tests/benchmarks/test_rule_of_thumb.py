@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from benchmarks import rule_of_thumb, shapes
+from benchmarks import rule_of_thumb
+from benchmarks.common import shapes
 from benchmarks.rule_of_thumb import WITHIN, main, summary
 from moe_kernels import get_kernels
 from moe_kernels.gemm.selection import Copies, best_first

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 
-from benchmarks import fp8_convergence, results_file
+from benchmarks import fp8_convergence
+from benchmarks.common import results_file
 
+from ..docs import examples
+from ..docs.test_example_language_model import TINY
 from ..tiers import slow
-from . import examples
-from .test_example_language_model import TINY
 
 
 @pytest.fixture

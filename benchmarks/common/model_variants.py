@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_layers.integrations.transformers import enable
 
-from .huggingface import OURS
-from .layer import MIB
+from ..huggingface import OURS
+from ..layer import MIB
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration, and sizes
     "qwen3-30b-a3b": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from .parallel_layers import BASELINE, STYLES
+from .implementations import BASELINE, STYLES
 
 COLUMNS = ("shape", "ep", "pass", "best", "times_whole", "times_baseline")
 AS_FAST = 1.02  # times the fastest

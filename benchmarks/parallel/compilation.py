@@ -14,9 +14,9 @@ from moe_layers.parallel.collectives import Ranks
 from moe_layers.parallel.overlapped import OverlappedDispatcher
 from moe_layers.parallel.symmetric_memory import CollectiveTransport
 
-from .layer import make_tokens
-from .parallel_layers import BASELINE, local_layer, make_implementation, make_layer, results
-from .shapes import Shape
+from ..common.shapes import Shape
+from ..layer import make_tokens
+from .implementations import BASELINE, local_layer, make_implementation, make_layer, results
 
 
 class StandIn(Ranks):

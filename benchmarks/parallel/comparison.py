@@ -11,12 +11,12 @@ from torch.distributed import DeviceMesh
 from moe_layers import MoEFeedForward
 from moe_layers.parallel.collectives import Ranks, wait
 
-from .layer import PASSES, make_tokens
-from .parallel_best import best_form
-from .parallel_layers import BASELINE, dtype_for, held, local_layer, make_implementation, make_layer, passes, results
-from .parallel_timing import largest, time_together
-from .shapes import Shape
-from .timing import Timing
+from ..common.shapes import Shape
+from ..common.timing import Timing
+from ..layer import PASSES, make_tokens
+from .best import best_form
+from .implementations import BASELINE, dtype_for, held, local_layer, make_implementation, make_layer, passes, results
+from .rank_timing import largest, time_together
 
 
 def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> dict[str, str]:

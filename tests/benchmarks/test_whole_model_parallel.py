@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("transformers", minversion="5.23", reason="transformers 5.23 or later is not installed")
 pytest.importorskip("peft", reason="needs peft")
 
-from benchmarks import parallel_plan, whole_model_parallel
+from benchmarks import whole_model_parallel
+from benchmarks.parallel import plan
 
 from ..processes import run_torchrun
 from ..tiers import slow
@@ -38,18 +39,18 @@ def test_plan(capsys):
 def test_predictions_follow_the_measured_parts():
     rows = [{**ROW, "way": "one_gpu"}, {**ROW, "way": "shard_experts/alltoall"}]
     # 6 layers of 58 M active parameters and the head, 6 FLOPs each and those of attention.
-    assert parallel_plan.measured_rate(rows) == pytest.approx(2.48e14, rel=0.05)
+    assert plan.measured_rate(rows) == pytest.approx(2.48e14, rel=0.05)
     # 4 exchanges of 6 layers of half of 131,072 rows of 4 KiB.
-    assert parallel_plan.measured_bandwidth(rows) == pytest.approx(4 * 6 * 65536 * 4096 / 0.04)
-    assert "measured" in parallel_plan.basis(rows) and "assumed" not in parallel_plan.basis(rows)
-    faster = parallel_plan.predictions([{**ROW, "way": "one_gpu", "ms": 100.0}])
-    slower = parallel_plan.predictions([{**ROW, "way": "one_gpu", "ms": 300.0}])
+    assert plan.measured_bandwidth(rows) == pytest.approx(4 * 6 * 65536 * 4096 / 0.04)
+    assert "measured" in plan.basis(rows) and "assumed" not in plan.basis(rows)
+    faster = plan.predictions([{**ROW, "way": "one_gpu", "ms": 100.0}])
+    slower = plan.predictions([{**ROW, "way": "one_gpu", "ms": 300.0}])
     assert all(a["tokens_per_s_per_gpu"] > b["tokens_per_s_per_gpu"] for a, b in zip(faster, slower, strict=True))
 
 
 def test_published_sizes():
     """Billions of parameters, and of those that a token multiplies, as the models' cards state them."""
-    found = {row["model"]: (row["parameters_b"], row["active_b"]) for row in parallel_plan.predictions([])}
+    found = {row["model"]: (row["parameters_b"], row["active_b"]) for row in plan.predictions([])}
     for name, total, active in (
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("gpt-oss-20b", 20.9, 3.6),

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks import expert_parallel, parallel_best, parallel_comparison
+from benchmarks import expert_parallel
+from benchmarks.common.shapes import TINY
 from benchmarks.layer import make_tokens
-from benchmarks.parallel_compilation import compile_kernels, stand_in
-from benchmarks.parallel_layers import (
+from benchmarks.parallel import best, comparison
+from benchmarks.parallel.compilation import compile_kernels, stand_in
+from benchmarks.parallel.implementations import (
     BASELINE,
     IMPLEMENTATIONS,
     STYLES,
@@ -21,7 +23,6 @@ from benchmarks.parallel_layers import (
     make_layer,
     results,
 )
-from benchmarks.shapes import TINY
 
 from ..processes import gloo_group, make_test
 from ..tiers import slow
@@ -66,7 +67,7 @@ def what_differs_in_one_process_is_not_timed(device):
         made = make_implementation(name, *arguments)
         return Wrong(made, error) if name == "alltoall" and distributed.get_rank() == 1 else made
 
-    with mock.patch.object(parallel_comparison, "make_implementation", make):
+    with mock.patch.object(comparison, "make_implementation", make):
         rows = run(device, "--ep", "2", "--megabytes", "--implementations", "allgather", "alltoall")
     assert [row["implementation"] for row in rows] == ["allgather", "allgather", "alltoall"]
     assert rows[2]["skipped"].startswith(f"differs from allgather, result by result, by [{error}, {error},")
@@ -135,16 +136,16 @@ def test_a_stopped_run_leaves_whole_results(tmp_path):
 
 def test_the_best_form_is_the_simplest_of_the_fastest():
     times = {"allgather": 10.1, "alltoall": 12.0, "allgather/2 chunks": 10.0, BASELINE: 5.0}
-    assert parallel_best.best_form(times) == "allgather"
-    assert parallel_best.best_form(times | {"alltoall/2 chunks": 9.0}) == "alltoall/2 chunks"
-    assert parallel_best.best_form({BASELINE: 1.0}) is None
+    assert best.best_form(times) == "allgather"
+    assert best.best_form(times | {"alltoall/2 chunks": 9.0}) == "alltoall/2 chunks"
+    assert best.best_form({BASELINE: 1.0}) is None
     about = {"shape": "some", "ep": 2, "pass": "forward"}
     rows = [about | {"routing": r, "implementation": name, "ms": ms} for r in "ab" for name, ms in times.items()]
     rows += [{"shape": "other", "ep": 4, "routing": "even", "skipped": "no time"}, {"collective": "all_gather"}]
     rows += [about | {"routing": "a", "implementation": "alltoall/2 chunks", "ms": 16.0}]
     rows[2]["ms"] = 6.0  # two chunks with the first routing
-    (best,) = parallel_best.best_forms(rows)
-    assert best == about | {"best": "allgather/2 chunks", "times_whole": 20.2 / 16, "times_baseline": 10 / 16}
+    (found,) = best.best_forms(rows)
+    assert found == about | {"best": "allgather/2 chunks", "times_whole": 20.2 / 16, "times_baseline": 10 / 16}
 
 
 def test_plan_and_best_need_no_processes(tmp_path, capsys):

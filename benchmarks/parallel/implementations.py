@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from moe_layers import ExpertParallel, MoEFeedForward
 from moe_layers.parallel.collectives import Ranks
 
-from .grouped_mm_parallel import TorchAllToAll
-from .shapes import Shape
+from ..common.shapes import Shape
+from .grouped_mm import TorchAllToAll
 
 # Simplest first: among forms of about equal speed, the first is called the best.
 FORMS = {

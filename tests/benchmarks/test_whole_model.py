@@ -12,8 +12,9 @@ pytest.importorskip("peft", reason="needs peft")
 
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
-from benchmarks import model_variants, whole_model
-from benchmarks.model_variants import ATTENTION, MODELS, draw_tokens, make_model, with_experts
+from benchmarks import whole_model
+from benchmarks.common import model_variants
+from benchmarks.common.model_variants import ATTENTION, MODELS, draw_tokens, make_model, with_experts
 
 from ..tiers import default_tier
 

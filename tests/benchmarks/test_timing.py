@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 
-from benchmarks.timing import time_interleaved, turns
+from benchmarks.common.timing import time_interleaved, turns
 
 
 def test_every_round_has_an_order_of_its_own():

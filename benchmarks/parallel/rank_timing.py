@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 from moe_layers.parallel.collectives import Ranks, wait
 
-from .timing import Timing, _percentiles, _time_calls, turns
+from ..common.timing import Timing, _percentiles, _time_calls, turns
 
 
 def time_together(

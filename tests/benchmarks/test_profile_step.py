@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import profile_step
 from benchmarks.activations import make_variant
+from benchmarks.common.shapes import TINY
 from benchmarks.profile_step import Gemm, explain, label, record_bytes, record_gemms
-from benchmarks.shapes import TINY
 from moe_kernels.runtime.triton import HAS_TRITON
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

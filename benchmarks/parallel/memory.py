@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .shapes import Shape
+from ..common.shapes import Shape
 
 
 def peak_bytes(shape: Shape, num_ranks: int, routing: str, itemsize: int = 2) -> int:

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from benchmarks import layer as benchmark
-from benchmarks import results_file, small_batches
-from benchmarks.baselines import TorchGroupedMM, dense_gemms, grouped_mm_takes
+from benchmarks import small_batches
+from benchmarks.common import results_file
+from benchmarks.common.baselines import TorchGroupedMM, dense_gemms, grouped_mm_takes
+from benchmarks.common.results_file import ResultsFile
+from benchmarks.common.shapes import OFF_GRID, PUBLISHED, SHAPES, TINY, TOKENS, UNSEEN, Shape, shapes_named
 from benchmarks.layer import check_layer, compare, markdown_table, num_checked
-from benchmarks.results_file import ResultsFile
-from benchmarks.shapes import OFF_GRID, PUBLISHED, SHAPES, TINY, TOKENS, UNSEEN, Shape, shapes_named
 from moe_layers import MoEConfig, MoEFeedForward
 
 from ..processes import run_python
