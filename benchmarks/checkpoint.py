@@ -10,22 +10,23 @@ dd's.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import platform
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from moe_layers import MoEFeedForward
 
-from .common.shapes import SHAPES, TINY, Shape
+from .common.command import Command
+from .common.results_file import Row, Task
+from .common.shapes import Shape, shapes_named
 
 
 def write_layer(shape: Shape, directory: Path) -> MoEFeedForward:
@@ -60,7 +61,7 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(shape: Shape, device: str, rounds: int) -> dict:
+def measure(shape: Shape, device: str, rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "layer"
         written = write_layer(shape, directory)
@@ -73,36 +74,27 @@ def measure(shape: Shape, device: str, rounds: int) -> dict:
     gb = num_bytes / 1e9
     result = {"shape": shape.name, "device": device, "gb": gb, "dd_s": dd, "load_s": ours}
     result |= {"dd_gb_per_s": gb / statistics.median(dd), "load_gb_per_s": gb / statistics.median(ours)}
-    return {**result, "share": result["load_gb_per_s"] / result["dd_gb_per_s"]}
+    return [{**result, "share": result["load_gb_per_s"] / result["dd_gb_per_s"]}]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=[*SHAPES, TINY.name])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args(arguments)
-    shape = {**SHAPES, TINY.name: TINY}[options.shape]
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    record = {
-        "benchmark": "checkpoint",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": options.commit,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "results": [measure(shape, device, options.rounds) for device in devices],
-    }
-    for result in record["results"]:
-        print(
-            f"{result['shape']} to {result['device']}: {result['load_gb_per_s']:.2f} GB/s, "
-            f"dd {result['dd_gb_per_s']:.2f} GB/s, share {result['share']:.2f}"
-        )
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help="name of a layer")
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", rounds=7)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    (shape,) = shapes_named([options.shape])
+    for device in dict.fromkeys(["cpu", options.device]):
+        yield {"shape": shape.name, "device": device}, partial(measure, shape, device, options.rounds)
+
+
+def machine(options: argparse.Namespace) -> Row:
+    cores = len(os.sched_getaffinity(0))
+    return {"benchmark": "checkpoint", "cpu_cores": cores, "machine": platform.machine()}
+
+
+COLUMNS = ("shape", "device", "load_gb_per_s", "dd_gb_per_s", "share")
+main = Command(__doc__, add_options, tasks, COLUMNS, constants=machine)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Compare this tree's layer with another checkout's, taking turns in one run.
 
     git worktree add ../before COMMIT
-    python -m benchmarks.compare_commits --before ../before --commits $(git rev-parse --short HEAD) COMMIT --output FILE
+    python -m benchmarks.compare_commits --before ../before --commit $(git rev-parse --short HEAD) \\
+        --before-commit COMMIT --output FILE
 
 The clocks of two separate runs differ by several per cent, so losses of 1 or 2 % show only in one run. `--shapes` takes
 names of shapes and of groups, as `benchmarks.layer` does. Peaks of memory are those of forward and backward.
@@ -11,18 +12,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from .common.shapes import Shape, shapes_named
-from .common.timing import time_interleaved
-from .layer import PASSES, environment, make_layer, make_tokens, measure_memory, passes, print_rows
+from .common import shapes
+from .common.command import Command
+from .common.layers import PASSES, make_layer, make_tokens, measure_memory, passes
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import timed
 
 _PACKAGES = ("moe_kernels", "moe_layers")
 
@@ -37,11 +42,9 @@ def load_before(tree: Path, directory: Path) -> type[torch.nn.Module]:
     return importlib.import_module("before_moe_layers").MoEFeedForward
 
 
-def bench_versions(
-    before: type[torch.nn.Module], shape: Shape, routing: str, device: str, rounds: int, round_ms: float
-) -> list[dict]:
+def bench_versions(before: type[torch.nn.Module], shape: Shape, routing: str, options: argparse.Namespace) -> list[Row]:
     """Return a row per pass: ms now and before, and their ratio."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = options.device, options.dtype
     now = make_layer(shape, device, dtype)
     tokens = make_tokens(now, shape, routing, dtype)
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
@@ -52,7 +55,7 @@ def bench_versions(
     modules = {"now": now, "before": earlier}
     runs = {name: passes(module, tokens) for name, module in modules.items()}
     functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     peaks = {
         f"{name}_peak_mib": measure_memory(module, tokens)[1] for name, module in modules.items() if tokens.is_cuda
     }
@@ -65,35 +68,27 @@ def bench_versions(
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "tuned")
     parser.add_argument("--before", type=Path, required=True, metavar="TREE", help="the other checkout")
-    parser.add_argument("--commits", nargs=2, default=("unknown", "unknown"), metavar=("NOW", "BEFORE"))
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", default=["tuned"], help="shapes or groups of them")
+    parser.add_argument("--before-commit", default="unknown", help="its commit, kept in the results")
     parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     with tempfile.TemporaryDirectory(prefix="before_") as directory:
-        compare(load_before(options.before, Path(directory)), options)
+        before = load_before(options.before, Path(directory))
+        for shape in shapes.shapes_named(options.shapes):
+            for routing in options.routing:
+                measure = partial(bench_versions, before, shape, routing, options)
+                yield {"shape": shape.name, "routing": routing}, measure
 
 
-def compare(before: type[torch.nn.Module], options: argparse.Namespace) -> None:
-    """Measure all requested shapes, print the results and write them."""
-    rows = []
-    for shape in shapes_named(options.shapes):
-        for routing in options.routing:
-            measured = bench_versions(before, shape, routing, options.device, options.rounds, options.round_ms)
-            commits = {**environment(options.device, options.commits[0]), "before_commit": options.commits[1]}
-            rows += [{**row, **commits} for row in measured]
-            print_rows(measured, list(measured[0]))
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-            if options.output:  # after every shape, so that a stopped run keeps its results
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+def other_commit(options: argparse.Namespace) -> Row:
+    return {"before_commit": options.before_commit}
+
+
+main = Command(__doc__, add_options, tasks, constants=other_commit)
 
 
 if __name__ == "__main__":

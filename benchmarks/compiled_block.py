@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,12 @@ from torch.nn import functional
 from moe_kernels.testing import assert_accurate
 from moe_layers import LayerRouting, MoEConfig, MoEFeedForward
 
-from .common.shapes import SHAPES, TINY, Shape
-from .common.timing import time_interleaved
-from .layer import PASSES, environment, passes, print_rows
+from .common import shapes
+from .common.command import Command
+from .common.layers import PASSES, passes
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import timed
 
 SEQUENCE_LENGTH = 4096
 
@@ -93,10 +96,9 @@ def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
     assert_accurate(actual[same], baseline[same], exact[same], "out")
 
 
-def bench_block(
-    shape: Shape, device: str, dtype: torch.dtype, rounds: int, round_ms: float, implementation: str | None = None
-) -> list[dict]:
+def bench_block(shape: Shape, options: argparse.Namespace, implementation: str | None = None) -> list[Row]:
     """Return result rows for one shape."""
+    device, dtype = options.device, options.dtype
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = MoEConfig(shape.d_model, shape.d_ff, shape.num_experts, shape.top_k)
@@ -106,15 +108,11 @@ def bench_block(
     check_block(block, x, device)
     runs = {"eager": passes(block, x), "compiled": passes(_Compiled(block, device), x)}
     functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in PASSES}
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     return [
         {
             "shape": shape.name,
-            "T": shape.num_tokens,
-            "D": shape.d_model,
-            "F": shape.d_ff,
-            "E": shape.num_experts,
-            "K": shape.top_k,
+            **shape.sizes,
             "sequence_length": length,
             "pass": which,
             "implementation": name,
@@ -138,25 +136,16 @@ class _Compiled(nn.Module):
 COLUMNS = ("shape", "pass", "implementation", "ms", "ms_p20", "ms_p80", "times_as_fast_as_eager")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=list(SHAPES))
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows = []
-    for name in options.shapes:
-        shape = TINY if name == TINY.name else SHAPES[name]
-        measured = bench_block(shape, options.device, dtype, options.rounds, options.round_ms)
-        rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-        print_rows(measured, COLUMNS)
-        if options.output:  # after every shape, so that a stopped run keeps its results
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "tuned")
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    for shape in shapes.shapes_named(options.shapes):
+        yield {"shape": shape.name}, partial(bench_block, shape, options)
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS)
 
 
 if __name__ == "__main__":

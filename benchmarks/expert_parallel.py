@@ -21,17 +21,15 @@ all implementations are compared before timing. An implementation that differs i
 its end.
 
 All implementations of a configuration share its parameters, and none keeps gradients. A configuration that needs too
-much memory, by `--plan`, or for which no time is left, has one row with the reason in `skipped`. `best` names the
-simplest form within 2 % of the fastest; `--best` prints it for each shape and EP, over the routings.
+much memory, by `--plan`, has one row with the reason in `skipped`. `best` names the simplest form within 2 % of the
+fastest; `--best` prints it for each shape and EP, over the routings.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,13 +40,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_layers.parallel.collectives import Ranks
 
+from .common import plots
+from .common.command import Command, print_rows
+from .common.results_file import Row, Task
 from .common.shapes import TINY, Shape
-from .layer import environment, print_rows
 from .parallel import best
 from .parallel.comparison import bench_layer
 from .parallel.compilation import compile_kernels
-from .parallel.implementations import IMPLEMENTATIONS, dtype_for
+from .parallel.implementations import IMPLEMENTATIONS
 from .parallel.memory import peak_bytes
+from .parallel.processes import process_group
 from .parallel.rank_timing import bench_bandwidth, largest
 
 # Tokens per rank.
@@ -68,6 +69,7 @@ MODELS = ("qwen3-235b", "deepseek-v3", "mixtral-8x7b")
 DEFAULT_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if "32 SMs" not in name and "4 chunks" not in name]
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
 COLUMNS += ("share_of_model", "busiest", "share_of_busiest", "times_baseline", "best", "peak_gb", "planned_gb")
+COLUMNS += ("collective", "mb", "gb_per_s", "skipped")
 
 
 class Configuration(NamedTuple):
@@ -93,95 +95,36 @@ def configurations(options: argparse.Namespace, sizes: list[int]) -> list[Config
     ]
 
 
-def start_processes() -> torch.device:
-    # Some machines report NVLink multicast although it does not work.
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=MODELS)
-    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
-    parser.add_argument("--ep", nargs="+", type=int, help="processes that share experts; default: 1, 2, 4, ... all")
-    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=DEFAULT_IMPLEMENTATIONS)
-    parser.add_argument("--megabytes", nargs="*", type=int, default=[16, 64, 256, 1024], help="sizes of collectives")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing that may end later")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write, whole after every configuration")
-    parser.add_argument("--best", type=Path, help="only read such a file and print the best form per shape and EP")
-    parser.add_argument("--plan", action="store_true", help="only print the memory that each configuration takes")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    started, options = time.monotonic(), parse(arguments)
-    if options.best:
-        rows = json.loads(options.best.read_text())
-        print_rows(best.best_forms(rows), best.COLUMNS)
-    elif options.plan:
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    if options.plan:
         planned = configurations(options, options.ep or [1, 2, 4, 8])
         print_rows([each.about() for each in planned], ("shape", "ep", "routing", "planned_gb"))
-    else:
-        device = start_processes()
-        rows: list[dict] = []
-        run(options, device, rows, started)
-        distributed.destroy_process_group()
-        if wrong := [row for row in rows if "implementation" in row and "skipped" in row]:
-            raise SystemExit(f"not timed, since results differ: {wrong}")
+        return
+    with process_group(options.device) as device:
+        yield from measurements(options, device)
 
 
-def run(options: argparse.Namespace, device: torch.device, rows: list[dict], started: float) -> None:
-    """Add the measurements to `rows`. `started` is the start of the time budget."""
-    num_processes, is_first = distributed.get_world_size(), distributed.get_rank() == 0
-    about = environment(device.type, options.commit) | {"processes": num_processes}
-
-    def report(measured: list[dict], columns: tuple[str, ...]) -> None:
-        rows.extend({**row, **about} for row in measured)
-        if is_first:
-            skipped = [row for row in measured if "skipped" in row]
-            if timed := [row for row in measured if "skipped" not in row]:
-                print_rows(timed, columns)
-            for row in skipped:
-                print(row)
-            sys.stdout.flush()
-            if options.output:  # after every step, so that a stopped run keeps its results
-                write_whole(options.output, json.dumps(rows, indent=1) + "\n")
-
+def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[Task]:
+    """Yield what the ranks of a process group measure."""
+    num_ranks = distributed.get_world_size()
+    about = {"processes": num_ranks}
     everyone = Ranks.of(distributed.group.WORLD)
-    for megabytes in options.megabytes if num_processes > 1 else ():
-        measured = bench_bandwidth(everyone, megabytes, device, options.rounds, options.round_ms)
-        report(measured, ("collective", "processes", "mb", "ms", "gb_per_s"))
-    sizes = options.ep or [2**power for power in range(num_processes.bit_length()) if num_processes % 2**power == 0]
+    for megabytes in options.megabytes if num_ranks > 1 else ():
+        sizes = everyone, megabytes, device, options.rounds, options.round_ms
+        yield {"mb": megabytes, **about}, partial(bench_bandwidth, *sizes)
+    sizes = options.ep or [2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0]
     meshes = {ep: expert_mesh(device, ep) for ep in sizes}
     memory = memory_bytes(device)
     planned = configurations(options, sizes)
     fitting = list(dict.fromkeys((each.shape, meshes[each.ep]) for each in planned if 1e9 * each.planned_gb <= memory))
     if device.type == "cuda":
-        compile_kernels(fitting, options.routing, options.implementations, dtype_for(device))
-        if is_first:
-            print(f"kernels are compiled after {time.monotonic() - started:.0f} s", flush=True)
-    longest = 0.0
+        compile_kernels(fitting, options.routing, options.implementations, options.dtype)
     for each in planned:
-        begun = seconds_since(started, device)
-        skipped = None
         if 1e9 * each.planned_gb > memory:
             skipped = f"takes {each.planned_gb:.1f} GB of memory, and there are {memory / 1e9:.1f}"
-        elif begun + longest > options.seconds:
-            skipped = f"may end after the {options.seconds:.0f} seconds that there are"
-        if skipped:
-            report([each.about() | {"skipped": skipped}], COLUMNS)
-            continue
-        measured = measure(each, meshes[each.ep], options, device)
-        longest = max(longest, seconds_since(started, device) - begun)
-        report([each.about() | row for row in measured], COLUMNS)
+            yield {**each.about(), **about, "skipped": skipped}, lambda: [{}]
+        else:
+            yield {**each.about(), **about}, partial(measure, each, meshes[each.ep], options, device)
 
 
 def measure(
@@ -208,17 +151,27 @@ def expert_mesh(device: torch.device, ep: int) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=("efsdp", "ep"))["ep"]
 
 
-def seconds_since(started: float, device: torch.device) -> float:
-    """Return the same elapsed time on every rank."""
-    return largest([time.monotonic() - started], device).item()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=MODELS)
+    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
+    parser.add_argument("--ep", nargs="+", type=int, help="processes that share experts; default: 1, 2, 4, ... all")
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=DEFAULT_IMPLEMENTATIONS)
+    parser.add_argument("--megabytes", nargs="*", type=int, default=[16, 64, 256, 1024], help="sizes of collectives")
+    parser.add_argument("--plan", action="store_true", help="only print the memory that each configuration takes")
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file in one step, so that readers always find a complete file, even if this is interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.part")
-    written.write_text(text)
-    written.replace(path)
+def print_best(paths: list[Path]) -> None:
+    for path in paths:
+        print_rows(best.best_forms(plots.read(path)), best.COLUMNS)
+
+
+def fail_if_wrong(options: argparse.Namespace, rows: list[Row]) -> None:
+    if wrong := [row for row in rows if "implementation" in row and "skipped" in row]:
+        raise SystemExit(f"not timed, since results differ: {wrong}")
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS, {"--best": print_best}, finish=fail_if_wrong)
 
 
 if __name__ == "__main__":

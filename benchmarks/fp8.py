@@ -17,7 +17,7 @@ without FP8 within 9 %.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -41,28 +41,25 @@ from moe_kernels.tools.tune import check
 from moe_kernels.types import Permutation
 from moe_layers import MoEFeedForward
 
-from .common import results_file
-from .common.results_file import Row
-from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
-from .common.timing import copy_bytes_per_ms, time_interleaved
-from .layer import environment, make_layer, make_tokens, measure_memory, num_checked, passes, print_rows
+from .common import shapes
+from .common.command import Command
+from .common.layers import make_layer, make_tokens, measure_memory, num_checked, passes
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import copy_bytes_per_ms, timed
 
-FP8_SHAPES = {
-    **{name: SHAPES[name] for name in ("4096x1024-e128", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")},
-    "deepseek-v3-ep8": PUBLISHED["deepseek-v3-ep8"],
-    **{name: SHAPES[name] for name in ("olmoe", "qwen3-next", "fine-grained")},
-    TINY.name: TINY,
-}
+FP8_SHAPES = ("4096x1024-e128", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3-ep8", "olmoe")
+FP8_SHAPES += ("qwen3-next", "fine-grained")
 OF_RECIPE, OF_PLAIN = 0.03, 0.09  # largest relative errors of a layer
 
 
 class Operands:
     """Rows, weights and routing of a layer with an equal share of the rows for each expert."""
 
-    def __init__(self, shape: Shape, device: str, dtype: torch.dtype):
+    def __init__(self, shape: Shape, options: argparse.Namespace):
         self.shape = shape
-        layer = make_layer(shape, device, dtype)
-        self.tokens = make_tokens(layer, shape, "even", dtype)
+        layer = make_layer(shape, options.device, options.dtype)
+        self.tokens = make_tokens(layer, shape, "even", options.dtype)
         with torch.no_grad():
             routed = layer.router(self.tokens)
         self.permutation = reference.sort_by_expert(routed.topk_experts, shape.num_experts)
@@ -110,7 +107,8 @@ def dense_fp8(a: Any, size_k: int, size_n: int) -> Callable[[], Tensor] | None:
     return run
 
 
-def bench_gemm(operands: Operands, op: str, options: argparse.Namespace) -> list[Row]:
+def bench_gemm(op: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
+    operands = Operands(shape, options)
     a, weight, gathers = product(operands, op)
     permutation, (_, size_n, size_k) = operands.permutation, weight.shape
     rows = a[permutation.row_to_token.long()] if gathers else a
@@ -128,7 +126,7 @@ def bench_gemm(operands: Operands, op: str, options: argparse.Namespace) -> list
     runs["dense bf16"] = partial(torch.mm, rows, weight[0].T, out=torch.empty_like(copied.out))
     if (dense := dense_fp8(copied, size_k, size_n)) is not None:
         runs["dense fp8"] = dense
-    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(runs, options)
     flops = 2.0 * len(rows) * size_k * size_n
     return [
         {
@@ -177,12 +175,12 @@ def check_layer(operands: Operands, precision: str) -> dict[str, float]:
     return errors
 
 
-def bench_layer(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
-    operands = Operands(shape, options.device, dtype)
+def bench_layer(shape: Shape, options: argparse.Namespace) -> list[Row]:
+    operands = Operands(shape, options)
     errors = {precision: check_layer(operands, precision) for precision in ("fp8", "fp8_saved")}
     del operands
-    layer = make_layer(shape, options.device, dtype)
-    tokens = make_tokens(layer, shape, "even", dtype)
+    layer = make_layer(shape, options.device, options.dtype)
+    tokens = make_tokens(layer, shape, "even", options.dtype)
     forms = {"bf16": None, "fp8": "fp8", "fp8 new weights": "fp8", "fp8_saved": "fp8_saved"}
     runs, memory = {}, {}
     for which, run in passes(layer, tokens).items():
@@ -191,9 +189,9 @@ def bench_layer(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -
     for form, precision in forms.items():
         runs[form, "forward+backward"]()
         layer.experts.precision = precision
-        memory[form] = measure_memory(layer, tokens) if options.device == "cuda" else (None, None)
+        memory[form] = measure_memory(layer, tokens)
     named = {f"{form}/{which}": function for (form, which), function in runs.items()}
-    timings = time_interleaved(named, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(named, options)
     return [
         {
             "implementation": form,
@@ -216,16 +214,16 @@ def run_in(layer: MoEFeedForward, precision: str | None, new_weights: bool, run:
     run()
 
 
-def bench_passes(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+def bench_passes(shape: Shape, options: argparse.Namespace) -> list[Row]:
     """Bytes are those that must move: each operand read once, each result written once."""
-    operands = Operands(shape, options.device, dtype)
+    operands = Operands(shape, options)
     activation, tokens, w_up = as_activation("bench", shape.activation), operands.tokens, operands.w_up
     hidden, dweighted = operands.rows(shape.up_columns), operands.rows(shape.d_ff)
     slots, weights = operands.permutation.slot_to_row, operands.topk_weights.contiguous()
     checksums = empty_checksums(w_up)
     kept = launch_quantize_weight(w_up, checksums=checksums), checksums
     scaled = empty_scaled_rows(hidden, *hidden.shape) if can_scale_gradient(activation, shape.d_ff) else None
-    item, num_hidden, num_activated = dtype.itemsize, hidden.numel(), dweighted.numel()
+    item, num_hidden, num_activated = options.dtype.itemsize, hidden.numel(), dweighted.numel()
     backward = partial(launch_weighted_activation_backward, hidden, dweighted, weights, slots, activation)
     runs: dict[str, tuple[Callable[[], object], float]] = {
         "tokens": (partial(launch_quantize_rows, tokens), tokens.numel() * (item + 1)),
@@ -244,7 +242,7 @@ def bench_passes(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) 
         ),
     }
     functions = {name: function for name, (function, _) in runs.items()}
-    timings = time_interleaved(functions, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(functions, options)
     speed = copy_bytes_per_ms(options.device)
     return [
         {
@@ -257,49 +255,24 @@ def bench_passes(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) 
     ]
 
 
-def tasks(options: argparse.Namespace, dtype: torch.dtype) -> list[results_file.Task]:
-    found: list[results_file.Task] = []
-    for name in options.shapes:
-        shape = FP8_SHAPES[name]
-        sizes = {"T": shape.num_tokens, "D": shape.d_model, "F": shape.d_ff, "E": shape.num_experts, "K": shape.top_k}
-        shared = {"shape": name, **sizes}
-        benches: dict[str, list[tuple[Row, Callable[..., list[Row]]]]] = {
-            "layer": [({}, bench_layer)],
-            "gemm": [({"op": op}, partial(bench_one_gemm, op)) for op in PRODUCTS],
-            "pass": [({}, bench_passes)],
-        }
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, *FP8_SHAPES)
+    parser.add_argument("--cases", nargs="+", choices=["layer", "gemm", "pass"], default=["layer", "gemm", "pass"])
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    benches: dict[str, list[tuple[Row, Callable[..., list[Row]]]]] = {
+        "layer": [({}, bench_layer)],
+        "gemm": [({"op": op}, partial(bench_gemm, op)) for op in PRODUCTS],
+        "pass": [({}, bench_passes)],
+    }
+    for shape in shapes.shapes_named(options.shapes):
         for case in options.cases:
             for more, bench in benches[case]:
-                row = {**shared, "case": case, **more}
-                found.append((row, partial(measured, row, bench, shape, options, dtype)))
-    return found
+                yield {"shape": shape.name, **shape.sizes, "case": case, **more}, partial(bench, shape, options)
 
 
-def bench_one_gemm(op: str, shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
-    return bench_gemm(Operands(shape, options.device, dtype), op, options)
-
-
-def measured(
-    shared: Row, bench: Callable[..., list[Row]], shape: Shape, options: argparse.Namespace, dtype: torch.dtype
-) -> list[Row]:
-    torch.cuda.empty_cache()  # does nothing without a GPU
-    return [{**shared, **row} for row in bench(shape, options, dtype)]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name in FP8_SHAPES if name != TINY.name]
-    parser.add_argument("--shapes", nargs="+", choices=list(FP8_SHAPES), default=names)
-    parser.add_argument("--cases", nargs="+", choices=["layer", "gemm", "pass"], default=["layer", "gemm", "pass"])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    file = results_file.ResultsFile.of(options, environment(options.device, options.commit))
-    for rows in file.measure(tasks(options, dtype)):
-        print_rows(rows, list(rows[0]))
+main = Command(__doc__, add_options, tasks)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from .common import results_file
-from .common.results_file import Row
-from .layer import environment
+from .common import plots
+from .common.command import Command
+from .common.results_file import Row, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by name
 example: Any = import_module("train_language_model")
@@ -75,7 +75,7 @@ class Runs:
             "num_parameters": sum(p.numel() for p in run.model.parameters()),
             "num_parameters_of_experts": sum(p.numel() for n, p in run.model.named_parameters() if ".experts." in n),
         }
-        return [{**shared, **row}]
+        return [row]
 
     def save(self) -> None:
         """Write the checkpoint of the run in memory, if it is not finished."""
@@ -112,16 +112,22 @@ def part_steps(settings: Any) -> int:
     return -(-settings.steps // NUM_PARTS)
 
 
-def tasks(options: argparse.Namespace, settings: Any, runs: Runs) -> list[results_file.Task]:
-    """Return the parts of all runs. Runs with one seed follow one another, so that each seed is comparable early."""
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Yield the parts of all runs. Runs with one seed follow one another, so that each seed is comparable early."""
+    preset = PRESETS[options.preset]
+    settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
+    if settings.steps < 1 or settings.steps % NUM_PARTS:
+        raise SystemExit(f"--steps must be a positive multiple of {NUM_PARTS}, got {settings.steps}")
+    runs = Runs(settings, options.device, options.checkpoints)
     steps = range(part_steps(settings), settings.steps + 1, part_steps(settings))
-    rows = [
-        {"case": "convergence", "precision": precision, "seed": seed, "step": step}
-        for seed in options.seeds
-        for precision in options.precisions
-        for step in steps
-    ]
-    return [(row, partial(runs.advance, row)) for row in rows]
+    try:
+        for seed in options.seeds:
+            for precision in options.precisions:
+                for step in steps:
+                    row = {"case": "convergence", "precision": precision, "seed": seed, "step": step}
+                    yield row, partial(runs.advance, row)
+    finally:
+        runs.save()
 
 
 def print_summary(rows: list[Row]) -> None:
@@ -137,13 +143,11 @@ def print_summary(rows: list[Row]) -> None:
         print(line)
 
 
-def plot(paths: list[Path]) -> Path:
+def plot(paths: list[Path]) -> None:
     """Plot the losses by step, and their differences from bfloat16's with the same seed, next to the first file."""
-    from matplotlib.figure import Figure
-
-    rows = [row for path in paths for row in json.loads(path.read_text()) if row["case"] == "convergence"]
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    losses, differences = axes = figure.subplots(2, 1, sharex=True)
+    rows = [row for path in paths for row in plots.read(path) if row["case"] == "convergence"]
+    figure, axes = plots.panels(2, 1, 9, 7, sharex=True)
+    losses, differences = axes
     curves = curves_of(rows)
     labelled: set[str] = set()
     for (precision, seed), curve in curves.items():
@@ -160,10 +164,7 @@ def plot(paths: list[Path]) -> Path:
         axis.grid(alpha=0.3)
     losses.legend()
     first = rows[0]
-    figure.suptitle(f"{first['gpu']}, PyTorch {first['torch']}, Triton {first['triton']}", fontsize=10)
-    picture = paths[0].with_suffix(".png")
-    figure.savefig(picture, dpi=90)
-    return picture
+    plots.save(figure, paths[0], f"{first['gpu']}, PyTorch {first['torch']}, Triton {first['triton']}")
 
 
 def curves_of(rows: list[Row]) -> dict[tuple[str, int], dict[int, float]]:
@@ -174,35 +175,26 @@ def curves_of(rows: list[Row]) -> dict[tuple[str, int], dict[int, float]]:
     return curves
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default_preset = "gpu" if torch.cuda.is_available() else "cpu"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
+    parser.set_defaults(device="cuda" if on_gpu else "cpu")
+    default_preset = "gpu" if on_gpu else "cpu"
     parser.add_argument("--preset", choices=PRESETS, default=default_preset, help="default here: %(default)s")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16", "fp8", "float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the preset's, a multiple of 8")
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/fp8_convergence"), help="default: %(default)s")
-    parser.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="draw results files together and stop")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    if options.plot is not None:
-        print(plot(options.plot))
-        return
-    preset = PRESETS[options.preset]
-    settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
-    if settings.steps < 1 or settings.steps % NUM_PARTS:
-        parser.error(f"--steps must be a positive multiple of {NUM_PARTS}, got {settings.steps}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    runs = Runs(settings, device, options.checkpoints)
-    file = results_file.ResultsFile.of(options, environment(device, options.commit))
-    for rows in file.measure(tasks(options, settings, runs)):
-        for row in rows:
-            print({name: row[name] for name in ("precision", "seed", "step", "held_out_loss", "seconds")}, flush=True)
-    runs.save()
-    if file.rows:
-        print_summary(file.rows)
-    if options.output is not None and file.rows:
-        print(plot([options.output]))
+
+
+def finish(options: argparse.Namespace, rows: list[Row]) -> None:
+    if rows:
+        print_summary(rows)
+    if options.output is not None and rows:
+        plot([options.output])
+
+
+COLUMNS = ("precision", "seed", "step", "held_out_loss", "seconds")
+main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": plot}, finish=finish)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ implementation of transformers that needs more memory than the GPU has is report
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from moe_layers.integrations.transformers import disable, enable
 
-from .common import results_file
-from .common.results_file import Row
-from .common.timing import Timing, time_interleaved
-from .huggingface import OURS, SHAPES, make_model
-from .layer import environment, print_rows
+from .common.command import Command
+from .common.qwen3_moe import OURS, SHAPES, make_model
+from .common.results_file import Row, Task
+from .common.timing import Timing, timed
 
 IMPLEMENTATIONS = (OURS, "grouped_mm", "batched_mm")
 
@@ -54,8 +53,8 @@ def check(model: torch.nn.Module, prompts: Tensor, names: list[str]) -> None:
         assert errors[OURS] <= limit, f"relative error of the logits {errors[OURS]}, at most {limit} allowed"
 
 
-def bench(model: torch.nn.Module, shared: Row, options: argparse.Namespace) -> list[Row]:
-    batch, used = shared["batch"], ""
+def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> list[Row]:
+    used = ""
     generator = torch.Generator().manual_seed(batch)
     shape = batch, options.prompt
     prompts = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(options.device)
@@ -70,9 +69,9 @@ def bench(model: torch.nn.Module, shared: Row, options: argparse.Namespace) -> l
         model.generate(prompts, attention_mask=torch.ones_like(prompts), **new)
 
     runs = {name: partial(run, name) for name in options.implementations if fits_memory(name, partial(run, name))}
-    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(runs, options)
     unknown = dict.fromkeys((*Timing._fields, "tokens_per_s"))
-    rows = {name: {**shared, "implementation": name, **unknown} for name in options.implementations}
+    rows = {name: {"implementation": name, **unknown} for name in options.implementations}
     for name, timing in timings.items():
         rows[name] |= {**timing._asdict(), "tokens_per_s": 1e3 * batch * options.new / timing.ms}
     return list(rows.values())
@@ -90,27 +89,23 @@ def fits_memory(name: str, run: Callable[[], None]) -> bool:
     return True
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=32, help="new tokens per prompt")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    model = make_model(SHAPES[options.shape], options.device, dtype).eval()
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    model = make_model(SHAPES[options.shape], options.device, options.dtype).eval()
     model.config.use_cache = model.generation_config.use_cache = True
-    tasks = []
     for batch in options.batch:
         shared = {"shape": options.shape, "batch": batch, "prompt": options.prompt, "new": options.new}
-        tasks.append((shared, partial(bench, model, shared, options)))
-    for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
-        print_rows(rows, list(rows[0]))
+        yield shared, partial(bench, model, batch, options)
+
+
+main = Command(__doc__, add_options, tasks)
 
 
 if __name__ == "__main__":

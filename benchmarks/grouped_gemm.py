@@ -24,7 +24,6 @@ measured for the ops and for the best kernel of each design: `run` checks whethe
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -41,9 +40,11 @@ from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.selection import select
 from moe_kernels.testing import assert_accurate, make_logits
 
-from .common.shapes import SHAPES, TINY, Shape
-from .common.timing import Timing, in_a_graph, time_interleaved
-from .layer import environment, print_rows
+from .common import plots, shapes
+from .common.command import Command, each
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import Timing, in_a_graph, timed
 
 GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
 COLUMNS = ("shape", "R", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense")
@@ -188,18 +189,17 @@ def measure_cpu(functions: dict[str, Callable[[], object]], device: str) -> dict
     return result
 
 
-def bench_problem(problem: Problem, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
+def bench_problem(problem: Problem, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one problem."""
-    device = problem.offsets.device.type
-    operands = problem.operands(dtype)
+    device = options.device
+    operands = problem.operands(options.dtype)
     functions = implementations(problem, *operands)
     check(problem, functions, operands)
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without a GPU
     calls = {("eager", name): function for name, function in functions.items()}
     if device == "cuda" and problem.gemm == "plain":
         calls |= {("graph", name): in_a_graph(function) for name, function in functions.items()}
-    timings = time_interleaved(calls, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(calls, options)
     kernel = select(kernel_arguments(problem, *operands)).metadata.kernel_name
     names = {"op": kernel, "kernel": kernel}
     return [
@@ -208,10 +208,10 @@ def bench_problem(problem: Problem, dtype: torch.dtype, rounds: int, round_ms: f
     ]
 
 
-def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
+def bench_cpu(options: argparse.Namespace) -> list[Row]:
     """Return rows with the CPU time of a call, on a problem that takes the GPU less time than the CPU."""
-    problem = plain_problem(512, 4, 128, 256, device)
-    operands = problem.operands(dtype)
+    problem = plain_problem(512, 4, 128, 256, options.device)
+    operands = problem.operands(options.dtype)
     functions = implementations(problem, *operands)
     check(problem, functions, operands)
     args = kernel_arguments(problem, *operands)
@@ -224,7 +224,7 @@ def bench_cpu(device: str, dtype: torch.dtype) -> list[dict]:
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
     return [
         {**_sizes(problem), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}
-        for name, microseconds in measure_cpu(functions, device).items()
+        for name, microseconds in measure_cpu(functions, options.device).items()
     ]
 
 
@@ -256,15 +256,10 @@ def _row(problem: Problem, implementation: str, kernel: str | None, timing: Timi
     }
 
 
-def plot(path: Path) -> Path:
+def plot(path: Path) -> None:
     """Plot each implementation's share of dense cuBLAS over the shapes with even routing, one panel per GEMM."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in json.loads(path.read_text()) if row["gemm"] in GEMMS and row["routing"] == "even"]
-    figure, axes = plt.subplots(2, 3, figsize=(14, 8), sharey=True)
+    rows = [row for row in plots.read(path) if row["gemm"] in GEMMS and row["routing"] == "even"]
+    figure, axes = plots.panels(2, 3, 14, 8, sharey=True)
     for axis, gemm in zip(axes.flat, GEMMS, strict=True):
         for implementation in ("op", "kernel", "torch_grouped_mm", "mm_loop"):
             line = [r for r in rows if r["gemm"] == gemm and r["implementation"] == implementation]
@@ -277,25 +272,28 @@ def plot(path: Path) -> Path:
     for axis in axes[:, 0]:
         axis.set_ylabel("share of dense cuBLAS")
     axes[0, 0].legend()
-    figure.suptitle(f"{rows[0]['gpu']}, even routing ({path.name})")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-    return path.with_suffix(".png")
+    plots.save(figure, path, f"{rows[0]['gpu']}, even routing ({path.name})")
 
 
-def runs(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[list[dict]]:
-    """Yield the rows of one problem after another."""
-    bench = partial(bench_problem, dtype=dtype, rounds=options.rounds, round_ms=options.round_ms)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "tuned")
+    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=GEMMS)
+    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
+    parser.add_argument("--rows-per-expert", nargs="+", type=int, default=[], metavar="ROWS")
+    parser.set_defaults(round_ms=100.0)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     if not options.rows_per_expert:
-        yield bench_cpu(options.device, dtype)
+        yield {"gemm": "cpu"}, partial(bench_cpu, options)
         plain = (8192, 12, 1024, 2048) if options.device == "cuda" else (64, 3, 32, 16)
-        yield bench(plain_problem(*plain, options.device))
-    shapes = [TINY if name == TINY.name else SHAPES[name] for name in options.shapes]
-    for shape in _with_rows(shapes, options.rows_per_expert):
+        yield {"gemm": "plain"}, partial(bench_problem, plain_problem(*plain, options.device), options)
+    for shape in _with_rows(shapes.shapes_named(options.shapes), options.rows_per_expert):
         for routing in options.routing:
             for problem in layer_problems(shape, routing, options.device):
                 if problem.gemm in options.gemms:
-                    yield bench(problem)
+                    shared = {"shape": shape.name, "gemm": problem.gemm, "routing": routing, "R": shape.num_rows}
+                    yield shared, partial(bench_problem, problem, options)
 
 
 def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
@@ -309,30 +307,7 @@ def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, TINY.name], default=list(SHAPES))
-    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=GEMMS)
-    parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even", "zipf"])
-    parser.add_argument("--rows-per-expert", nargs="+", type=int, default=[], metavar="ROWS")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=100.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
-    options = parser.parse_args()
-    if options.plot:
-        print(plot(options.plot))
-        return
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows = []
-    for measured in runs(options, dtype):
-        rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-        print_rows([{column: row.get(column) for column in COLUMNS} for row in measured], COLUMNS)
-        if options.output:  # after every problem, so that a stopped run keeps its results
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": each(plot)})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ and shows GPU time alone.
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +29,10 @@ from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, referenc
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.testing import assert_accurate
 
-from .common.timing import Timing, in_a_graph, time_interleaved
-from .layer import environment, print_rows
+from .common import plots
+from .common.command import Command, each
+from .common.results_file import Row, Task
+from .common.timing import Timing, in_a_graph, time_interleaved, timed
 
 # (number of problems, their M = N = K)
 PROBLEMS = ((4, 128), (4, 256), (4, 512), (4, 1024), (64, 128))
@@ -69,8 +71,9 @@ def fastest(problems: list[GroupedProblem], device: str) -> GroupedProblem:
     return problems[int(min(timings, key=lambda name: timings[name].ms))]
 
 
-def bench(num_problems: int, size: int, device: str, dtype: torch.dtype, rounds: int, round_ms: float) -> list[dict]:
+def bench(num_problems: int, size: int, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one kind of problem."""
+    device, dtype = options.device, options.dtype
     a_list, b_list = make_lists(num_problems, size, device, dtype)
     problems = {}
     for name, candidates in prepared_problems(a_list, b_list).items():
@@ -87,7 +90,7 @@ def bench(num_problems: int, size: int, device: str, dtype: torch.dtype, rounds:
     if device == "cuda":
         functions["graph/mm_loop"] = in_a_graph(loop)
         functions |= {f"graph/{name}": in_a_graph(problem.run) for name, problem in problems.items()}
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     kernels = {name: problem.kernel for name, problem in problems.items()}
     return [_row(num_problems, size, dtype, name, kernels, timings) for name in functions]
 
@@ -116,15 +119,10 @@ def _row(
     }
 
 
-def plot(path: Path) -> Path:
+def plot(path: Path) -> None:
     """Plot lines over N for four problems, eager and in a graph, next to the results file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in json.loads(path.read_text()) if row["G"] == 4]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4))
+    rows = [row for row in plots.read(path) if row["G"] == 4]
+    figure, axes = plots.panels(1, 2, 12, 4)
     for axis, host in zip(axes, ("eager", "graph"), strict=True):
         here = [row for row in rows if row["host"] == host]
         for implementation in dict.fromkeys(row["implementation"] for row in here):
@@ -136,34 +134,19 @@ def plot(path: Path) -> Path:
         axis.set_ylabel("TFLOP/s")
         axis.set_title({"eager": "as called", "graph": "in a CUDA graph"}[host])
         axis.legend()
-    figure.suptitle(f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-    return path.with_suffix(".png")
+    plots.save(figure, path, f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", metavar="GxN", default=[f"{g}x{n}" for g, n in PROBLEMS])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
-    options = parser.parse_args()
-    if options.plot:
-        print(plot(options.plot))
-        return
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows = []
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     for problem in options.problems:
-        measured = bench(*map(int, problem.split("x")), options.device, dtype, options.rounds, options.round_ms)
-        rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-        print_rows(measured, COLUMNS)
-        if options.output:  # after every problem, so that a stopped run keeps its results
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+        yield {"problem": problem}, partial(bench, *map(int, problem.split("x")), options)
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": each(plot)})
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ two gradients, in the same run. Implementations:
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +24,10 @@ from moe_kernels import JaggedGemmArguments, get_kernels, jagged_gemm, reference
 from moe_kernels.gemm.selection import find
 from moe_kernels.testing import assert_accurate
 
-from .common.timing import Timing, time_interleaved
-from .layer import environment, print_rows
+from .common import plots
+from .common.command import Command, each
+from .common.results_file import Row, Task
+from .common.timing import Timing, time_interleaved, timed
 
 # (R, K, N, G)
 PROBLEMS = ((131072, 2048, 2048, 16), (131072, 2048, 2048, 128), (32768, 4096, 1024, 64), (8192, 1024, 2048, 12))
@@ -78,10 +79,9 @@ def by_group(args: JaggedGemmArguments, device: str) -> tuple[str, Callable[[], 
     return name, functions[name]
 
 
-def bench(
-    sizes: tuple[int, int, int, int], skew: str, device: str, dtype: torch.dtype, rounds: int, round_ms: float
-) -> list[dict]:
+def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one problem."""
+    device, dtype = options.device, options.dtype
     num_rows, size_k, size_n, num_groups = sizes
     generator = torch.Generator(device).manual_seed(0)
     a, b, dout = (
@@ -102,8 +102,12 @@ def bench(
     }
     if plain := by_group(args, device):
         kernels["forward/by_group"], functions["forward/by_group"] = plain
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     return [_row(sizes, skew, dtype, name, kernels.get(name), timings) for name in sorted(functions)]
+
+
+def name_of(sizes: tuple[int, int, int, int]) -> str:
+    return "{}x{}x{}-g{}".format(*sizes)
 
 
 def _row(
@@ -118,7 +122,7 @@ def _row(
     which, implementation = name.split("/")
     flops = 2 * num_rows * size_k * size_n * (1 if which == "forward" else 3)
     return {
-        "problem": f"{num_rows}x{size_k}x{size_n}-g{num_groups}",
+        "problem": name_of(sizes),
         "R": num_rows,
         "K": size_k,
         "N": size_n,
@@ -134,15 +138,10 @@ def _row(
     }
 
 
-def plot(path: Path) -> Path:
+def plot(path: Path) -> None:
     """Plot lines over the skews, one per problem and implementation, next to the results file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in json.loads(path.read_text()) if row["implementation"] != "dense"]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
+    rows = [row for row in plots.read(path) if row["implementation"] != "dense"]
+    figure, axes = plots.panels(1, 2, 12, 4, sharey=True)
     for axis, which in zip(axes, ("forward", "forward+backward"), strict=True):
         here = [row for row in rows if row["pass"] == which]
         for problem, implementation in dict.fromkeys((row["problem"], row["implementation"]) for row in here):
@@ -158,37 +157,23 @@ def plot(path: Path) -> Path:
         axis.set_title(which)
         axis.legend(fontsize="x-small")
     axes[0].set_ylabel("share of the dense cuBLAS product")
-    figure.suptitle(f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-    return path.with_suffix(".png")
+    plots.save(figure, path, f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", metavar="R,K,N,G", default=[",".join(map(str, p)) for p in PROBLEMS])
     parser.add_argument("--skews", nargs="+", choices=SKEWS, default=SKEWS)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw a results file and stop")
-    options = parser.parse_args()
-    if options.plot:
-        print(plot(options.plot))
-        return
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    rows = []
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     for problem in options.problems:
+        num_rows, size_k, size_n, num_groups = map(int, problem.split(","))
+        sizes = num_rows, size_k, size_n, num_groups
         for skew in options.skews:
-            sizes = tuple(map(int, problem.split(",")))
-            measured = bench(sizes, skew, options.device, dtype, options.rounds, options.round_ms)
-            rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-            print_rows(measured, COLUMNS)
-            if options.output:  # after every problem, so that a stopped run keeps its results
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(rows, indent=1) + "\n")
+            yield {"problem": name_of(sizes), "skew": skew}, partial(bench, sizes, skew, options)
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": each(plot)})
 
 
 if __name__ == "__main__":

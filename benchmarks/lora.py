@@ -20,10 +20,9 @@ matrix, plus the time to read and write the adapters' rows once at the bandwidth
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +32,14 @@ from moe_kernels import ExpertAdapters, fused_experts, reference, sort_by_expert
 from moe_kernels.testing import assert_accurate
 from moe_layers import MoEFeedForward
 
+from .common import shapes
 from .common.baselines import dense_gemms
-from .common.shapes import SHAPES, TINY, Shape
-from .common.timing import in_a_graph, time_interleaved
-from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
+from .common.command import Command
+from .common.layers import make_layer, make_tokens, measure_memory, passes
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import in_a_graph, timed
 
-LORA_SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b")
 FACTORS = ("up_a", "up_b", "down_a", "down_b")
 _CHECKED_TOKENS = 512
 
@@ -159,9 +160,9 @@ def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
     return itemsize * shape.num_rows * (wide + 12 * rank)
 
 
-def bench(shape: Shape, rank: int, forms: list[str], options: argparse.Namespace) -> list[dict]:
+def bench(shape: Shape, rank: int, options: argparse.Namespace) -> list[Row]:
     """Return a row per form."""
-    device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
+    device, dtype, forms = options.device, options.dtype, options.forms
     modules, runs, memory = {}, {}, {}
     for form in forms:
         module, layer = make_form(shape, form, rank, device, dtype)
@@ -171,9 +172,8 @@ def bench(shape: Shape, rank: int, forms: list[str], options: argparse.Namespace
         modules[form] = torch.compile(module, disable=device == "cpu") if form == "grouped_mm_split" else module
         runs[form] = passes(modules[form], tokens)["forward+backward"]
         runs[form]()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            memory[form] = measure_memory(modules[form], tokens)
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        memory[form] = measure_memory(modules[form], tokens)
         module.zero_grad()
     functions: dict[str, Callable[[], object]] = dict(runs)
     if options.graph:
@@ -183,55 +183,39 @@ def bench(shape: Shape, rank: int, forms: list[str], options: argparse.Namespace
     moved = torch.empty(shape.num_rows, shape.d_model, device=device, dtype=dtype)
     target = torch.empty_like(moved)
     functions["copy"] = lambda: target.copy_(moved)
-    timings = time_interleaved(functions, device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(functions, options)
     traffic_ms = timings["copy"].ms * adapter_bytes(shape, rank, dtype.itemsize) / (2 * moved.nbytes)
     gemms_ms = sum(timing.ms for name, timing in timings.items() if name.startswith("dense/"))
-    rows = []
-    for form in forms:
-        saved, peak = memory.get(form, (None, None))
-        rows.append(
-            {
-                "shape": shape.name,
-                "num_tokens": shape.num_tokens,
-                "rank": rank,
-                "graph": options.graph,
-                "form": form,
-                **timings[form]._asdict(),
-                "lora_over_form": timings["lora"].ms / timings[form].ms,
-                "bound_ms": gemms_ms + traffic_ms,
-                "saved_mib": saved,
-                "peak_mib": peak,
-            }
-        )
-    return rows
+    return [
+        {
+            "form": form,
+            **timings[form]._asdict(),
+            "lora_over_form": timings["lora"].ms / timings[form].ms,
+            "bound_ms": gemms_ms + traffic_ms,
+            "saved_mib": memory[form][0],
+            "peak_mib": memory[form][1],
+        }
+        for form in forms
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[*LORA_SHAPES, TINY.name], default=list(LORA_SHAPES))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b")
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16, 64])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-    rows: list[dict] = []
-    for name in options.shapes:
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    for shape in shapes.shapes_named(options.shapes):
         for num_tokens in options.tokens:
             for rank in options.ranks:
-                shape = replace(TINY if name == TINY.name else SHAPES[name], num_tokens=num_tokens)
-                measured = bench(shape, rank, options.forms, options)
-                print_rows(measured, list(measured[0]))
-                rows += [{**row, **environment(options.device, options.commit)} for row in measured]
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
-                if options.output:  # after every size, so that a stopped run keeps its results
-                    options.output.parent.mkdir(parents=True, exist_ok=True)
-                    options.output.write_text(json.dumps(rows, indent=1) + "\n")
+                shared = {"shape": shape.name, "num_tokens": num_tokens, "rank": rank, "graph": options.graph}
+                yield shared, partial(bench, replace(shape, num_tokens=num_tokens), rank, options)
+
+
+main = Command(__doc__, add_options, tasks)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ step's time beyond its dense bound.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -30,10 +29,12 @@ from moe_kernels.gemm.arguments import Arguments, GroupedGemmArguments
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.runtime import launch
 
-from .activations import VARIANTS, make_variant
-from .common.shapes import SHAPES, Shape
-from .common.timing import time_interleaved
-from .layer import environment, make_tokens, passes, print_rows
+from .common import plots, shapes
+from .common.command import Command, each, print_rows
+from .common.layers import VARIANTS, make_layer, make_tokens, passes
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import time_interleaved, timed
 
 STEADY_MS = 400.0  # a GPU that has just started to work runs at clocks that training never reaches
 SUM = "CUDAFunctor_add<c10::BFloat16>"  # in the name of PyTorch's kernel that adds two gradients of the tokens
@@ -139,10 +140,10 @@ def profile_steps(step: Callable[[], object]) -> list[tuple[str, float]]:
     return launches
 
 
-def account(shape: Shape, activation: str, rounds: int) -> list[dict]:
+def account(shape: Shape, activation: str, options: argparse.Namespace) -> list[Row]:
     """Return one row per kernel of the step, one for the gaps and one for the whole."""
-    dtype = torch.bfloat16
-    layer = make_variant(shape, activation, "cuda", dtype)
+    dtype = options.dtype
+    layer = make_layer(shape, options.device, dtype, **VARIANTS[activation])
     tokens = make_tokens(layer, shape, "even", dtype)
     step = passes(layer, tokens)["forward+backward"]
     for _ in range(3):
@@ -154,7 +155,7 @@ def account(shape: Shape, activation: str, rounds: int) -> list[dict]:
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     functions = {"step": step, "copy": lambda: target.copy_(source), **dense}
-    timings = time_interleaved(functions, "cuda", rounds=rounds, round_ms=100.0)
+    timings = timed(functions, options)
     bytes_per_ms = 2 * source.numel() / timings["copy"].ms
     rows = []
     for (stage, gemm, bytes_moved), (name, ms) in zip(kernels, launches, strict=True):
@@ -174,8 +175,7 @@ def account(shape: Shape, activation: str, rounds: int) -> list[dict]:
     empty = dict.fromkeys(("tflops_per_s", "gb_per_s", "bound_ms", "share_of_bound"))
     rows.append({"kernel": "idle", "stage": "between kernels", "ms": whole - sum(ms for _, ms in launches), **empty})
     rows.append({"kernel": "step", "stage": "forward+backward", "ms": whole, **empty})
-    said = {"shape": shape.name, "activation": activation, "routing": "even", "copy_gb_per_s": bytes_per_ms / 1e6}
-    return [{**said, **row} for row in rows]
+    return [{"routing": "even", "copy_gb_per_s": bytes_per_ms / 1e6, **row} for row in rows]
 
 
 def dense_product(gemm: Gemm, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -214,15 +214,6 @@ def label(
 
 def stage_of(name: str) -> str:
     return next((stage for part, stage in STAGES.items() if part in name), "router GEMM, other")
-
-
-def print_account(rows: list[dict]) -> None:
-    print(f"\n{rows[0]['shape']}, {rows[0]['activation']}: copy bandwidth {rows[0]['copy_gb_per_s']:.0f} GB/s")
-    for row in rows:
-        speed = f"{row['tflops_per_s']:.0f} TFLOP/s" if row["tflops_per_s"] else ""
-        speed = speed or (f"{row['gb_per_s']:.0f} GB/s" if row["gb_per_s"] else "")
-        share = f"{row['share_of_bound']:.3f}" if row["share_of_bound"] else ""
-        print(f"{row['ms']:9.4f} ms  {share:>6}  {speed:>12}  {row['stage']:<40} {row['kernel'][:60]}")
 
 
 EXPLAINED = ("shape", "kernel", "stage", "ms", "tflops_per_s", "bound_ms")
@@ -282,7 +273,12 @@ def explain_stage(kernels: list[dict], step_ms: float) -> dict[str, float | None
     return {"ms": ms, "dense_ms": dense_ms, "points": points, **split}
 
 
-def print_explained(steps: list[dict]) -> None:
+def print_explained(path: Path) -> None:
+    try:
+        steps = explain(plots.read(path))
+    except ValueError as error:
+        raise SystemExit(f"{path}: {error}") from error
+    print(path)
     for step in steps:
         share = f"share {100 * step['share_of_dense_bound']:.1f} %"
         times = f"step {step['step_ms']:.3f} ms, dense bound {step['dense_bound_ms']:.3f} ms"
@@ -290,33 +286,22 @@ def print_explained(steps: list[dict]) -> None:
         print_rows(step["stages"], list(step["stages"][0]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "tuned")
     parser.add_argument("--activations", nargs="+", choices=list(VARIANTS), default=["swiglu"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--explain", type=Path, nargs="+", metavar="RESULTS", help="print what results say and stop")
-    options = parser.parse_args()
-    for path in options.explain or ():
-        try:
-            steps = explain(json.loads(path.read_text()))
-        except ValueError as error:
-            parser.error(f"{path}: {error}")
-        print(path)
-        print_explained(steps)
-    if options.explain:
-        return
-    rows = []
-    for name, activation in itertools.product(options.shapes, options.activations):
-        measured = account(SHAPES[name], activation, options.rounds)
-        rows += [{**row, **environment("cuda", options.commit)} for row in measured]
-        print_account(measured)
-        torch.cuda.empty_cache()
-        if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    parser.set_defaults(round_ms=100.0)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    if options.device != "cuda":
+        raise SystemExit(f"profile_step: the profiled kernels run on a GPU, got --device {options.device}")
+    for shape in shapes.shapes_named(options.shapes):
+        for activation in options.activations:
+            yield {"shape": shape.name, "activation": activation}, partial(account, shape, activation, options)
+
+
+COLUMNS = ("shape", "activation", "ms", "share_of_bound", "tflops_per_s", "gb_per_s", "stage", "kernel")
+main = Command(__doc__, add_options, tasks, COLUMNS, {"--explain": each(print_explained)})
 
 
 if __name__ == "__main__":

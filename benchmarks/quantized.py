@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -27,24 +27,20 @@ from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
 from moe_layers.experts.quantized import QuantizedExperts
 
-from .common import results_file
-from .common.results_file import Row
-from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
-from .common.timing import copy_bytes_per_ms, in_a_graph, time_interleaved
-from .layer import environment, make_layer, make_tokens, measure_memory, passes, print_rows
+from .common import shapes
+from .common.command import Command
+from .common.layers import make_layer, make_tokens, measure_memory, passes
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import copy_bytes_per_ms, in_a_graph, timed
 
 PLAIN = "plain"
 FORMS = (PLAIN, "fp8", "mxfp4", "nf4", "int8")
-QUANTIZED_SHAPES = {
-    **{name: SHAPES[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
-    "deepseek-v3-ep8": PUBLISHED["deepseek-v3-ep8"],
-    TINY.name: TINY,
-}
 _CHECKED_TOKENS = 64
 
 
-def make_form(shape: Shape, form: str, device: str, dtype: torch.dtype) -> MoEFeedForward:
-    layer = make_layer(shape, device, dtype).requires_grad_(False)
+def make_form(shape: Shape, form: str, options: argparse.Namespace) -> MoEFeedForward:
+    layer = make_layer(shape, options.device, options.dtype).requires_grad_(False)
     if form != PLAIN:
         quantize_experts_(layer, form)
     return layer
@@ -72,17 +68,17 @@ def stored_bytes(layer: MoEFeedForward, num_experts: int) -> int:
     return sum(t.numel() * t.element_size() for t in tensors) * num_experts // layer.num_experts
 
 
-def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+def bench_training(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, memory = {}, {}
     for form in options.forms:
-        layer = make_form(shape, form, options.device, dtype)
-        tokens = make_tokens(layer, shape, "even", dtype)
+        layer = make_form(shape, form, options)
+        tokens = make_tokens(layer, shape, "even", options.dtype)
         check(layer, tokens)
         layer.add_lora(LoRA(options.rank, 2 * options.rank))
         runs[form] = passes(layer, tokens)["forward+backward"]
         runs[form]()
-        memory[form] = measure_memory(layer, tokens) if options.device == "cuda" else (None, None)
-    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+        memory[form] = measure_memory(layer, tokens)
+    timings = timed(runs, options)
     plain = timings.get(PLAIN)
     return [
         {
@@ -97,11 +93,11 @@ def bench_training(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
 
 
 @torch.no_grad()
-def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+def bench_decoding(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, read = {}, {}
     for form in options.forms:
-        layer = make_form(shape, form, options.device, dtype)
-        tokens = make_tokens(layer, shape, "even", dtype)
+        layer = make_form(shape, form, options)
+        tokens = make_tokens(layer, shape, "even", options.dtype)
         check(layer, tokens)
         num_hit = layer.router(tokens).topk_experts.unique().numel()
         read[form] = stored_bytes(layer, num_hit)
@@ -110,7 +106,7 @@ def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
             return layer(tokens)
 
         runs[form] = in_a_graph(run) if options.device == "cuda" else run
-    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(runs, options)
     speed, plain = copy_bytes_per_ms(options.device), timings.get(PLAIN)
     return [
         {
@@ -125,65 +121,48 @@ def bench_decoding(shape: Shape, options: argparse.Namespace, dtype: torch.dtype
 
 
 @torch.no_grad()
-def bench_dequantization(shape: Shape, options: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
+def bench_dequantization(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, moved = {}, {}
     for form in (form for form in options.forms if form != PLAIN):
-        layer = make_form(shape, form, options.device, dtype)
+        layer = make_form(shape, form, options)
         weight = layer.experts.w_up
         assert isinstance(weight, QuantizedExperts)
         runs[form] = weight.dequantize
         moved[form] = weight.weight().num_bytes + weight.dequantize().nbytes
     if not runs:
         return []
-    timings = time_interleaved(runs, options.device, rounds=options.rounds, round_ms=options.round_ms)
+    timings = timed(runs, options)
     speed = copy_bytes_per_ms(options.device)
-    rows = []
-    for form, timing in timings.items():
-        rate = moved[form] / timing.ms
-        rows.append(
-            {
-                "form": form,
-                **timing._asdict(),
-                "gb_per_s": rate / 1e6,
-                "share_of_copy": rate / speed,
-            }
-        )
-    return rows
+    return [
+        {
+            "form": form,
+            **timing._asdict(),
+            "gb_per_s": moved[form] / timing.ms / 1e6,
+            "share_of_copy": moved[form] / timing.ms / speed,
+        }
+        for form, timing in timings.items()
+    ]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name in QUANTIZED_SHAPES if name != TINY.name]
-    parser.add_argument("--shapes", nargs="+", choices=list(QUANTIZED_SHAPES), default=names)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3-ep8")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--train-tokens", nargs="*", type=int, default=[4096, 16384])
     parser.add_argument("--decode-tokens", nargs="*", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=200.0, help="least milliseconds per timing and round")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    tasks = []
-    for name in options.shapes:
-        cases = [("train", bench_training, tokens) for tokens in options.train_tokens]
-        cases += [("decode", bench_decoding, tokens) for tokens in options.decode_tokens]
-        cases.append(("dequantize", bench_dequantization, 1))
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    cases = [("train", bench_training, tokens) for tokens in options.train_tokens]
+    cases += [("decode", bench_decoding, tokens) for tokens in options.decode_tokens]
+    cases.append(("dequantize", bench_dequantization, 1))
+    for shape in shapes.shapes_named(options.shapes):
         for case, bench, num_tokens in cases:
-            shape = replace(QUANTIZED_SHAPES[name], num_tokens=num_tokens)
-            shared = {"shape": name, "num_tokens": num_tokens, "case": case}
-            tasks.append((shared, partial(measured, shared, bench, shape, options, dtype)))
-    for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
-        if rows:
-            print_rows(rows, list(rows[0]))
+            shared = {"shape": shape.name, "num_tokens": num_tokens, "case": case}
+            yield shared, partial(bench, replace(shape, num_tokens=num_tokens), options)
 
 
-def measured(
-    shared: Row, bench: Callable[..., list[Row]], shape: Shape, options: argparse.Namespace, dtype: torch.dtype
-) -> list[Row]:
-    torch.cuda.empty_cache()  # does nothing without a GPU
-    return [{**shared, **row} for row in bench(shape, options, dtype)]
+main = Command(__doc__, add_options, tasks)
 
 
 if __name__ == "__main__":

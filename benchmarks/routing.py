@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from moe_kernels import RouterSpec, Routing, reference, sort_by_expert, topk_routing
 
-from .common.timing import copy_bytes_per_ms, in_a_graph, time_interleaved
-from .layer import environment, print_rows
+from .common.command import Command
+from .common.results_file import Row, Task
+from .common.timing import copy_bytes_per_ms, in_a_graph, timed
 
 # E, K and the router
 ROUTERS = {
@@ -31,8 +31,9 @@ ROUTERS = {
 COLUMNS = ("router", "T", "E", "K", "routing_us", "sort_us", "both_us", "bound_us", "limit_us")
 
 
-def bench(name: str, num_tokens: int, device: str, bytes_per_ms: float, rounds: int, round_ms: float) -> dict:
+def bench(name: str, bytes_per_ms: float, options: argparse.Namespace) -> list[Row]:
     num_experts, top_k, spec = ROUTERS[name]
+    num_tokens, device = options.num_tokens, options.device
     logits = torch.randn(num_tokens, num_experts, device=device, generator=torch.Generator(device).manual_seed(0))
     bias = None if spec.selection_bias is None else torch.zeros(num_experts, device=device)
     route = partial(topk_routing, logits, top_k, spec, selection_bias=bias)
@@ -46,37 +47,26 @@ def bench(name: str, num_tokens: int, device: str, bytes_per_ms: float, rounds: 
     functions = {"routing": route, "sort": sort, "both": lambda: sort_by_expert(route().topk_experts, num_experts)}
     if device == "cuda":
         functions = {key: in_a_graph(function) for key, function in functions.items()}
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     outputs = (*routed[:2], *permutation[:3], *permutation.tile_table[:4])
     bound_us = 1e3 * sum(tensor.nbytes for tensor in (logits, *outputs)) / bytes_per_ms
-    return {
-        "router": name,
-        "T": num_tokens,
-        "E": num_experts,
-        "K": top_k,
-        **{f"{key}_us": 1e3 * timing.ms for key, timing in timings.items()},
-        "bound_us": bound_us,
-        "limit_us": 1.25 * bound_us + 40.0,
-    }
+    row = {"E": num_experts, "K": top_k, **{f"{key}_us": 1e3 * timing.ms for key, timing in timings.items()}}
+    return [{**row, "bound_us": bound_us, "limit_us": 1.25 * bound_us + 40.0}]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--num-tokens", type=int, default=32768)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=50.0, help="least milliseconds per timing and round")
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    parser.set_defaults(round_ms=50.0)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     bytes_per_ms = copy_bytes_per_ms(options.device)
-    sizes = options.num_tokens, options.device, bytes_per_ms, options.rounds, options.round_ms
-    rows = [{**bench(name, *sizes), **environment(options.device, options.commit)} for name in options.routers]
-    print_rows(rows, COLUMNS)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    for name in options.routers:
+        yield {"router": name, "T": options.num_tokens}, partial(bench, name, bytes_per_ms, options)
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS)
 
 
 if __name__ == "__main__":

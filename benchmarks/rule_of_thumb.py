@@ -19,14 +19,12 @@ import argparse
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
 from moe_kernels.gemm import tables
@@ -40,23 +38,23 @@ from moe_kernels.tools.layer_gemms import LayerForms
 from moe_kernels.tools.table_keys import arguments_of
 from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 
-from .common import results_file
+from .common.command import Command, print_rows
+from .common.layers import fits_memory
 from .common.results_file import Row, Task
 from .common.shapes import Shape, shapes_named
-from .common.timing import in_a_graph, time_interleaved
-from .layer import environment, fits_memory, print_rows
+from .common.timing import in_a_graph, timed
 
 WITHIN = 1.15  # largest accepted ratio
 
 
-def bench_entry(key: str, table_kernel: str, device: str, *, round_ms: float, rounds: int) -> list[Row]:
+def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> list[Row]:
     """Return one row: both kernels measured for the arguments of one entry.
 
     Raises:
         ValueError: the table names a kernel that does not support the arguments.
         AssertionError: a kernel is wrong.
     """
-    args = arguments_of(key, device)
+    args = arguments_of(key, options.device)
     kernels = get_kernels(args)
     named = {kernel.metadata.kernel_name: kernel for kernel in kernels}
     if table_kernel not in named:
@@ -67,9 +65,9 @@ def bench_entry(key: str, table_kernel: str, device: str, *, round_ms: float, ro
         check(kernel, args)
     # If both choose one kernel, it is timed once.
     runs = {kernel.metadata.kernel_name: run_of(kernel, args) for kernel in chosen.values()}
-    if device == "cuda":
+    if options.device == "cuda":
         runs = {name: in_a_graph(run) for name, run in runs.items()}
-    times = time_interleaved(runs, device, rounds=rounds, round_ms=round_ms)
+    times = timed(runs, options)
     row: Row = {"op": key.split(" ")[0], "key": key}
     for name, kernel in chosen.items():
         timing = times[kernel.metadata.kernel_name]
@@ -82,28 +80,26 @@ FORMS = (*LayerForms.without_memory(Case(16, 16, 16, 2, 1), torch.float32, "swig
 TILE_ORDERS = (4, 8, 16)
 
 
-def layer_tasks(shape: Shape, forms: Sequence[str], device: str, **timing: Any) -> Iterator[Task]:
+def layer_tasks(shape: Shape, options: argparse.Namespace) -> Iterator[Task]:
     """Yield the tasks of a layer. The first one that runs makes the operands of the GEMMs."""
-    case, dtype = case_of(shape), torch.bfloat16 if device == "cuda" else torch.float32
-    drawn = functools.cache(lambda: LayerForms.drawn(case, dtype, device, shape.activation).all())
-    sizes = {"shape": shape.name, **dict(zip("TDFEK", dataclasses.astuple(case)[:5], strict=True))}
+    settings = case_of(shape), options.dtype, options.device, shape.activation
+    drawn = functools.cache(lambda: LayerForms.drawn(*settings).all())
 
     def measure(form: str) -> list[Row]:
-        shared = {**sizes, "form": form}
         if form != "copies":
-            return [{**shared, **bench_form(drawn()[form], device, **timing)}]
+            return [bench_form(drawn()[form], options)]
         drawn.cache_clear()
-        return [{**shared, **bench_copies(shape, dtype, device, **timing)}]
+        return [bench_copies(shape, options)]
 
-    for form in forms:
-        yield {**sizes, "form": form}, partial(measure, form)
+    for form in options.forms:
+        yield {"shape": shape.name, **shape.sizes, "form": form}, partial(measure, form)
 
 
 def case_of(shape: Shape) -> Case:
     return Case(shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, routing="even")
 
 
-def bench_form(args: Arguments, device: str, *, tile_orders: bool, round_ms: float, rounds: int) -> Row:
+def bench_form(args: Arguments, options: argparse.Namespace) -> Row:
     """Measure all kernels that may be the fastest for these arguments.
 
     Raises:
@@ -115,13 +111,14 @@ def bench_form(args: Arguments, device: str, *, tile_orders: bool, round_ms: flo
         return {**row, "rule_kernel": None, "times_ms": {}}
     rule = best_first(kernels, args, measured=None)[0]
     runs = {kernel.metadata.kernel_name: kernel for kernel in kernels}
-    runs |= {f"{rule.metadata.kernel_name} of {n}": in_order(rule, n) for n in TILE_ORDERS} if tile_orders else {}
+    orders = TILE_ORDERS if options.tile_orders else ()
+    runs |= {f"{rule.metadata.kernel_name} of {n}": in_order(rule, n) for n in orders}
     for kernel in runs.values():
         check(kernel, args)
     functions = {name: run_of(kernel, args) for name, kernel in runs.items()}
-    if device == "cuda":
+    if options.device == "cuda":
         functions = {name: in_a_graph(run) for name, run in functions.items()}
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     return {**row, **compared(rule.metadata.kernel_name, {name: timing.ms for name, timing in timings.items()})}
 
 
@@ -131,18 +128,16 @@ def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
     return type(kernel)(dataclasses.replace(kernel.metadata, design=design))
 
 
-def bench_copies(
-    shape: Shape, dtype: torch.dtype, device: str, *, tile_orders: bool, round_ms: float, rounds: int
-) -> Row:
-    """Measure every choice of copies by the whole op with backward. It has no tile orders."""
+def bench_copies(shape: Shape, options: argparse.Namespace) -> Row:
+    """Measure every choice of copies by the whole op with backward."""
     torch.cuda.empty_cache()  # does nothing without a GPU
-    inputs = make_inputs(case_of(shape), dtype, device)
+    inputs = make_inputs(case_of(shape), options.dtype, options.device)
     if not is_gated(shape.activation):
         inputs = inputs._replace(w_up=inputs.w_up[:, : shape.d_ff].contiguous())
     rule = copies_for(None, inputs.tokens, inputs.w_up, shape.d_ff, shape.num_rows)
     steps = copies_steps(inputs, shape.top_k, shape.activation)
     functions = {copies_name(copies): step for copies, step in steps.items()}
-    timings = time_interleaved(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = timed(functions, options)
     key = copies_key(inputs.tokens, inputs.w_up, shape.d_ff, shape.num_rows)
     times = {name: timing.ms for name, timing in timings.items()}
     return {"op": "copies", "key": key, **compared(copies_name(rule), times)}
@@ -168,7 +163,6 @@ def summary(rows: list[dict]) -> list[dict]:
     def op_of(row: Row) -> str:
         return row.get("form", row["op"])
 
-    rows = [row for row in rows if "ratio" in row]
     by_op = [(op, list(of_op)) for op, of_op in groupby(sorted(rows, key=op_of), op_of)]
     return [
         {
@@ -194,45 +188,39 @@ def tables_of(options: argparse.Namespace) -> Table:
     return table
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", type=Path, help="only this table; default: those that kernels are selected by")
     parser.add_argument("--ops", nargs="+", metavar="OP", help="only these: grouped_gemm, wgrad, ...")
     parser.add_argument("--layers", nargs="+", metavar="NAME", help="shapes or groups of them, instead of a table")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="with --layers, only these")
     parser.add_argument("--tile-orders", action="store_true", help="with --layers, other orders of tiles, too")
-    parser.add_argument("--round-ms", type=float, default=25.0, help="time of a kernel in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    timing = {"round_ms": options.round_ms, "rounds": options.rounds}
-    tasks = table_tasks(options, device, timing) if options.layers is None else layers_tasks(options, device, timing)
-    file = results_file.ResultsFile.of(options, environment(device, options.commit))
-    for _ in file.measure(tqdm(tasks, unit="entry")):
-        torch.cuda.empty_cache()  # the next operands have other sizes; does nothing without a GPU
-    names = ("key",) if options.layers is None else ("shape", "form")
-    print_rows(file.rows, ["ratio", "rule_ms", "table_ms", *names, "rule_kernel", "table_kernel"])
-    print_rows(summary(file.rows), list(summary(file.rows)[0]))
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", round_ms=25.0)
 
 
-def table_tasks(options: argparse.Namespace, device: str, timing: dict[str, Any]) -> list[Task]:
-    entries = {
-        key: name
-        for key, name in tables_of(options).kernels.items()
-        if options.ops is None or key.split(" ")[0] in options.ops
-    }
-    if not entries:
-        raise SystemExit(f"rule_of_thumb: the table has no entry of {options.ops}")
-    return [({"key": key}, partial(bench_entry, key, name, device, **timing)) for key, name in entries.items()]
-
-
-def layers_tasks(options: argparse.Namespace, device: str, timing: dict[str, Any]) -> Iterator[Task]:
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    if options.layers is None:
+        entries = tables_of(options).kernels.items()
+        entries = [(key, name) for key, name in entries if options.ops is None or key.split(" ")[0] in options.ops]
+        if not entries:
+            raise SystemExit(f"rule_of_thumb: the table has no entry of {options.ops}")
+        for key, name in entries:
+            yield {"key": key}, partial(bench_entry, key, name, options)
+        return
     for shape in shapes_named(options.layers):
-        if fits_memory(shape, device):
-            yield from layer_tasks(shape, options.forms, device, tile_orders=options.tile_orders, **timing)
+        if fits_memory(shape, options.device):
+            yield from layer_tasks(shape, options)
         else:
             print(f"{shape.name}: left out, because the GPU's memory cannot hold it")
+
+
+def print_summary(options: argparse.Namespace, rows: list[Row]) -> None:
+    if compared := [row for row in rows if "ratio" in row]:
+        found = summary(compared)
+        print_rows(found, list(found[0]))
+
+
+COLUMNS = ("ratio", "rule_ms", "table_ms", "shape", "form", "key", "rule_kernel", "table_kernel")
+main = Command(__doc__, add_options, tasks, COLUMNS, finish=print_summary)
 
 
 if __name__ == "__main__":

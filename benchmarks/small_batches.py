@@ -19,20 +19,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
-from moe_layers import MoEFeedForward
-
-from .common import results_file
 from .common.baselines import TorchGroupedMM
-from .common.results_file import attempt
+from .common.command import Command
+from .common.layers import PASSES, chosen_bytes, make_layer, make_tokens, passes
+from .common.results_file import Task, attempt
 from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
 from .common.timing import copy_bytes_per_ms, host_us, in_a_graph, time_interleaved
-from .layer import PASSES, environment, make_layer, make_tokens, passes, print_rows
 
 NUM_TOKENS = (1, 8, 64, 256, 512, 1024, 4096)
 HOST_SHAPES = {
@@ -55,15 +53,6 @@ def count_launches(function: Callable[[], object]) -> int:
         function()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
-
-
-def chosen_bytes(
-    layer: MoEFeedForward,
-    topk_experts: torch.Tensor,  # [T, K]
-) -> int:
-    """Return the bytes of the experts that at least one token chose."""
-    experts = layer.experts
-    return topk_experts.unique().numel() * (experts.w_up[0].nbytes + experts.w_down[0].nbytes)
 
 
 def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
@@ -128,8 +117,7 @@ def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
     for name in modules:
         for which in ("inference", *PASSES):
             us, dense_us = found.get(f"{name}/{which}"), found[f"{DENSE}/{which}"]
-            letters = dict(zip("TDFEK", dataclasses.astuple(shape)[1:6], strict=True))
-            row = {"shape": shape.name, **letters, "pass": which, "implementation": name, "host_us": us}
+            row = {"shape": shape.name, **shape.sizes, "pass": which, "implementation": name, "host_us": us}
             rows.append({**row, "over_dense": None if us is None else us / dense_us, "error": errors[name]})
     return rows
 
@@ -140,30 +128,26 @@ def _call_thrice(functions: dict[str, Callable[[], object]]) -> None:
             function()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", action="store_true", help="time the calls of layers next to a dense MLP's only")
     parser.add_argument("--shapes", nargs="+", choices=list(KNOWN), help="default: two layers; with --host three")
     parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS, help="not with --host")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=15, help="with --host; each calls every form 20 times")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    tasks = []
+    parser.set_defaults(rounds=15)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     if options.host:
-        shapes = [KNOWN[name] for name in options.shapes or HOST_SHAPES]
-        tasks = [
-            ({"shape": shape.name}, partial(bench_host, shape, options.device, options.rounds)) for shape in shapes
-        ]
-    else:
-        bytes_per_ms = copy_bytes_per_ms(options.device)
-        for name in options.shapes or ("qwen3-30b-a3b", "mixtral-8x7b"):
-            for num_tokens in options.tokens:
-                shape = dataclasses.replace(KNOWN[name], num_tokens=num_tokens)
-                measure = partial(bench_small, shape, options.device, bytes_per_ms)
-                tasks.append(({"shape": name, "T": num_tokens}, measure))
-    for rows in results_file.ResultsFile.of(options, environment(options.device, options.commit)).measure(tasks):
-        print_rows(rows, list(rows[0]))
+        for name in options.shapes or HOST_SHAPES:
+            yield {"shape": name}, partial(bench_host, KNOWN[name], options.device, options.rounds)
+        return
+    bytes_per_ms = copy_bytes_per_ms(options.device)
+    for name in options.shapes or ("qwen3-30b-a3b", "mixtral-8x7b"):
+        for num_tokens in options.tokens:
+            shape = dataclasses.replace(KNOWN[name], num_tokens=num_tokens)
+            yield {"shape": name, "T": num_tokens}, partial(bench_small, shape, options.device, bytes_per_ms)
+
+
+main = Command(__doc__, add_options, tasks)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import ast
 import dataclasses
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +31,12 @@ from torch import Tensor
 from moe_kernels import Permutation, apply_activation, fused_experts, reference, sort_by_expert
 from moe_layers import MoEFeedForward
 
-from .common import results_file
-from .common.results_file import Row
-from .common.shapes import SHAPES, TINY, Shape
-from .common.timing import copy_bytes_per_ms, in_a_graph, time_interleaved
-from .layer import environment, make_layer, make_tokens, print_rows
-from .small_batches import chosen_bytes
+from .common import shapes
+from .common.command import Command
+from .common.layers import chosen_bytes, make_layer, make_tokens
+from .common.results_file import Row, Task
+from .common.shapes import Shape
+from .common.timing import copy_bytes_per_ms, in_a_graph, timed
 
 NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)
 LARGEST_ERROR = 0.02  # root mean square, relative to float32
@@ -205,9 +205,9 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 @torch.no_grad()
-def bench_experts(kernel: Any, shape: Shape, device: str, bytes_per_ms: float, round_ms: float) -> list[Row]:
+def bench_experts(kernel: Any, shape: Shape, bytes_per_ms: float, options: argparse.Namespace) -> list[Row]:
     """Return one row."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = options.device, options.dtype
     layer = make_layer(shape, device, dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
     topk_experts, topk_weights, *_ = layer.router(tokens)
@@ -230,13 +230,11 @@ def bench_experts(kernel: Any, shape: Shape, device: str, bytes_per_ms: float, r
     errors = {name: relative_error(function(), exact) for name, function in functions.items()}
     if device == "cuda":
         functions = {name: in_a_graph(function) for name, function in functions.items()}
-    times = {name: timing.ms for name, timing in time_interleaved(functions, device, round_ms=round_ms).items()}
+    times = {name: timing.ms for name, timing in timed(functions, options).items()}
     fastest = min(times.keys() - {"ours"}, key=times.__getitem__)
     bound_ms = chosen_bytes(layer, topk_experts) / bytes_per_ms
     return [
         {
-            "shape": shape.name,
-            "T": shape.num_tokens,
             "ours_ms": times["ours"],
             "vllm_ms": times[fastest],
             "times_as_fast": times[fastest] / times["ours"],
@@ -249,25 +247,25 @@ def bench_experts(kernel: Any, shape: Shape, device: str, bytes_per_ms: float, r
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    shapes.add_option(parser, "qwen3-30b-a3b", "mixtral-8x7b")
     parser.add_argument("--source", type=Path, required=True, metavar="FILE", help="vLLM's fused_moe.py")
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, TINY.name], default=["qwen3-30b-a3b", "mixtral-8x7b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--round-ms", type=float, default=50.0, help="least milliseconds per timing and round")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    settings = options.device, copy_bytes_per_ms(options.device), options.round_ms
+    parser.set_defaults(round_ms=50.0)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    bytes_per_ms = copy_bytes_per_ms(options.device)
     with tempfile.TemporaryDirectory(prefix="vllm_") as directory:
-        kernel, tasks = load_kernel(options.source, Path(directory)), []
-        for name in options.shapes:
+        kernel = load_kernel(options.source, Path(directory))
+        for shape in shapes.shapes_named(options.shapes):
             for num_tokens in options.tokens:
-                shape = dataclasses.replace(TINY if name == TINY.name else SHAPES[name], num_tokens=num_tokens)
-                tasks.append(({"shape": name, "T": num_tokens}, partial(bench_experts, kernel, shape, *settings)))
-        file = results_file.ResultsFile.of(options, environment(options.device, options.commit))
-        for rows in file.measure(tasks):
-            print_rows(rows, list(rows[0]))
+                sized = dataclasses.replace(shape, num_tokens=num_tokens)
+                shared = {"shape": shape.name, "T": num_tokens}
+                yield shared, partial(bench_experts, kernel, sized, bytes_per_ms, options)
+
+
+main = Command(__doc__, add_options, tasks)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -38,12 +37,20 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
-from .common import results_file
-from .common.model_variants import MODELS, captured, compile_layers, draw_tokens, make_model, with_experts
+from .common.command import Command
+from .common.model_variants import (
+    MODELS,
+    captured,
+    compile_layers,
+    draw_tokens,
+    free_memory,
+    make_model,
+    size,
+    with_experts,
+)
+from .common.qwen3_moe import OURS, check_step, peak_mib, with_adapters
 from .common.results_file import Row, Task, attempt
-from .common.timing import Timing, host_us, time_interleaved
-from .huggingface import OURS, check_step, peak_mib, with_adapters
-from .layer import environment, print_rows
+from .common.timing import Timing, host_us, timed
 
 MODES = ("eager", "compiled", "graph")
 GENERATE = "generate"
@@ -121,7 +128,7 @@ class Measurement:
 
 def checked_model(options: argparse.Namespace, training: str) -> tuple[nn.Module, dict[str, str | None]]:
     """Return the model, and by implementation the error of its check or None."""
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    dtype = options.dtype
     base = make_model(options.model, options.layers, options.device, dtype)
     if training == "lora":
         base = with_adapters(base, options.rank, ADAPTED)
@@ -167,8 +174,7 @@ def bench(
                 runs[name], rows[name]["peak_mib"] = prepared
             base.zero_grad()
             free_memory()
-        turns = {"rounds": options.rounds, "round_ms": options.round_ms}
-        timings, error = attempt(partial(time_interleaved, runs, options.device, **turns))
+        timings, error = attempt(partial(timed, runs, options))
         if timings is not None and not generates:  # generate waits for each token
             host = host_us(runs, time.perf_counter, options.device, batch=1, rounds=5 * options.rounds)
     base.zero_grad()
@@ -181,12 +187,6 @@ def bench(
         rows[name] |= {"host_ms": host[name] / 1e3 if host else None}
         rows[name] |= {"times_as_fast": None if best_ms is None else best_ms / timing.ms}
     return list(rows.values())
-
-
-def free_memory() -> None:
-    if torch.cuda.is_available():
-        gc.collect()  # modules with hooks are cycles
-        torch.cuda.empty_cache()
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
@@ -202,17 +202,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
             yield shared, partial(bench, shared, partial(checked, training), options)
 
 
-def size(text: str) -> tuple[int, int]:
-    batch, length = text.split("x")
-    return int(batch), int(length)
-
-
 COLUMNS = ("training", "mode", "pass", "batch", "length", "implementation", *EMPTY, "error")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     theirs = [name for name in ALL_EXPERTS_FUNCTIONS.valid_keys() if name != OURS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(1, 1024), (1, 4096), (4, 4096)])
@@ -226,15 +220,14 @@ def main(arguments: list[str] | None = None) -> None:
     names = [OURS, "eager", *theirs]
     parser.add_argument("--implementations", nargs="+", choices=names, default=names)
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=500.0, help="least milliseconds per timing and round")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
-    constants = {"transformers": transformers.__version__, "peft": peft.__version__}
-    constants |= environment(options.device, options.commit)
-    for rows in results_file.ResultsFile.of(options, constants).measure(tasks(options)):
-        print_rows(rows, COLUMNS)
+    parser.set_defaults(round_ms=500.0)
+
+
+def versions(options: argparse.Namespace) -> Row:
+    return {"transformers": transformers.__version__, "peft": peft.__version__}
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS, constants=versions)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,6 @@ of collectives on the first rank, hidden or not. `peak_gib` includes parameters 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,14 +39,13 @@ from torch.profiler import ProfilerActivity, profile
 from moe_layers import clip_grad_norm_
 from moe_layers.integrations.transformers import enable, shard_experts
 
-from .common import results_file
-from .common.model_variants import MODELS, draw_tokens, make_model
+from .common import plots
+from .common.command import Command, print_rows
+from .common.model_variants import MODELS, draw_tokens, free_memory, make_model, size
 from .common.results_file import Row, Task, attempt
-from .expert_parallel import start_processes
-from .layer import environment, print_rows
 from .parallel import plan
+from .parallel.processes import process_group
 from .parallel.rank_timing import time_together
-from .whole_model import size
 
 ONE = "one_gpu"
 SHARDED = ("shard_experts/auto", "shard_experts/alltoall", "shard_experts/allgather", "shard_experts/overlapped")
@@ -63,8 +58,7 @@ EMPTY = dict.fromkeys(COLUMNS[6:])
 
 def make(name: str, options: argparse.Namespace, model_name: str, device: torch.device) -> Any:
     """Return the model in one of the ways. All ranks draw the same weights."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = make_model(model_name, options.layers, str(device), dtype).train()
+    model: Any = make_model(model_name, options.layers, str(device), options.dtype).train()
     kind, _, choice = name.partition("/")
     if kind == "transformers":
         return by_transformers(model, choice)
@@ -103,8 +97,7 @@ def run(model: nn.Module, tokens: Tensor) -> Tensor:  # scalar
 
 def expected(options: argparse.Namespace, model_name: str, tokens: Tensor) -> tuple[float, float]:
     """Return this rank's loss, and the norm of the ranks' mean gradient, with transformers' own experts."""
-    dtype = torch.bfloat16 if tokens.is_cuda else torch.float32
-    model = make_model(model_name, options.layers, str(tokens.device), dtype).train()
+    model = make_model(model_name, options.layers, str(tokens.device), options.dtype).train()
     loss = run(model, tokens)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -141,15 +134,8 @@ def measure(
     timing = time_together({name: call}, tokens.device, rounds=options.rounds, round_ms=options.round_ms)[name]
     comm_ms = communication_ms(call, tokens.device)
     rate = 1e3 * tokens.numel() / timing.ms
-    return (
-        row
-        | timing._asdict()
-        | {
-            "tokens_per_s_per_gpu": rate,
-            "comm_ms": comm_ms,
-            "comm_share": comm_ms / timing.ms,
-        }
-    )
+    shares = {"comm_ms": comm_ms, "comm_share": comm_ms / timing.ms}
+    return {**row, **timing._asdict(), "tokens_per_s_per_gpu": rate, **shares}
 
 
 def communication_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -163,21 +149,6 @@ def communication_ms(call: Callable[[], object], device: torch.device) -> float:
         events = [event for event in profiler.events() if "nccl" in event.name.lower() and event.device_time_total]
         return sum(event.device_time_total for event in events if not event.cpu_children) / 1e3
     return sum(event.cpu_time_total for event in profiler.events() if event.name.startswith("gloo:")) / 1e3
-
-
-def free_memory() -> None:
-    gc.collect()  # modules with hooks are cycles
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def tasks(options: argparse.Namespace, device: torch.device) -> Iterator[Task]:
-    num_ranks = distributed.get_world_size()
-    for model_name in options.models:
-        for batch, length in options.tokens:
-            sizes = {"layers": options.layers, "batch": batch, "length": length, "processes": num_ranks}
-            shared: Row = {"model": model_name, **sizes}
-            yield shared, partial(bench, shared, options, device)
 
 
 def bench(shared: Row, options: argparse.Namespace, device: torch.device) -> list[Row]:
@@ -198,38 +169,38 @@ def bench(shared: Row, options: argparse.Namespace, device: torch.device) -> lis
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["qwen3-30b-a3b", "gpt-oss-20b"])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(4, 4096)], help="of each rank")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument(
-        "--implementation", choices=("triton", "reference"), help="of these experts; default: by device"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--round-ms", type=float, default=500.0, help="least milliseconds per timing and round")
+    implementations, ours = ("triton", "reference"), "of these experts; default: by device"
+    parser.add_argument("--implementation", choices=implementations, help=ours)
     parser.add_argument("--warm-up", type=int, default=8, help="calls before the first timing")
     parser.add_argument("--plan", action="store_true", help="only predict whole models on 8 and 64 GPUs")
     parser.add_argument("--measured", type=Path, help="results of this benchmark, for --plan")
-    results_file.add_options(parser)
-    options = parser.parse_args(arguments)
+    parser.set_defaults(round_ms=500.0)
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     if options.plan:
-        rows = [] if options.measured is None else json.loads(options.measured.read_text())
+        rows = [] if options.measured is None else plots.read(options.measured)
         print(plan.basis(rows))
         print_rows(plan.predictions(rows), plan.COLUMNS)
         return
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    device, started = start_processes(), time.monotonic()
-    constants = {"transformers": transformers.__version__, **environment(device.type, options.commit)}
-    path = options.output if distributed.get_rank() == 0 else None
-    for rows in results_file.ResultsFile(path, constants, options.time_limit_s).measure(tasks(options, device)):
-        if distributed.get_rank() == 0:
-            print_rows(rows, COLUMNS)
-            print(f"{time.monotonic() - started:.0f} s", flush=True)
-    distributed.destroy_process_group()
+    with process_group(options.device) as device:
+        for model in options.models:
+            for batch, length in options.tokens:
+                sizes = {"layers": options.layers, "batch": batch, "length": length}
+                shared: Row = {"model": model, **sizes, "processes": distributed.get_world_size()}
+                yield shared, partial(bench, shared, options, device)
+
+
+def versions(options: argparse.Namespace) -> Row:
+    return {"transformers": transformers.__version__}
+
+
+main = Command(__doc__, add_options, tasks, COLUMNS, constants=versions)
 
 
 if __name__ == "__main__":

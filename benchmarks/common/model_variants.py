@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_layers.integrations.transformers import enable
 
-from ..huggingface import OURS
-from ..layer import MIB
+from .layers import MIB
+from .qwen3_moe import OURS
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration, and sizes
     "qwen3-30b-a3b": (
@@ -87,6 +88,17 @@ def make_model(name: str, num_layers: int, device: str, dtype: torch.dtype) -> n
 def draw_tokens(batch: int, length: int, device: str) -> Tensor:  # [B, S]
     generator = torch.Generator(device).manual_seed(1)
     return torch.randint(VOCABULARY, (batch, length), device=device, generator=generator)
+
+
+def size(text: str) -> tuple[int, int]:
+    """Return batch and length of an option."""
+    batch, length = text.split("x")
+    return int(batch), int(length)
+
+
+def free_memory() -> None:
+    gc.collect()  # modules with hooks are cycles
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def with_experts(base: nn.Module, name: str, implementation: str | None) -> nn.Module:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import distributed
+
 T = TypeVar("T")
 Row = dict[str, Any]
-Task = tuple[Row, Callable[[], list[Row]]]  # values that all rows of a measurement share, and the measurement
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `ResultsFile.of` reads."""
-    parser.add_argument("--commit", default="unknown", help="commit of this code, kept in the results")
-    parser.add_argument("--output", type=Path, help="JSON file to write, after every measurement")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --output and measure what it lacks")
-    parser.add_argument("--time-limit-s", type=float, help="start no measurement that may end later; default: no limit")
+Task = tuple[Row, Callable[[], list[Row]]]  # values that all rows of a measurement have, and the measurement
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -30,22 +26,42 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{type(error).__name__}: {error}"[:500]
 
 
+def environment(device: str, commit: str) -> Row:
+    """Return the GPU, the versions and the date, which every row of results has."""
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__ if triton else None,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the first of its group, or in none."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
+
+
 class ResultsFile:
-    """Rows of results, and the file that holds them.
+    """Rows of results, and the file that holds them. Of several ranks, the first one writes it.
 
     Args:
         path: None writes nothing.
-        constants: added to every row.
+        constants: returns what is added to every row of a measurement.
         limit_s: seconds from now; None for no limit.
     """
 
-    def __init__(self, path: Path | None, constants: Row, limit_s: float | None = None):
+    def __init__(self, path: Path | None, constants: Callable[[], Row], limit_s: float | None = None):
         self.rows: list[Row] = []
         self._path, self._constants = path, constants
         self._limit_s, self._begin, self._longest_s = limit_s, time.monotonic(), 0.0
 
     @classmethod
-    def of(cls, options: argparse.Namespace, constants: Row) -> ResultsFile:
+    def of(cls, options: argparse.Namespace, constants: Callable[[], Row]) -> ResultsFile:
         """Return the file of a command.
 
         Raises:
@@ -63,18 +79,31 @@ class ResultsFile:
         for shared, measure in tasks:
             if any(shared.items() <= row.items() for row in self.rows):
                 continue
-            begin = time.monotonic()
-            if self._limit_s is not None and begin - self._begin + self._longest_s > self._limit_s:
-                print(f"stopped after {begin - self._begin:.0f} s: run again with --resume to go on")
+            begin_s = self._elapsed_s()
+            if self._limit_s is not None and begin_s + self._longest_s > self._limit_s:
+                print(f"stopped after {begin_s:.0f} s: run again with --resume to go on")
                 return
-            rows = measure()
-            assert all(shared.items() <= row.items() for row in rows), shared
-            self._longest_s = max(self._longest_s, time.monotonic() - begin)
+            rows = [{**shared, **row} for row in measure()]
+            self._longest_s = max(self._longest_s, self._elapsed_s() - begin_s)
             self._add(rows)
             yield rows
 
+    def _elapsed_s(self) -> float:
+        """Return the seconds since the start. All ranks return the same, so that they stop at the same task."""
+        seconds = time.monotonic() - self._begin
+        if distributed.is_initialized():
+            device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+            longest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            distributed.all_reduce(longest, distributed.ReduceOp.MAX)
+            seconds = longest.item()
+        return seconds
+
     def _add(self, rows: list[Row]) -> None:
-        self.rows += [{**row, **self._constants} for row in rows]
-        if self._path is not None:
+        constants = self._constants()
+        self.rows += [{**row, **constants} for row in rows]
+        if self._path is not None and is_first_rank():
+            # Replaced in one step, so that a reader always finds a complete file.
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
+            written = self._path.with_name(f"{self._path.name}.part")
+            written.write_text(json.dumps(self.rows, indent=1) + "\n")
+            written.replace(self._path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moe_kernels.specs import is_gated
@@ -22,6 +24,12 @@ class Shape:
     @property
     def num_rows(self) -> int:
         return self.num_tokens * self.top_k
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes by the letters that results and shape comments use."""
+        numbers = self.num_tokens, self.d_model, self.d_ff, self.num_experts, self.top_k
+        return dict(zip("TDFEK", numbers, strict=True))
 
     @property
     def up_columns(self) -> int:
@@ -102,10 +110,16 @@ OFF_GRID = {
         Shape("no-tma-2047x1023", 8191, 2047, 1023, 64, 8),
     )
 }
-GROUPS = {"tuned": SHAPES, "unseen": UNSEEN, "off-grid": OFF_GRID}
+GROUPS = {"tuned": SHAPES, "published": PUBLISHED, "unseen": UNSEEN, "off-grid": OFF_GRID}
 
 
-def shapes_named(names: list[str]) -> list[Shape]:
+def add_option(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add `--shapes`, whose values `shapes_named` reads. Default: these names."""
+    groups = f"names of layers, or of groups: {', '.join(GROUPS)}; default: {' '.join(names)}"
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", default=names, help=groups)
+
+
+def shapes_named(names: Sequence[str]) -> list[Shape]:
     """Return the shapes of these names. The name of a group stands for all of its shapes.
 
     Raises:

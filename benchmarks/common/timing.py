@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -29,6 +30,11 @@ def time_interleaved(
     for name in turns(list(functions), rounds):
         samples[name] += _time_calls(functions[name], device, calls[name])
     return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
+
+
+def timed(functions: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, Timing]:
+    """Time every function in turns, by the options of a command."""
+    return time_interleaved(functions, options.device, rounds=options.rounds, round_ms=options.round_ms)
 
 
 def host_us(

@@ -11,9 +11,9 @@ from torch.distributed import DeviceMesh
 from moe_layers import MoEFeedForward
 from moe_layers.parallel.collectives import Ranks, wait
 
+from ..common.layers import PASSES, make_tokens
 from ..common.shapes import Shape
 from ..common.timing import Timing
-from ..layer import PASSES, make_tokens
 from .best import best_form
 from .implementations import BASELINE, dtype_for, held, local_layer, make_implementation, make_layer, passes, results
 from .rank_timing import largest, time_together

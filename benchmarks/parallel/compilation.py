@@ -14,8 +14,8 @@ from moe_layers.parallel.collectives import Ranks
 from moe_layers.parallel.overlapped import OverlappedDispatcher
 from moe_layers.parallel.symmetric_memory import CollectiveTransport
 
+from ..common.layers import make_tokens
 from ..common.shapes import Shape
-from ..layer import make_tokens
 from .implementations import BASELINE, local_layer, make_implementation, make_layer, results
 
 

@@ -1,7 +1,6 @@
 """benchmarks/expert_parallel.py, on sizes small enough for seconds: it compares, times and reports."""
 
 import json
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -10,8 +9,9 @@ import torch
 from torch import distributed
 
 from benchmarks import expert_parallel
+from benchmarks.common.layers import make_tokens
+from benchmarks.common.results_file import ResultsFile
 from benchmarks.common.shapes import TINY
-from benchmarks.layer import make_tokens
 from benchmarks.parallel import best, comparison
 from benchmarks.parallel.compilation import compile_kernels, stand_in
 from benchmarks.parallel.implementations import (
@@ -31,9 +31,9 @@ ARGUMENTS = ["--shapes", "tiny", "--routing", "zipf", "--rounds", "1", "--round-
 
 
 def run(device, *arguments):
-    rows, options = [], expert_parallel.parse([*ARGUMENTS, *arguments])
-    expert_parallel.run(options, device, rows, time.monotonic())
-    return rows
+    options = expert_parallel.main.parse([*ARGUMENTS, "--device", device.type, *arguments])
+    file = ResultsFile.of(options, dict)
+    return [row for rows in file.measure(expert_parallel.measurements(options, device)) for row in rows]
 
 
 def small_run(device):
@@ -44,7 +44,7 @@ def small_run(device):
     layers = [row for row in rows if "shape" in row]
     assert len(layers) == 2 * 2 * len(expert_parallel.DEFAULT_IMPLEMENTATIONS)
     for row in layers:
-        assert row["commit"] == "abc" and row["processes"] == distributed.get_world_size()
+        assert row["processes"] == distributed.get_world_size()
         assert row["share_of_model"] > 0 and row["best"] in STYLES
         assert row["implementation"] != BASELINE or row["times_baseline"] == 1
         assert 1 < row["busiest"] <= 2 if row["ep"] == 2 else row["busiest"] == 1

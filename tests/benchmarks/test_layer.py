@@ -9,15 +9,13 @@ import torch
 
 from benchmarks import layer as benchmark
 from benchmarks import small_batches
-from benchmarks.common import results_file
+from benchmarks.common import layers, results_file
 from benchmarks.common.baselines import TorchGroupedMM, dense_gemms, grouped_mm_takes
+from benchmarks.common.layers import check_layer, num_checked
 from benchmarks.common.results_file import ResultsFile
 from benchmarks.common.shapes import OFF_GRID, PUBLISHED, SHAPES, TINY, TOKENS, UNSEEN, Shape, shapes_named
-from benchmarks.layer import check_layer, compare, markdown_table, num_checked
+from benchmarks.layer import compare, markdown_table
 from moe_layers import MoEConfig, MoEFeedForward
-
-from ..processes import run_python
-from ..tiers import slow
 
 PRESETS = {
     "deepseek-v3-ep8": (MoEConfig.deepseek_v3(), 8),
@@ -58,23 +56,23 @@ def test_check_of_large_layers_takes_fewer_experts():
     arctic, kimi = UNSEEN["arctic-t16384"], UNSEEN["kimi-k2-ep16-t65536"]
     of_weights = num_checked(arctic) / arctic.num_experts * 40 * arctic.num_weights
     of_rows = num_checked(kimi) / kimi.num_experts * (16 * kimi.num_weights + 32 * 65536 * 8 * (7168 + 2048))
-    assert all(0.9 < needed / benchmark.CHECKED_BYTES <= 1 for needed in (of_weights, of_rows))
+    assert all(0.9 < needed / layers.CHECKED_BYTES <= 1 for needed in (of_weights, of_rows))
 
 
 @pytest.mark.parametrize("num_experts", [3, None])
 def test_check_of_some_experts_finds_errors(monkeypatch, num_experts):
     layer = MoEFeedForward(64, 32, 8, 2, activation="relu_squared", implementation="reference")
-    tokens, exact = torch.randn(40, 64), benchmark.reference.fused_experts
+    tokens, exact = torch.randn(40, 64), layers.reference.fused_experts
     counts = []
 
     def op(tokens, topk_weights, permutation, *operands, **options):
         counts.append((len(tokens), len(permutation.row_to_token), len(permutation.offsets), len(operands[0])))
         return exact(tokens, topk_weights, permutation, *operands, **options)
 
-    monkeypatch.setattr(benchmark, "fused_experts", op)
+    monkeypatch.setattr(layers, "fused_experts", op)
     check_layer(layer, tokens, num_experts)
     assert counts == [(15, 30, 3, 3) if num_experts else (40, 80, 8, 8)]
-    monkeypatch.setattr(benchmark, "fused_experts", lambda *args, **options: 1.1 * exact(*args, **options))
+    monkeypatch.setattr(layers, "fused_experts", lambda *args, **options: 1.1 * exact(*args, **options))
     with pytest.raises(AssertionError, match="out: error"):
         check_layer(layer, tokens, num_experts)
 
@@ -105,38 +103,22 @@ def tasks(names, ran):
 
 def test_results_are_written_one_by_one_and_resumed(tmp_path):
     path, ran = tmp_path / "new" / "results.json", []
-    measured = ResultsFile.of(options(path), {"commit": "abc"}).measure(tasks("abc", ran))
+    measured = ResultsFile.of(options(path), lambda: {"commit": "abc"}).measure(tasks("abc", ran))
     assert next(measured) == [{"name": "a", "value": 1.0}]
     assert json.loads(path.read_text()) == [{"name": "a", "value": 1.0, "commit": "abc"}]
-    assert len(list(ResultsFile.of(options(path), {"commit": "abc"}).measure(tasks("abc", ran)))) == 2
+    assert len(list(ResultsFile.of(options(path), lambda: {"commit": "abc"}).measure(tasks("abc", ran)))) == 2
     assert ran == ["a", "b", "c"] == [row["name"] for row in json.loads(path.read_text())]
     with pytest.raises(SystemExit, match=r"must be of def, got \['abc'\]"):
-        ResultsFile.of(options(path, commit="def"), {})
-    assert ResultsFile.of(options(path, commit="def", resume=False), {}).rows == []
+        ResultsFile.of(options(path, commit="def"), dict)
+    assert ResultsFile.of(options(path, commit="def", resume=False), dict).rows == []
 
 
 def test_time_limit_counts_the_longest_measurement(monkeypatch, capsys):
     times = iter([0, 0, 30, 30, 35, 65, 99])  # start; begin and end of "a" and "b"; begin of "c" and of "d"
     monkeypatch.setattr(results_file.time, "monotonic", lambda: next(times))
-    file, ran = ResultsFile.of(options(None, time_limit_s=90), {}), []
+    file, ran = ResultsFile.of(options(None, time_limit_s=90), dict), []
     assert len(list(file.measure(tasks("abcd", ran)))) == 2 and ran == ["a", "b"]
     assert "stopped after 65 s" in capsys.readouterr().out
-
-
-@slow  # processes that time a layer for seconds
-def test_small_runs_write_results_files(tmp_path):
-    common = ["--device", "cpu", "--commit", "abc", "--time-limit-s", "60", "--resume", "--output"]
-    few = ["--rounds", "1", "--round-ms", "1", "--routing", "even"]
-    run_python(["-m", "benchmarks.layer", "--shapes", "tiny", *few, *common, tmp_path / "layer.json"])
-    rows = json.loads((tmp_path / "layer.json").read_text())
-    pairs = [(row["pass"], row["implementation"]) for row in rows]
-    assert pairs == [(p, i) for p in benchmark.PASSES for i in ("triton", "torch_grouped_mm")]
-    assert all(row["share_of_dense_bound"] == row["dense_bound_ms"] / row["ms"] for row in rows)
-    run_python(
-        ["-m", "benchmarks.small_batches", "--shapes", "tiny", "--tokens", "1", *common, tmp_path / "small.json"]
-    )
-    (row,) = json.loads((tmp_path / "small.json").read_text())
-    assert row["T"] == 1 and 0 < row["forward_cpu_us"] < row["forward+backward_cpu_us"]
 
 
 def test_host_times_are_taken_next_to_a_dense_mlp(tmp_path, monkeypatch):
@@ -144,7 +126,7 @@ def test_host_times_are_taken_next_to_a_dense_mlp(tmp_path, monkeypatch):
         return torch.nn.Linear(1, 1)
 
     reference = partial(MoEFeedForward, implementation="reference")
-    monkeypatch.setattr(benchmark, "MoEFeedForward", reference)
+    monkeypatch.setattr(layers, "MoEFeedForward", reference)
     monkeypatch.setattr(small_batches, "TorchGroupedMM", no_layer)
     small = ["--host", "--shapes", "tiny", "--device", "cpu", "--rounds", "1"]
     small_batches.main([*small, "--commit", "abc", "--output", str(tmp_path / "host.json")])

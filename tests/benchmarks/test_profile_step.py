@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import profile_step
-from benchmarks.activations import make_variant
+from benchmarks.common.layers import VARIANTS, make_layer
 from benchmarks.common.shapes import TINY
 from benchmarks.profile_step import Gemm, explain, label, record_bytes, record_gemms
 from moe_kernels.runtime.triton import HAS_TRITON
@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installe
 @needs_triton
 @pytest.mark.parametrize("variant", ["swiglu", "relu", "swiglu with biases", "swiglu, weight on input"])
 def test_gemms_and_bytes_are_those_of_the_variant(variant, device):
-    layer = make_variant(TINY, variant, device, torch.float32)
+    layer = make_layer(TINY, device, torch.float32, **VARIANTS[variant])
     tokens = torch.randn(TINY.num_tokens, TINY.d_model, device=device, requires_grad=True)
 
     def step():
@@ -143,16 +143,13 @@ def test_what_results_lack_is_said(rows, error):
         explain(rows)
 
 
-def test_command_explains_files(tmp_path, monkeypatch, capsys):
+def test_command_explains_files(tmp_path, capsys):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(STEP))
     bad.write_text(json.dumps(STEP[:-1]))
-    monkeypatch.setattr("sys.argv", ["account", "--explain", str(good)])
-    profile_step.main()
+    profile_step.main(["--explain", str(good)])
     printed = capsys.readouterr().out
     assert "some, swiglu: step 10.000 ms, dense bound 7.000 ms, share 70.0 %" in printed
     assert [line.split()[0] for line in printed.splitlines()[4:]] == ["copies", "up", "others", "idle", "down"]
-    monkeypatch.setattr("sys.argv", ["account", "--explain", str(bad)])
-    with pytest.raises(SystemExit):
-        profile_step.main()
-    assert f"{bad}: explain: some must have one row of kernel 'step'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=f"{bad}: explain: some must have one row of kernel 'step'"):
+        profile_step.main(["--explain", str(bad)])

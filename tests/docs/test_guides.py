@@ -66,7 +66,8 @@ def source_of(words):
     if words[2] == "moe_kernels":
         return [ROOT / "moe_kernels" / "tools" / name for name in ("explain.py", "tables.py")]
     own = Path(spec.origin).parent / "__main__.py" if is_package else Path(spec.origin)
-    return [own, ROOT / "benchmarks" / "common" / "results_file.py"] if words[2].startswith("benchmarks.") else [own]
+    shared = [ROOT / "benchmarks" / "common" / name for name in ("command.py", "shapes.py")]
+    return [own, *shared] if words[2].startswith("benchmarks.") else [own]
 
 
 @pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.stem)

@@ -1,13 +1,11 @@
-"""The guide's table of memory, examples/fine_tune_quantized.py and benchmarks/quantized.py."""
+"""The guide's table of memory and examples/fine_tune_quantized.py."""
 
-import json
 import re
 from importlib import import_module
 
 import pytest
 import torch
 
-from benchmarks import quantized
 from moe_kernels.quantization.quantize import quantize
 from moe_layers import MoEConfig
 
@@ -52,21 +50,3 @@ def test_adapters_lower_the_loss_over_each_format(monkeypatch, capsys):
     for format in ("fp8", "mxfp4"):
         assert losses[format] == pytest.approx(losses["float32"], abs=0.05)
         assert losses[f"{format} + LoRA"] < losses[format]
-
-
-@slow
-def test_benchmark_of_small_sizes(tmp_path):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = tmp_path / "results.json"
-    sizes = ["--shapes", "tiny", "--train-tokens", "40", "--decode-tokens", "4", "--forms", "plain", "mxfp4"]
-    quantized.main([*sizes, "--device", device, "--rounds", "1", "--round-ms", "1", "--output", str(path)])
-    rows = json.loads(path.read_text())
-    assert [(row["case"], row["form"]) for row in rows] == [
-        ("train", "plain"),
-        ("train", "mxfp4"),
-        ("decode", "plain"),
-        ("decode", "mxfp4"),
-        ("dequantize", "mxfp4"),
-    ]
-    assert all(row["ms"] > 0 for row in rows)
-    assert rows[3]["read_mb"] < 0.3 * rows[2]["read_mb"]

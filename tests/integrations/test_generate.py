@@ -1,7 +1,6 @@
 """`generate` on enabled models: the tokens of the model's own experts, with every cache, compiled or not."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -42,16 +41,3 @@ def test_a_compiled_model_with_a_static_cache(device):
     expected = generate(model, tokens, "static")
     model.forward = torch.compile(model.forward)
     assert torch.equal(generate(model, tokens, "static"), expected)
-
-
-@slow
-def test_benchmark_of_small_sizes(device, tmp_path):
-    from benchmarks import generate as benchmark
-
-    path = tmp_path / "results.json"
-    sizes = ["--shape", "tiny", "--batch", "1", "2", "--prompt", "4", "--new", "2", "--rounds", "1", "--round-ms", "1"]
-    names = ["moe_layers", "grouped_mm", "batched_mm"]
-    benchmark.main([*sizes, "--device", torch.device(device).type, "--output", str(path)])
-    rows = json.loads(path.read_text())
-    assert [(row["batch"], row["implementation"]) for row in rows] == [(b, name) for b in (1, 2) for name in names]
-    assert all(row["tokens_per_s"] == pytest.approx(2e3 * row["batch"] / row["ms"]) for row in rows)

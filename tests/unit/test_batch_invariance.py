@@ -1,6 +1,5 @@
 """With `batch_invariant=True`, other tokens of a batch change no bit of a token's output or gradient."""
 
-import json
 from functools import partial
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import batch_invariance as benchmark
 from moe_kernels import (
     GemmArguments,
     GroupedGemmArguments,
@@ -20,7 +18,7 @@ from moe_kernels.gemm.batch_invariance import ASSUMED_ROWS, canonical_layout, in
 from moe_kernels.routing.linear_op import linear_routing_op
 from moe_kernels.routing.routers import linear_router
 from moe_kernels.testing import assert_accurate, check_accuracy
-from moe_layers import CapacityFactor, ExpertChoice, MoEFeedForward, RoundRobinAssignment, RouterNoise
+from moe_layers import CapacityFactor, ExpertChoice, RoundRobinAssignment, RouterNoise
 
 from ..dtypes import DTYPES
 from ..layers import moe_layer
@@ -332,17 +330,3 @@ def test_routing_is_that_of_the_ordinary_op(route, implementation, device):
     assert torch.equal(actual.topk_experts, expected.topk_experts)
     torch.testing.assert_close(actual.topk_weights, expected.topk_weights)
     torch.testing.assert_close(actual.logits, expected.logits)
-
-
-def test_the_benchmark_writes_a_results_file(tmp_path, monkeypatch):
-    def make(shape, device, dtype):
-        sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-        return MoEFeedForward(*sizes, implementation="reference", device=device, dtype=dtype)
-
-    monkeypatch.setattr(benchmark, "make_layer", make)
-    path = tmp_path / "results.json"
-    quick = ["--shapes", "tiny", "--num-tokens", "3", "--device", "cpu", "--rounds", "1", "--round-ms", "1"]
-    benchmark.main([*quick, "--commit", "abc", "--output", str(path)])
-    rows = json.loads(path.read_text())
-    assert [row["implementation"] for row in rows] == ["ordinary", "batch_invariant"] * 2
-    assert all(row["commit"] == "abc" and row["ms"] > 0 and row["times_the_ordinary"] > 0 for row in rows)

@@ -1,0 +1,131 @@
+"""Layers to be timed, their passes, memory and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import RouterSpec, fused_experts, reference
+from moe_kernels.specs import ACTIVATION_KINDS
+from moe_kernels.testing import assert_accurate, make_logits
+from moe_layers import MoEFeedForward
+
+from .shapes import Shape
+
+MIB = 2**20
+CHECKED_BYTES = 80e9  # largest memory of a check
+PASSES = ("forward", "forward+backward")
+VARIANTS = {  # further options of a layer
+    **{name: {"activation": name} for name in ACTIVATION_KINDS},
+    "swiglu with biases": {"bias": True},
+    "gpt_oss with biases": {"activation": "gpt_oss", "bias": True},
+    "swiglu, weight on input": {"router": RouterSpec.llama4()},
+    "swiglu, grouped sigmoid router": {"router": RouterSpec.deepseek_v3(4, 2)},
+}
+
+
+def make_layer(shape: Shape, device: str, dtype: torch.dtype, **options: Any) -> MoEFeedForward:
+    torch.manual_seed(0)
+    sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    return MoEFeedForward(*sizes, device=device, dtype=dtype, **{"activation": shape.activation, **options})
+
+
+def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.dtype) -> Tensor:  # [T, D]
+    """Return random tokens, shifted along the router's rows so that its choice follows `routing`."""
+    w_router = layer.router.weight.detach().float()
+    generator = torch.Generator(w_router.device).manual_seed(0)
+    tokens = torch.randn(shape.num_tokens, shape.d_model, device=w_router.device, generator=generator)
+    wanted = 8 * make_logits(shape.num_tokens, shape.num_experts, routing, w_router.device, generator)
+    tokens += torch.linalg.lstsq(w_router, (wanted - tokens @ w_router.t()).t()).solution.t()
+    return tokens.to(dtype)
+
+
+def fits_memory(shape: Shape, device: str) -> bool:
+    """Return whether the GPU can hold the layer, its gradients and the rows of both implementations, by estimate."""
+    num_bytes = 6 * shape.num_weights + 20 * shape.num_rows * (shape.d_model + shape.d_ff)
+    return device == "cpu" or num_bytes < torch.cuda.get_device_properties(0).total_memory
+
+
+def num_checked(shape: Shape) -> int:
+    """Return the number of experts whose check needs at most `CHECKED_BYTES` by estimate, at least 1."""
+    float32_pass = 16 * shape.num_weights + 32 * shape.num_rows * (shape.d_model + shape.d_ff)
+    comparison = 40 * shape.num_weights  # three results, and copies of the largest one in float64
+    return max(int(shape.num_experts / max(max(float32_pass, comparison) / CHECKED_BYTES, 1.0)), 1)
+
+
+def check_layer(layer: MoEFeedForward, tokens: Tensor, num_experts: int | None = None) -> None:
+    """Apply the tests' error budget to the expert op, output and gradients, with one choice of experts for all dtypes.
+
+    Args:
+        num_experts: check the first experts, with as many rows per expert, because memory for all lacks; default: all.
+    """
+    num_all, (w_up, w_down) = layer.num_experts, (layer.experts.w_up, layer.experts.w_down)
+    num_experts = num_experts or num_all
+    tokens = tokens[: len(tokens) * num_experts // num_all]
+    with torch.no_grad():
+        routed = layer.router(tokens)
+    topk_experts = routed.topk_experts % num_experts
+    operands = (tokens, routed.topk_weights, w_up[:num_experts], w_down[:num_experts])
+
+    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype if t.dtype == tokens.dtype else t.dtype).requires_grad_() for t in operands]
+        permutation = reference.sort_by_expert(topk_experts, num_experts)
+        out = op(leaves[0], leaves[1], permutation, *leaves[2:], activation=layer.experts.activation)
+        generator = torch.Generator(tokens.device).manual_seed(1)
+        dout = torch.randn(out.shape, device=out.device, generator=generator).to(tokens.dtype).to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    # float32 without TF32 is exact in comparison with 16-bit results.
+    exact = run(reference.fused_experts, torch.float32)
+    baseline = run(reference.fused_experts, tokens.dtype)
+    actual = run(fused_experts, tokens.dtype)
+    for name, a, b, e in zip(("out", "dtokens", "dweights", "dw_up", "dw_down"), actual, baseline, exact, strict=True):
+        assert_accurate(a, b, e, name)
+
+
+def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:
+    """Return one call of each pass."""
+    leaf = tokens.detach().requires_grad_()
+    dout = torch.randn_like(tokens)
+    parameters = list(layer.parameters())
+
+    def forward() -> Tensor:
+        return layer(leaf)
+
+    def forward_backward() -> None:
+        for tensor in (leaf, *parameters):
+            tensor.grad = None
+        forward().backward(dout)
+
+    return {"forward": forward, "forward+backward": forward_backward}
+
+
+def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float] | tuple[None, None]:
+    """Return (saved, peak) MiB, or None without a GPU.
+
+    The peak is measured from before the forward, gradients included. The layer has run.
+    """
+    if not tokens.is_cuda:
+        return None, None
+    layer.zero_grad()
+    run = passes(layer, tokens)  # with a leaf of its own, which has no gradient yet that the run would free
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = run["forward"]()
+    saved = torch.cuda.memory_allocated() - before
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    run["forward+backward"]()
+    return saved / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def chosen_bytes(
+    layer: MoEFeedForward,
+    topk_experts: torch.Tensor,  # [T, K]
+) -> int:
+    """Return the bytes of the experts that at least one token chose."""
+    experts = layer.experts
+    return topk_experts.unique().numel() * (experts.w_up[0].nbytes + experts.w_down[0].nbytes)
