@@ -14,7 +14,7 @@ from ..processes import ROOT, run_python, run_torchrun
 from ..tiers import default_tier, slow
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]  # their code runs
-CHECKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "performance.md"]  # their commands exist
+CHECKED = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("performance*.md"))]  # their commands exist
 LINKED = dict.fromkeys([*CHECKED, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))])
 
 # Environment that torchrun gives to a single process.

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 API = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
-PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
+PERFORMANCE = "\n".join((ROOT / "docs" / name).read_text() for name in ("performance.md", "performance_history.md"))
 
 
 def load(name):
@@ -94,6 +94,15 @@ def test_navigation_holds_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").rglob("*.md")):
         assert re.search(rf"[ :-] {re.escape(str(page.relative_to(ROOT / 'docs')))}$", navigation, re.MULTILINE), page
+
+
+def test_every_results_file_is_named():
+    """Results that no page, log, test or benchmark names are in the history alone."""
+    kinds = {"docs": "*.md", "tests": "*.py", "benchmarks": "*.py"}
+    folders = [(ROOT / folder).rglob(kind) for folder, kind in kinds.items()]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", RESULTS / "LOG.md", *itertools.chain(*folders)]
+    text = "\n".join(page.read_text() for page in pages)
+    assert not [path.name for path in RESULTS.iterdir() if path.name not in text and path.suffix != ".md"]
 
 
 def test_layer_tables_equal_their_results_files():
