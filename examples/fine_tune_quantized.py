@@ -23,7 +23,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from moe_layers import LoRA
-from moe_layers.experts.quantization import quantize_experts_
+from moe_layers.experts import quantize_experts_
 
 FORMATS = ("fp8", "int8", "nf4", "mxfp4")
 SETTINGS = Settings(

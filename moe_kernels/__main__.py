@@ -16,6 +16,8 @@ import sys
 from . import __version__
 from .tools import explain, tables
 
+__all__ = ["main"]
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(

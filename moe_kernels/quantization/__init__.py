@@ -1,1 +1,5 @@
 """Weights stored in few bits: their formats, quantisation and exact dequantisation."""
+
+from ..types import QuantizedWeight, WeightFormat
+
+__all__ = ["QuantizedWeight", "WeightFormat"]

@@ -15,6 +15,8 @@ from .formats import check_quantized
 from .kernels import launch_dequantize
 from .scaling import empty_scaled_rows, launch_pack_rows, launch_quantize_rows, launch_unpack_rows, packed_width
 
+__all__ = ["dequantize", "quantize_rows"]
+
 
 def dequantize(
     weight: QuantizedWeight,

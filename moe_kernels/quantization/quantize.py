@@ -12,6 +12,8 @@ from .. import reference_fp8
 from ..types import QuantizedWeight, WeightFormat
 from .formats import as_format
 
+__all__ = ["quantize"]
+
 # The quantiles of a normal distribution: https://arxiv.org/abs/2305.14314, appendix E.
 _NF4 = (
     -1.0,

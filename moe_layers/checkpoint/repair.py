@@ -23,6 +23,8 @@ import torch
 from ..checks import first_three
 from .files import CONFIG, INDEX, SINGLE, CheckpointFiles, TensorInfo, read_json
 
+__all__ = ["RepairReport", "repair"]
+
 _PARTIAL = "repair.partial"  # holds the new files until they are complete
 _MANIFEST = "files.json"  # their names, written when they are complete
 _DONE = "done.json"  # the manifest's name when all new files are in place

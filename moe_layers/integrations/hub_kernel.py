@@ -17,6 +17,8 @@ from pathlib import Path
 
 from moe_kernels import __version__
 
+__all__ = ["write_kernel"]
+
 NAME = "moe-layers-experts"
 _KERNELS = Path(__file__).parents[2] / "moe_kernels"
 _RECOGNITION = Path(__file__).parent / "transformers" / "recognition.py"

@@ -1,5 +1,6 @@
 """The README's size, the API reference, and tables that are taken from results files."""
 
+import ast
 import inspect
 import itertools
 import json
@@ -23,6 +24,8 @@ from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE
 from moe_layers.balance.routing_statistics import RoutingStatistics
 from moe_layers.integrations.transformers import EnableReport
 
+from ..markdown import blocks_of
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
@@ -43,6 +46,31 @@ def test_api_reference_holds_every_public_name():
     for package in (moe_kernels, moe_layers):
         names = [name for owner, name in documented if owner == package.__name__]
         assert sorted(names) == sorted(package.__all__)
+
+
+def test_every_shown_name_is_public():
+    """A name that the API reference or a code block shows is in `__all__` of the module that it is imported from."""
+    shown = {tuple(name.rsplit(".", 1)) for name in re.findall(r"^::: (\S+)$", API, re.MULTILINE)}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))):
+        for block in blocks_of(page):
+            if block.language == "python":
+                nodes = (node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.ImportFrom))
+                shown |= {(node.module, alias.name) for node in nodes for alias in node.names}
+    hidden = []
+    for module, name in sorted(shown):
+        file = ROOT / module.replace(".", "/") / "__init__.py"
+        file = file if file.exists() else (ROOT / module.replace(".", "/")).with_suffix(".py")
+        if module.startswith("moe_") and name not in listed(file):
+            hidden.append(f"{module}.{name}")
+    assert not hidden
+
+
+def listed(file):
+    """Return `__all__` of a module, which may need packages that are not installed."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
 
 
 # A shape comment of the source: what the docstring repeats of it.

@@ -25,6 +25,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...checks import is_dtensor
 from .stored_weights import StoredMxfp4
 
+__all__ = ["keep_mxfp4"]
+
 _METHOD = "moe_layers_mxfp4"
 _PUBLISHED = "mxfp4"
 _WEIGHTS = ("gate_up_proj", "down_proj")
