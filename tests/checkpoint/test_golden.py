@@ -5,7 +5,8 @@ import torch
 
 from moe_layers import MoEFeedForward
 
-from .golden import CASES, Golden
+from . import golden as cases
+from .golden import CASES, GOLDEN, Golden
 from .test_convert import read_model
 
 DTYPES = [torch.float32] + ([torch.bfloat16] if torch.cuda.is_available() else [])
@@ -84,3 +85,15 @@ def gradients_on_disk(moe, x, dy, directory):
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     moe.save_checkpoint(directory)
     return {**read_model(directory), "x": x.grad}
+
+
+def test_a_made_case_passes(tmp_path, device, monkeypatch):
+    """The script that CONTRIBUTING names writes what the tests above read."""
+    pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
+    from .make_golden import make
+
+    blocks = "model.layers.1.mlp", "model.layers.1.block_sparse_moe"
+    make(GOLDEN / "mixtral" / "config.json", tmp_path / "made", *blocks)
+    monkeypatch.setattr(cases, "GOLDEN", tmp_path)
+    test_output_and_choice("made", torch.float32, device)
+    test_gradients("made", torch.float32, device, tmp_path)
