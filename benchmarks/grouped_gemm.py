@@ -24,7 +24,6 @@ measured for the ops and for the best kernel of each design: `run` checks whethe
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from .common import plots, shapes
 from .common.command import Command, each
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import Timing, in_a_graph, timed
+from .common.timing import Timing, host_us, in_a_graph, timed
 
 GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
 COLUMNS = ("shape", "R", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense")
@@ -172,23 +171,6 @@ def check(problem: Problem, functions: dict[str, Callable[[], Tensor]], operands
         assert_accurate(functions[name](), baseline, exact, f"{problem.shape} {problem.gemm} {name}")
 
 
-def measure_cpu(functions: dict[str, Callable[[], object]], device: str) -> dict[str, float]:
-    """Return microseconds until each call returns: the median of the means of 20 calls."""
-    num_calls, num_samples = (20, 25) if device == "cuda" else (1, 3)  # without a GPU the CPU computes
-    result = {}
-    for name, function in functions.items():
-        samples = []
-        for _ in range(num_samples):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(num_calls):
-                function()
-            samples.append((time.perf_counter() - start) / num_calls)
-        result[name] = 1e6 * statistics.median(samples)
-    return result
-
-
 def bench_problem(problem: Problem, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one problem."""
     device = options.device
@@ -222,9 +204,11 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
         functions[f"run {name}"] = partial(kernel.run, made)
         functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
+    num_calls, rounds = (20, 25) if options.device == "cuda" else (1, 3)  # without a GPU the CPU computes
+    found = host_us(functions, time.perf_counter, options.device, batch=num_calls, rounds=rounds)
     return [
         {**_sizes(problem), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}
-        for name, microseconds in measure_cpu(functions, options.device).items()
+        for name, microseconds in found.items()
     ]
 
 

@@ -27,7 +27,7 @@ class Command:
         finish: called with the options and all rows at the end.
     """
 
-    doc: str
+    doc: str | None
     add_options: Callable[[argparse.ArgumentParser], object]
     tasks: Callable[[argparse.Namespace], Iterator[Task]]
     columns: Sequence[str] = ()

@@ -38,8 +38,9 @@ def make(config: Path, folder: Path, path: str, prefix: str | None = None) -> No
     y.backward(dy)
     tensors = {"x": x.detach(), "y": y.detach(), "dy": dy, "grad_x": x.grad, **chosen}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "golden.safetensors")
-    meta = {"arch": folder.name, "disk_prefix": f"{prefix or path}.", "seed": SEED, "transformers": transformers.__version__}
-    (folder / "meta.json").write_text(json.dumps({**meta, "torch": torch.__version__}, indent=1) + "\n")
+    meta = {"arch": folder.name, "disk_prefix": f"{prefix or path}.", "seed": SEED}
+    meta |= {"transformers": transformers.__version__, "torch": torch.__version__}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     save_file(gradients_on_disk(model, f"{prefix or path}."), folder / "grads.safetensors")
 
 

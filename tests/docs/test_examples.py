@@ -19,6 +19,11 @@ GOLDEN = ROOT / "tests" / "golden"
 SIZES = {"width": 32, "num_heads": 2, "context": 32, "batch": 4, "warmup_steps": 2, "log_every": 2}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_example_has_a_test(path):
+    assert any(re.search(rf"\b{path.stem}\b", test.read_text()) for test in (ROOT / "tests" / "docs").glob("*.py"))
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
