@@ -153,7 +153,9 @@ def lora(kind):
         model = sharded(adapted(build(kind)) if before else build(kind), average_gradients=average)
         model = model if before else adapted(model)
         assert_same_gradients(model, drawn(UNEVEN), adapted(build(kind)), average=average)
-        with pytest.raises(ValueError, match=r"merged into whole experts, got .*layers.*ranks share"):
+        with pytest.raises(
+            ValueError, match=r"layers.*: adapters must be merged into whole experts, got .* which ranks share"
+        ):
             model.merge_adapter()
 
 

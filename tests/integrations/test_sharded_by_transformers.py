@@ -14,6 +14,7 @@ from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from .models import config_of, initialise, model_class_of  # noqa: E402
 from .sharded_models import all_in_float64, assert_close, batches, build, gradients_of, whole  # noqa: E402
 
 NAME = "moe_layers"
@@ -64,11 +65,11 @@ def saved(kind):
     return folder
 
 
-def load(folder, **sizes):
+def load(folder, model_class=transformers.AutoModelForCausalLM, **sizes):
     size = distributed.get_world_size()
     sizes = {"fsdp_size": size, "ep_size": size, "ep_implementation": NAME, **sizes}
     config = transformers.distributed.DistributedConfig(**sizes)
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    return model_class.from_pretrained(
         folder, dtype="auto", distributed_config=config, experts_implementation="eager", attn_implementation="eager"
     ).train()
 
@@ -83,7 +84,7 @@ def assert_same_gradients(model, kind, data):
 
 
 def lora():
-    """Adapters of experts and attention on an enabled model. The Trainer averages their gradients."""
+    """Adapters of experts and attention, with and without `enable`. The Trainer averages their gradients."""
     from peft import LoraConfig, get_peft_model
 
     from moe_layers.integrations.transformers import enable, shard_experts
@@ -98,18 +99,24 @@ def lora():
                 torch.nn.init.normal_(parameter, std=0.2)
         return model
 
-    model, data = load(saved("qwen3_moe")), batches((3, 1))
-    enable(model, implementation="reference")
-    with pytest.raises(
-        ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
-    ):
-        shard_experts(model, init_device_mesh("cpu", (2,)))
+    data, folder = batches((3, 1)), saved("qwen3_moe")
     _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
-    _, gradients = gradients_of(adapted(model), [own(data)])
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        distributed.all_reduce(gradient)
-        assert_close(gradient / 2, expected[name], name)
+    for is_enabled in (False, True):
+        model = load(folder)
+        if is_enabled:
+            enable(model, implementation="reference")
+            with pytest.raises(
+                ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
+            ):
+                shard_experts(model, init_device_mesh("cpu", (2,)))
+        model = adapted(model)
+        with pytest.raises(ValueError, match="Qwen3MoeExperts: adapters must be merged into whole experts, got"):
+            model.base_model.model.model.layers[0].mlp.experts.merge()
+        _, gradients = gradients_of(model, [own(data)])
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            distributed.all_reduce(gradient)
+            assert_close(gradient / 2, expected[name], name)
 
 
 def gradients():
@@ -184,11 +191,49 @@ def tensor_parallelism_is_refused():
         load(saved("qwen3_moe"), tp_size=2, fsdp_size=1)
 
 
+def llama4_is_refused():
+    """transformers has no plan for it, and with a plan of the user its blocks would pass their experts no choice."""
+    folder, experts = saved("llama4_text"), "model.layers.*.feed_forward.experts"
+    with pytest.raises(ValueError, match="`Llama4ForCausalLM` has no `ep_plan`"):
+        load(folder)
+    plan = dict.fromkeys((f"{experts}.gate_up_proj", f"{experts}.down_proj"), "grouped_gemm")
+    with pytest.raises(ValueError, match=r"got Llama4TextExperts; .* call enable and shard_experts"):
+        load(folder, ep_plan=plan | {experts: "ep_dispatch_experts"})
+
+
+def experts_without_the_interface():
+    """transformers plans those of Step 3.7, whose class has no experts interface."""
+    folder, config = shared_folder(), config_of("step3p7_text")
+    config.n_routed_experts = 16
+    model, drawn = (model_class_of("step3p7_text")._from_config(config).double().eval() for _ in range(2))
+    model.load_state_dict(initialise(drawn).state_dict())  # without its limits
+    if distributed.get_rank() == 0:
+        model.save_pretrained(folder)
+    distributed.barrier()
+    ids = own(batches((3, 1)))[0] % model.config.vocab_size
+    with torch.no_grad():
+        actual, expected = (part(input_ids=ids).last_hidden_state for part in (load(folder, type(model)), model))
+    assert_close(actual, expected)
+
+
 def two_copies_of_each_expert():
     assert_same_gradients(load(saved("qwen3_moe"), ep_size=2), "qwen3_moe", batches((3, 1, 2, 2)))
 
 
 test_two_processes = make_test(
-    [Case(run) for run in (gradients, lora, saved_again, trainer, trl, tensor_parallelism_is_refused)], 2
+    [
+        Case(run)
+        for run in (
+            gradients,
+            lora,
+            saved_again,
+            trainer,
+            trl,
+            tensor_parallelism_is_refused,
+            llama4_is_refused,
+            experts_without_the_interface,
+        )
+    ],
+    2,
 )
 test_four_processes = make_test([Case(two_copies_of_each_expert)], 4)

@@ -54,7 +54,7 @@ def load(folder, **options):
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    with reading_shares(init_device_mesh("cpu", (2,)), implementation="reference", **options):
+    with reading_shares(init_device_mesh("cpu", (2,)), **{"implementation": "reference", **options}):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
 
 
@@ -181,9 +181,34 @@ def one_rank_alone(device):
         ):
             save_sharded(model, folder, seconds=1.0)
         assert time.monotonic() - start < 10 and not list(folder.iterdir())
+    else:
+        with pytest.raises(ValueError, match=r"reading_shares: all ranks of the group must call it, .* from rank 0"):
+            load(folder, seconds=1.0)
     distributed.barrier()
     save_sharded(model, folder)
     assert (folder / "model.safetensors").exists() or distributed.get_rank()
+    distributed.barrier()
+    load(folder)
+
+
+def errors_of_one_rank(device):
+    """All ranks learn of them at once, and later calls of all ranks work."""
+    from moe_layers.integrations.transformers import save_sharded
+
+    rank, start = distributed.get_rank(), time.monotonic()
+    folder, model = saved(build("qwen3_moe", torch.float32)), sharded(build("qwen3_moe", torch.float32))
+    with pytest.raises(OSError if rank else ValueError, match=r"Repo id" if rank else r"reading_shares: rank 1: Repo"):
+        load(folder / "other" if rank else folder)
+    with pytest.raises(ValueError, match=r"reading_shares: rank 1: .*implementation must be one of"):
+        load(folder, implementation="other" if rank else "reference")
+    with pytest.raises(ValueError, match="save_sharded: rank 1: the model must be sharded"):
+        save_sharded(build("qwen3_moe") if rank else model, folder)
+    with pytest.raises(ValueError, match=r"save_sharded: rank 0: Unit .* not supported"):
+        save_sharded(model, folder, max_shard_size="some")
+    with pytest.raises(ValueError, match="save_sharded: all ranks must agree about names, shapes and dtypes"):
+        save_sharded(model.double() if rank else model, folder)
+    assert time.monotonic() - start < 20
+    load(folder)
 
 
 def folders_that_cannot_be_written(device):
@@ -252,6 +277,7 @@ test_two_processes = make_test(
         bytes_and_peak,
         files_are_those_of_one_process,
         one_rank_alone,
+        errors_of_one_rank,
         folders_that_cannot_be_written,
         checkpoints_without_experts,
         resumed,

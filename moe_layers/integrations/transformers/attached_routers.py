@@ -10,7 +10,7 @@ from torch import nn
 
 from ...routing.model_routers import register_finder
 from .blocks import SWAPS
-from .discovery import _has_interface
+from .discovery import has_interface
 from .model_forward import hook_models, unhook_models
 from .router_hooks import HookedRouter
 
@@ -57,7 +57,7 @@ def release_routers(model: nn.Module) -> None:
 
 def _holds_experts(module: nn.Module) -> bool:
     kind = type(module)
-    return _has_interface(module) or (kind.__name__ in SWAPS and kind.__module__.startswith("transformers."))
+    return has_interface(module) or (kind.__name__ in SWAPS and kind.__module__.startswith("transformers."))
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:

@@ -80,7 +80,7 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
 def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
     own_class = type_before_parametrizations(module)
     kind = own_class.__name__
-    if _has_interface(module):
+    if has_interface(module):
         forwards: dict[nn.Module, Callable[..., object]] = {}
         if id(module.config) not in selectable:
             forwards[module] = experts_forward
@@ -119,7 +119,7 @@ def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
     ]
 
 
-def _has_interface(module: nn.Module) -> bool:
+def has_interface(module: nn.Module) -> bool:
     """Return whether the forward of the module's class gets its implementation from the experts interface."""
     forward = type(module).forward
     while inspect.isfunction(forward):

@@ -42,6 +42,7 @@ ATTRIBUTE = "_moe_layers_experts"  # of an experts module: its ExpertsSpec, from
 FORMS = "_moe_layers_forms"  # of an experts module: KeptForms, with a precision
 CHANGES = "_moe_layers_changes"  # of an experts module: LowRank by parameter name, while wrappers call it
 SHARING = "_moe_layers_sharing"  # of an experts module that ranks share: its SharedForward
+DISPATCHED = "_moe_layers_dispatched"  # of an experts module that transformers shards for us: its name in errors
 TOLD = "_moe_layers_told"  # of an experts module: its user knows who computes PEFT's adapters, see `_tell_once`
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -55,7 +56,13 @@ class LowRank(NamedTuple):
 
 
 class SharedForward(Protocol):
-    """Computes experts of which each rank holds a share."""
+    """Computes experts of which each rank holds a share.
+
+    Attributes:
+        name: of the experts, in errors.
+    """
+
+    name: str
 
     def forward(self, experts: nn.Module, tokens: Tensor, topk_experts: Tensor, topk_weights: Tensor) -> Tensor: ...
 

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ...checks import first_three
-from .experts_forward import ATTRIBUTE, CHANGES, NAME, SHARING, ExpertsSpec, LowRank
+from .experts_forward import ATTRIBUTE, CHANGES, DISPATCHED, NAME, SHARING, ExpertsSpec, LowRank
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 from .stored_weights import parameter_shape
 
@@ -82,12 +83,35 @@ def replace_forwards(place: Place) -> None:
     for wrapper in place.wrappers():
         if _is_param_wrapper(wrapper):
             replace_forward(wrapper, _forward)
-            if SHARING in vars(wrapper.get_base_layer()):
-                wrapper.merge = partial(_refuse_to_merge, f"{place.name}.{wrapper.parameter_name}")
 
 
-def _refuse_to_merge(name: str, *args: object, **kwargs: object) -> NoReturn:
-    raise ValueError(f"moe_layers: adapters must be merged into whole experts, got {name}, which ranks share")
+@cache
+def watch_wrappers() -> None:
+    """Let PEFT's wrappers around experts that ranks share refuse to merge, from the time when PEFT adds them."""
+    register_module_module_registration_hook(lambda holder, name, module: adapt_to_shares(module))
+
+
+def adapt_to_shares(module: Any) -> None:
+    """Replace forward and merge of a module, if it is PEFT's wrapper around experts that ranks share."""
+    if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
+        return
+    wrapper: Any = module
+    if (name := _name_of_shares(wrapper.get_base_layer())) is not None:
+        replace_forward(wrapper, _forward)
+        wrapper.merge = partial(_refuse_to_merge, name, wrapper.parameter_name)
+
+
+def _name_of_shares(experts: nn.Module) -> str | None:
+    """Return the name of experts that ranks share; None if they are whole."""
+    held: Any = vars(experts)
+    return held[SHARING].name if SHARING in held else held.get(DISPATCHED)
+
+
+def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ValueError(
+        f"{name}: adapters must be merged into whole experts, got {parameter}, which ranks share; save the adapters by "
+        "the PeftModel's save_pretrained, and merge them into a model that is not sharded"
+    )
 
 
 def restore_forwards(place: Place) -> None:
@@ -169,7 +193,7 @@ def _reason_against(wrapper: Any) -> str | None:
 
 def _is_computed_here(experts: Any) -> bool:
     """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
-    return is_replaced(experts) or experts.config._experts_implementation == NAME
+    return is_replaced(experts) or DISPATCHED in vars(experts) or experts.config._experts_implementation == NAME
 
 
 def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:
@@ -214,9 +238,9 @@ def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:
-        if SHARING in vars(self.get_base_layer()):
+        if (name := _name_of_shares(self.get_base_layer())) is not None:
             raise ValueError(
-                f"moe_layers: experts that ranks share take adapters that the kernels compute alone, got PEFT's own "
+                f"{name}: experts that ranks share take adapters that the kernels compute alone, got PEFT's own "
                 f"computation of {self.parameter_name}, because {reason}"
             )
         return type(self).forward(self, *args, **kwargs)

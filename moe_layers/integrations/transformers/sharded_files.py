@@ -10,6 +10,7 @@ Each rank reads its own experts alone. The first rank writes, and holds one deco
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -29,18 +30,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...checks import check_kind, first_three
-from ...parallel.meeting import meet, raise_together
+from ...parallel.meeting import SECONDS, agree, meet, problem_of, tell, together
 from .enabling import enable
-from .sharding import shard_experts, sharded_experts
+from .sharding import group_of, shard_experts, sharded_experts
 
+_READ, _SAVE = "reading_shares", "save_sharded"
 _LOAD = "_load_pretrained_model"  # of PreTrainedModel: gets a model on the meta device, and reads its weights
-_LONG_SECONDS = 1800.0  # for a rank that reads a checkpoint or writes a file
+_LONG_SECONDS = 1800.0  # for a rank that downloads or reads a checkpoint, or writes a file
 _FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @contextmanager
 def reading_shares(
-    mesh: DeviceMesh, *, implementation: str | None = None, precision: str | None = None, **options: Any
+    mesh: DeviceMesh,
+    *,
+    implementation: str | None = None,
+    precision: str | None = None,
+    seconds: float = SECONDS,
+    **options: Any,
 ) -> Iterator[None]:
     """Let `from_pretrained` enable each model and shard its experts before it reads any weight.
 
@@ -48,45 +55,59 @@ def reading_shares(
     pass `device_map={"": device}` to `from_pretrained`. Needs a version of transformers that reads parts of DTensors,
     such as 5.23, and safetensors files: others are read whole.
 
+    All ranks must enter and leave it, and call `from_pretrained` equally often. Between these calls they wait up to 30
+    minutes for ranks that download or read more slowly; a rank that raises an error ends this wait at once.
+
     Args:
         mesh: see `shard_experts`.
         implementation: see `enable`.
         precision: see `enable`.
-        options: of `shard_experts`.
+        seconds: how long to wait for ranks that have not entered yet, see `shard_experts`.
+        options: others of `shard_experts`.
 
     Raises:
         NotImplementedError: the version of transformers reads no parts.
-        ValueError: from `from_pretrained`, on all ranks: see `enable` and `shard_experts`, or the checkpoint is
-            quantised or lacks experts.
+        ValueError: a rank has not entered in time. From `from_pretrained`, on all ranks: see `enable` and
+            `shard_experts`, the checkpoint is quantised or lacks experts, or another rank raised an error inside.
     """
     owner = transformers.PreTrainedModel
     if not (_reads_parts() and _LOAD in vars(owner)):
         raise NotImplementedError(
             f"reading_shares: transformers must read parts of DTensors, as 5.23 does, got {transformers.__version__}"
         )
-    original = getattr(owner, _LOAD)
+    original, group, is_told = getattr(owner, _LOAD), group_of(_READ, mesh), False
 
     def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(model, "is_quantized", False):
-            raise ValueError(
-                f"reading_shares: weights must not be quantised, got {type(model).__name__} with a "
-                "quantization_config; load it whole, then call enable and shard_experts"
-            )
-        enable(model, implementation=implementation, precision=precision)
-        report = shard_experts(model, mesh, **options)
-        problem = "the checkpoint must be readable, got an error"
-        try:
+        nonlocal is_told
+        is_told = True
+        with together(_READ, group, _LONG_SECONDS):
+            if getattr(model, "is_quantized", False):
+                raise ValueError(
+                    f"{_READ}: weights must not be quantised, got {type(model).__name__} with a quantization_config; "
+                    "load it whole, then call enable and shard_experts"
+                )
+            enable(model, implementation=implementation, precision=precision)
+        report = shard_experts(model, mesh, seconds=seconds, **options)
+        with together(_READ, group, _LONG_SECONDS):
             info, offloaded = original(model, *args, **kwargs)
-            missing = _missing(info, report.experts)
-            problem = f"the checkpoint must hold all experts of this rank, got none or others of {missing}"
-            problem = problem if missing else ""
-        finally:
-            raise_together("reading_shares", mesh.get_group(), problem, _LONG_SECONDS)
+            if missing := _missing(info, report.experts):
+                raise ValueError(
+                    f"{_READ}: the checkpoint must hold all experts of this rank, got none or others of {missing}"
+                )
+        is_told = False
         return info, offloaded
 
+    meet(_READ, group, "", seconds)
     # Without this variable, threads read ahead of the conversion, up to the whole share.
     with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"), mock.patch.object(owner, _LOAD, staticmethod(load)):
-        yield
+        try:
+            yield
+        except BaseException as error:  # also Ctrl-C
+            if not is_told:
+                tell(_READ, group, problem_of(_READ, error))
+            raise
+    with together(_READ, group, _LONG_SECONDS):
+        pass
 
 
 def _reads_parts() -> bool:
@@ -101,7 +122,7 @@ def _missing(info: Any, experts: dict[str, nn.Module]) -> str:
 
 @torch.no_grad()
 def save_sharded(
-    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: str = "50GB", seconds: float = 20.0
+    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: str = "50GB", seconds: float = SECONDS
 ) -> None:
     """Write a model whose experts the ranks share. All ranks must call it; the first one writes.
 
@@ -111,23 +132,21 @@ def save_sharded(
         model: of transformers, from `shard_experts`, perhaps under FSDP2. A PeftModel saves its adapters by its own
             `save_pretrained`.
         max_shard_size: of one file, see `save_pretrained`.
-        seconds: how long to wait for ranks that have not called yet.
+        seconds: how long to wait for ranks that have not called yet. Later waits, for files to be written, last up to
+            30 minutes.
 
     Raises:
         ValueError: on all ranks: a rank has not called in time, the model has no experts that ranks share or has
-            adapters inside, or a file cannot be written.
+            adapters inside, the ranks disagree, or a file cannot be written.
     """
-    check_kind("save_sharded", "model", model, transformers.PreTrainedModel)
-    if not sharded_experts(model):
-        raise ValueError(f"save_sharded: the model must be sharded by shard_experts, got {type(model).__name__}")
-    state, metadata = _state(model)
-    adapted = [name for name in state if ".base_layer." in name]
-    if adapted:
-        raise ValueError(f"save_sharded: adapters must be unloaded, got those of {first_three(adapted)}")
-    group = distributed.group.WORLD
-    assert group is not None
-    writer = _Writer(model, Path(directory), state, metadata, max_shard_size) if distributed.get_rank() == 0 else None
-    meet("save_sharded", group, "", seconds)
+    group = distributed.group.WORLD if distributed.is_initialized() else None
+    if group is None:
+        raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got no process group")
+    with together(_SAVE, group, seconds):
+        state, metadata = _state(model)
+        is_first = distributed.get_rank() == 0
+        writer = _Writer(model, Path(directory), state, metadata, max_shard_size) if is_first else None
+    agree(_SAVE, group, {"names, shapes and dtypes of parameters": _digest(state)}, seconds)
     for names in _layers(state):
         gathered = {}
         for name in names:
@@ -135,19 +154,31 @@ def save_sharded(
             if writer is not None and name in writer.kept:
                 gathered[name] = tensor.cpu()
             del tensor
-        problem = "the model must have a layout to save, got an error"
-        try:
-            problem = "" if writer is None else writer.write(gathered)
-        finally:
-            raise_together("save_sharded", group, problem, _LONG_SECONDS)
+        with together(_SAVE, group, _LONG_SECONDS):
+            if writer is not None:
+                writer.write(gathered)
 
 
 def _state(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters and buffers by name, and metadata of the files."""
+    """Return parameters and buffers by name, and metadata of the files.
+
+    Raises:
+        ValueError: the model cannot be saved.
+    """
+    check_kind(_SAVE, "model", model, transformers.PreTrainedModel)
+    if not sharded_experts(model):
+        raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got {type(model).__name__}")
     quantizer = getattr(model, "hf_quantizer", None)
     state, metadata = (model.state_dict(), {}) if quantizer is None else quantizer.get_state_dict_and_metadata(model)
     ignored = set(model._keys_to_ignore_on_save or ())
+    if adapted := [name for name in state if ".base_layer." in name]:
+        raise ValueError(f"{_SAVE}: adapters must be unloaded, got those of {first_three(adapted)}")
     return {name: tensor for name, tensor in state.items() if name not in ignored}, {**metadata, "format": "pt"}
+
+
+def _digest(state: dict[str, Tensor]) -> str:
+    held = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
 
 def _layers(state: dict[str, Tensor]) -> list[list[str]]:
@@ -200,19 +231,14 @@ class _Writer:
         self.waiting: dict[str, Tensor] = {}
         self.is_begun = False
 
-    def write(self, gathered: dict[str, Tensor]) -> str:
-        """Return what went wrong, or an empty string."""
+    def write(self, gathered: dict[str, Tensor]) -> None:
         self.waiting |= self.convert(self.model, gathered)
-        try:
-            if not self.is_begun:
-                self._begin()
-            for file, names in self.split.filename_to_tensors.items():
-                if names and all(name in self.waiting for name in names):
-                    tensors = {name: self.waiting.pop(name).contiguous() for name in names}
-                    save_file(tensors, self.directory / file, metadata=self.metadata)
-        except OSError as error:
-            return str(error)
-        return ""
+        if not self.is_begun:
+            self._begin()
+        for file, names in self.split.filename_to_tensors.items():
+            if names and all(name in self.waiting for name in names):
+                tensors = {name: self.waiting.pop(name).contiguous() for name in names}
+                save_file(tensors, self.directory / file, metadata=self.metadata)
 
     def _begin(self) -> None:
         """Write everything but the weights, and remove files of an earlier model."""

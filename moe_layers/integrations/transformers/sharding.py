@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -26,15 +28,14 @@ from moe_kernels.types import QuantizedWeight
 from ...checks import check_kind, first_three, is_dtensor
 from ...parallel.collectives import Ranks
 from ...parallel.expert_parallel import ExpertParallel, expert_share, kept_share
-from ...parallel.meeting import meet, raise_together
+from ...parallel.meeting import SECONDS, agree, together
 from ...parallel.overlapped import check_overlaps
 from .enabling import STATE
 from .experts_forward import ATTRIBUTE, SHARING, ExpertsSpec, check_weights
 from .experts_of_rank import ExpertsOfModule, Sharing, count_experts
-from .peft_adapters import replace_forwards, report_wrappers
+from .peft_adapters import adapt_to_shares, report_wrappers, watch_wrappers
 
 _OP = "shard_experts"
-_SECONDS = 300.0  # for a rank that still loads its model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,7 @@ def shard_experts(
     max_rows_factor: float | None = None,
     chunks: int | None = None,
     reserved_sms: int | None = None,
+    seconds: float = SECONDS,
 ) -> ShardReport:
     """Share the experts of an enabled model among the ranks of a mesh. Each rank keeps its own experts and their names.
 
@@ -103,31 +105,29 @@ def shard_experts(
         max_rows_factor: see `ExpertParallel`.
         chunks: see `ExpertParallel`.
         reserved_sms: see `ExpertParallel`.
+        seconds: how long to wait for ranks that have not called yet. Ranks that load a whole model may differ by more
+            than the default: let them wait in `torch.distributed.barrier()` before, or give more seconds.
 
     Raises:
-        ValueError: on all ranks, before anything changes: the model is not enabled or sharded already, its parameters
-            are DTensors or those of DeepSpeed's ZeRO-3, the mesh does not suit it, experts cannot be divided, an
-            adapter is computed by PEFT itself, the ranks disagree, or a rank does not call.
+        ValueError: on all ranks within `seconds`, before anything changes: the model is not enabled or sharded
+            already, its parameters are DTensors or those of DeepSpeed's ZeRO-3, an argument is wrong, experts cannot
+            be divided, an adapter is computed by PEFT itself, the ranks disagree, or a rank does not call. A rank
+            whose mesh is wrong raises alone, and the others are without its call.
         NotImplementedError: "overlapped" with experts that it does not support.
     """
-    style = ExpertParallel(
-        dispatcher,
-        average_gradients=average_gradients,
-        max_rows_factor=max_rows_factor,
-        chunks=chunks,
-        reserved_sms=reserved_sms,
-    )
-    check_kind(_OP, "model", model, nn.Module)
-    check_kind(_OP, "mesh", mesh, DeviceMesh)
-    expert_share(_OP, mesh, mesh.size())  # raises unless the mesh has one dimension, with this rank
-    parts, problem = [], ""
-    try:
+    group = group_of(_OP, mesh)
+    with together(_OP, group, seconds):
+        style = ExpertParallel(
+            dispatcher,
+            average_gradients=average_gradients,
+            max_rows_factor=max_rows_factor,
+            chunks=chunks,
+            reserved_sms=reserved_sms,
+        )
+        check_kind(_OP, "model", model, nn.Module)
         parts = _parts(model, mesh)
-    except ValueError as error:
-        problem = str(error).removeprefix(f"{_OP}: ")
-    raise_together(_OP, mesh.get_group(), problem, _SECONDS)
-    _agree(mesh, _facts(model, parts, style))
-    ranks = Ranks.of(mesh.get_group())
+    agree(_OP, group, _facts(model, parts, style), seconds)
+    ranks = Ranks.of(group)
     sharings = [Sharing(f"{_OP}: {part.name}", part.num_experts, ranks, style) for part in parts]
     if dispatcher == "overlapped":
         for part, sharing in zip(parts, sharings, strict=True):
@@ -142,9 +142,9 @@ def shard_experts(
             bytes_of["freed"] += tensor.nbytes - sharded.to_local().nbytes
         setattr(part.experts, ATTRIBUTE, part.spec.of_rank(mesh.size()))
         setattr(part.experts, SHARING, sharing)
-    for place in getattr(model, STATE).places:
-        replace_forwards(place)
+    watch_wrappers()
     for module in model.modules():
+        adapt_to_shares(module)
         if isinstance(module, transformers.PreTrainedModel) and _holds(module, parts):
             module.save_pretrained = partial(_refuse_to_save, type(module).__name__)
     return ShardReport(
@@ -155,6 +155,13 @@ def shard_experts(
         bytes_of["kept"],
         bytes_of["freed"],
     )
+
+
+def group_of(op: str, mesh: DeviceMesh) -> ProcessGroup:
+    """Return the group of a mesh. Raise ValueError unless it has one dimension, with this rank."""
+    check_kind(op, "mesh", mesh, DeviceMesh)
+    expert_share(op, mesh, mesh.size())
+    return mesh.get_group()
 
 
 def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -221,41 +228,40 @@ def _part(name: str, experts: nn.Module, mesh: DeviceMesh) -> _Part:
         if isinstance(weight, QuantizedWeight) and weight.values.shape[0] != num_experts:
             raise ValueError(
                 f"each expert must hold an equal part of every tensor, got {weight.format} of {name}, whose blocks are "
-                "those of all experts together"
+                "those of all experts together; load the model without quantization, or keep it whole on each rank"
             )
-    for tensor_name, tensor in spec.tensors(experts).items():
-        if tensor.dim() == 0 or tensor.shape[0] % num_experts:
-            raise ValueError(
-                f"each expert must hold an equal part of every tensor, got {tensor_name} {list(tensor.shape)} of "
-                f"{name} for {num_experts} experts"
-            )
+    shapes = {tensor_name: list(tensor.shape) for tensor_name, tensor in spec.tensors(experts).items()}
+    sizes = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(sizes) > 1 or max(sizes) % num_experts:
+        raise ValueError(
+            f"each expert must hold an equal part of every tensor, got {shapes} of {name} for {num_experts} experts; "
+            "keep the model whole on each rank, or shard it by FSDP2"
+        )
     return _Part(name, experts, spec, num_experts, expert_share(name, mesh, num_experts))
 
 
 def _facts(model: Any, parts: list[_Part], style: ExpertParallel) -> dict[str, str]:
     """Return what must be equal on all ranks, by what it belongs to."""
-    config = getattr(model, "config", None)
-    settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else {}
-    facts = {f"config.{key}": repr(value) for key, value in settings.items() if "top_k" in key or "per_tok" in key}
+    facts = {}
     for part in parts:
         tensors = part.spec.tensors(part.experts).items()
         held = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
         facts[part.name] = f"{part.num_experts} experts, {', '.join(held)}, {part.spec}"
+    config = getattr(model, "config", None)
+    if isinstance(config, transformers.PreTrainedConfig):
+        facts |= _settings("config", json.loads(config.to_json_string()))
     options = ("dispatcher", "average_gradients", "max_rows_factor", "chunks", "reserved_sms")
-    return facts | {"arguments": str({name: getattr(style, name) for name in options})}
+    return facts | {name: repr(getattr(style, name)) for name in options}
 
 
-def _agree(mesh: DeviceMesh, facts: dict[str, str]) -> None:
-    """Raise ValueError on all ranks unless their facts are equal."""
-    everyones = [json.loads(text) for text in meet(f"{_OP} facts", mesh.get_group(), json.dumps(facts), _SECONDS)]
-    for rank, others in enumerate(everyones):
-        for name in {**everyones[0], **others}:
-            first, other = everyones[0].get(name, "nothing"), others.get(name, "nothing")
-            if first != other:
-                raise ValueError(
-                    f"{_OP}: all ranks must agree about {name}, got {first} on the mesh's rank 0 and {other} on "
-                    f"rank {rank}"
-                )
+def _settings(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a configuration by path, without folders, which ranks may name differently."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not name.endswith("name_or_path"):
+                yield from _settings(f"{path}.{name}", inner)
+    else:
+        yield path, repr(value)
 
 
 def _replace(experts: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
