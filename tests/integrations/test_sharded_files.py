@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -236,40 +236,71 @@ def checkpoints_without_experts(device):
         load(saved(model, state_dict=state))
 
 
-def prepared(mesh):
-    model = sharded(build("gpt_oss", torch.float32), mesh["ep"])
-    everyone = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
-        fully_shard(layer, mesh=everyone)
-    fully_shard(model, mesh=everyone)
+def prepared(ranks):
+    """Return a model, and its optimizer, over a mesh of these ranks [efsdp, ep]; whole on each rank without one."""
+    model = build("gpt_oss", torch.float32)
+    if ranks is not None:
+        mesh, everyone = DeviceMesh("cpu", ranks, mesh_dim_names=("efsdp", "ep")), DeviceMesh("cpu", ranks.flatten())
+        if distributed.get_rank() not in ranks:
+            return None
+        sharded(model, mesh["ep"])
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, mesh=mesh["efsdp"])
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def step(model, optimizer):
-    loss_of(model, *batches((2, 2))[distributed.get_rank()]).backward()
+def step(model, optimizer, data):
+    """Take a step with the mean over all ranks."""
+    loss_of(model, *data).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def resumed(device):
-    """A distributed checkpoint of experts over two ranks, resumed with each expert on both; momentum included."""
-    shapes = [init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep")) for shape in ((1, 2), (2, 1))]
-    model, optimizer = prepared(shapes[0])
-    step(model, optimizer)
-    folder = shared_folder()
-    checkpoint.save(
-        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder
-    )
-    other, other_optimizer = prepared(shapes[1])
-    held = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
-    checkpoint.load(held, checkpoint_id=folder)
-    states = {"model_state_dict": held["model"], "optim_state_dict": held["optimizer"]}
-    set_state_dict(other, other_optimizer, **states)
-    for pair in ((model, optimizer), (other, other_optimizer)):
-        step(*pair)
-    for (name, actual), expected in zip(other.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(whole(actual.detach()), whole(expected.detach()), msg=name)
+def states_of(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def resume(saving, loading):
+    """Save a model and its momentum after a step, load them over other ranks, and compare them after another step."""
+    data, folder = batches((2,))[0], shared_folder()  # equal on all ranks, so that any number of them has one mean
+    first, second = prepared(saving), prepared(loading)
+    groups = [None if ranks is None else distributed.new_group(ranks.flatten().tolist()) for ranks in (saving, loading)]
+    if first is not None:
+        step(*first, data)
+        checkpoint.save(states_of(*first), checkpoint_id=folder, process_group=groups[0])
+        step(*first, data)
+    distributed.barrier()
+    if second is not None:
+        held = states_of(*second)
+        checkpoint.load(held, checkpoint_id=folder, process_group=groups[1], no_dist=loading is None)
+        set_state_dict(*second, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        step(*second, data)
+    parameters = [
+        {} if pair is None else {n: whole(p.detach()) for n, p in pair[0].named_parameters()}
+        for pair in (first, second)
+    ]
+    assert all(parameters) or distributed.get_rank() > 0
+    for name in parameters[0].keys() & parameters[1].keys():
+        torch.testing.assert_close(parameters[0][name], parameters[1][name], msg=name)
+
+
+def resumed_on_the_same_ranks(device):
+    """Experts over two ranks are resumed with each expert on both."""
+    resume(torch.tensor([[0, 1]]), torch.tensor([[0], [1]]))
+
+
+def resumed_on_one_rank(device):
+    """Experts over two ranks are resumed in a model that holds all."""
+    resume(torch.tensor([[0, 1]]), None)
+
+
+def resumed_on_other_numbers_of_ranks(device):
+    """From two ranks to four, and back."""
+    two, four = torch.tensor([[0, 1]]), torch.tensor([[0, 1], [2, 3]])
+    resume(two, four)
+    resume(four.view(1, 4), two)
 
 
 test_two_processes = make_test(
@@ -280,7 +311,9 @@ test_two_processes = make_test(
         errors_of_one_rank,
         folders_that_cannot_be_written,
         checkpoints_without_experts,
-        resumed,
+        resumed_on_the_same_ranks,
+        resumed_on_one_rank,
     ],
     2,
 )
+test_four_processes = make_test([resumed_on_other_numbers_of_ranks], 4)
