@@ -15,7 +15,7 @@ from moe_layers.integrations.transformers import enable as enable_with
 from ..checkpoint.golden import FASTEST
 from ..processes import run_python
 from ..tiers import default_tier, slow
-from .models import assert_same_step, build, config_of, draw_tokens, model_class, step
+from .models import assert_same_step, build, config_of, draw_tokens, model_class, skip_old, step
 
 # The interpreter is slow; test_models.py and test_experts.py run the kernels.
 enable = partial(enable_with, implementation=FASTEST)
@@ -348,3 +348,21 @@ def test_an_older_transformers_is_refused():
     old = "import transformers; transformers.__version__ = '5.6.2'; import moe_layers.integrations.transformers"
     with pytest.raises(AssertionError, match=r"transformers must be 5\.7 or later, got 5\.6\.2"):
         run_python(["-c", old])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "dbrx", "llama4_text", "jetmoe"])
+def test_partitioned_parameters(model_type, device):
+    """DeepSpeed's ZeRO-3 leaves parameters without elements between forwards, and marks them."""
+    skip_old(model_type)
+    model = build(model_type, device, torch.float64)
+    tokens = draw_tokens(model)
+    expected = step(model, tokens)[0]
+    whole = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter in whole:
+        parameter.data, parameter.ds_id = parameter.data.new_empty(0), 0
+    with pytest.raises(ValueError, match=r"needs whole weights, got .* call enable before deepspeed.initialize"):
+        enable(model, precision="fp8")
+    enable(model)
+    for parameter, data in whole.items():
+        parameter.data = data
+    torch.testing.assert_close(step(model, tokens)[0], expected)

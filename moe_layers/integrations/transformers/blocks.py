@@ -43,8 +43,11 @@ class _FlatSpec(ExpertsSpec):
     def w_up(self, *parameters: Any) -> Weight:
         return torch.cat([part.unflatten(0, (self.num_experts, -1)) for part in parameters], 1)
 
+    def stored_down(self, experts: Any) -> Weight:
+        return experts.mlp.w2
+
     def w_down(self, experts: Any) -> Weight:
-        return experts.mlp.w2.unflatten(0, (self.num_experts, -1)).transpose(1, 2)
+        return self.stored_down(experts).unflatten(0, (self.num_experts, -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
         spec, experts = part.spec, part.experts
         check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
         with torch.no_grad():  # quantised weights must be frozen only where gradients are computed
-            weights = (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts))
+            # As stored: DeepSpeed's ZeRO-3 leaves parameters without elements between forwards.
+            weights = (*spec.up_parameters(experts), spec.stored_down(experts), *spec.biases(experts))
         check_weights(part.name, weights)
     return found
 

@@ -135,8 +135,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     Raises:
         ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
             or a model around it, is enabled; or `shard_experts` sharded it. Weights are quantised in a way that the
-            kernels cannot read. With "fp8": weights are quantised, their sizes are no multiples of 16, or experts have
-            a norm.
+            kernels cannot read. With "fp8": weights are quantised, or partitioned by DeepSpeed's ZeRO-3, their sizes
+            are no multiples of 16, or experts have a norm.
         NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
@@ -192,6 +192,11 @@ def _check_targets(holder: nn.Module, *_: object) -> None:
 @torch.no_grad()
 def _in_precision(part: Found, precision: str) -> Found:
     """Return the experts with a precision. Raise ValueError if they cannot be computed with it."""
+    if any(hasattr(parameter, "ds_id") for parameter in part.experts.parameters()):
+        raise ValueError(
+            f"enable: precision={precision!r} needs whole weights, got {part.name} of DeepSpeed's ZeRO-3; call enable "
+            "before deepspeed.initialize"
+        )
     w_down = part.spec.w_down(part.experts)
     got = f"stored {w_down.format}" if isinstance(w_down, QuantizedWeight) else "a norm" if part.spec.normed else None
     if got is not None:
@@ -290,7 +295,7 @@ def _report(found: list[Found], places: list[Place]) -> EnableReport:
 def _stored_bytes(found: list[Found]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for part in found:
-        for weight in (*part.spec.up_parameters(part.experts), part.spec.w_down(part.experts)):
+        for weight in (*part.spec.up_parameters(part.experts), part.spec.stored_down(part.experts)):
             if isinstance(weight, QuantizedWeight):
                 sizes[str(weight.format)] += weight.num_bytes
     return dict(sizes)
