@@ -236,8 +236,14 @@ WRAPPINGS = {
 }
 
 
-def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointed=False):
-    """Parameters and norms after three steps with accumulation and clipping, under PyTorch's wrappers."""
+def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointing=None, compiled=False, **options):
+    """Parameters and norms after three steps with accumulation and clipping, under PyTorch's wrappers.
+
+    Args:
+        checkpointing: options of checkpointed layers.
+        compiled: compile each decoder layer.
+        options: of `shard_experts`.
+    """
     from moe_layers import clip_grad_norm_
     from moe_layers.integrations.transformers import enable, shard_experts
 
@@ -248,9 +254,12 @@ def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointed=False):
         size = distributed.get_world_size()
         experts = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("efsdp", "ep"))
         meshes = experts, init_device_mesh("cpu", (size,))
-        wrapped, sync = WRAPPINGS[wrapping](model, shard_experts(model, meshes[0]["ep"]), meshes)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        report = shard_experts(model, meshes[0]["ep"], **options)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
+        for layer in model.model.layers if compiled else ():
+            layer.compile(backend="aot_eager")
+        wrapped, sync = WRAPPINGS[wrapping](model, report, meshes)
 
         def backward(data, is_last, wrapped=wrapped, sync=sync):
             sync(is_last)
@@ -268,7 +277,17 @@ def copies_of_experts(kind):
 
 def other_wrappings(kind):
     three_steps(kind, ("rows", "ignored", "accelerate"))
-    three_steps(kind, ("fsdp",), checkpointed=True)
+
+
+def checkpointed_and_compiled_steps(kind):
+    """Checkpointed layers that send again or not, and compiled ones, with accumulation and clipping."""
+    from moe_layers import save_communication
+
+    settings = {"wrappings": ("fsdp",), "dispatcher": "alltoall"}
+    three_steps(kind, checkpointing={}, **settings)
+    three_steps(kind, checkpointing={"context_fn": save_communication}, **settings)
+    three_steps(kind, compiled=True, **settings)
+    three_steps(kind, checkpointing={"context_fn": save_communication}, compiled=True, **settings)
 
 
 def outputs_changed_in_place(kind):
@@ -293,7 +312,10 @@ def copies(kind):
 
 
 FAMILY = (uneven_tokens_and_padding, frozen_parts, checkpointing, lora, three_steps)
-MORE = {"qwen3_moe": (other_wrappings, outputs_changed_in_place, copies), "gpt_oss": (other_wrappings,)}
+MORE = {
+    "qwen3_moe": (other_wrappings, outputs_changed_in_place, copies),
+    "gpt_oss": (other_wrappings, checkpointed_and_compiled_steps),
+}
 
 
 def cases(kind):

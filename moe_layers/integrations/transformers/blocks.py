@@ -47,7 +47,7 @@ class _FlatSpec(ExpertsSpec):
         return experts.mlp.w2
 
     def w_down(self, experts: Any) -> Weight:
-        return self.stored_down(experts).unflatten(0, (self.num_experts, -1)).transpose(1, 2)
+        return experts.mlp.w2.unflatten(0, (self.num_experts, -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
