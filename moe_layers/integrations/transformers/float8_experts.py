@@ -33,7 +33,7 @@ class Float8Spec(ExpertsSpec):
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (self._stored(experts, self._up_name),)
 
-    def w_down(self, experts: Any) -> Weight:
+    def stored_down(self, experts: Any) -> Weight:
         return self._stored(experts, "down_proj")
 
     def _stored(self, experts: Any, name: str) -> QuantizedWeight:
