@@ -17,7 +17,7 @@ from .routing.routers import linear_routing, routing_weights, topk_routing
 from .specs import Activation, RouterSpec
 from .types import ExpertAdapters, Permutation, Routing
 
-__version__ = "0.1.0"  # of both packages; pyproject.toml reads it
+__version__ = "0.1.0"  # version of both packages; pyproject.toml reads it
 
 __all__ = [
     "Activation",

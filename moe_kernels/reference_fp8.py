@@ -15,7 +15,7 @@ from .specs import Activation
 from .types import Permutation
 
 BLOCK = 128
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 number
 SMALLEST = 1e-30  # smaller blocks are scaled as if they reached this size, so that the inverse of a scale is finite
 
 

@@ -160,7 +160,7 @@ class MoEFeedForward(nn.Module):
         self.capacity = config.capacity
         self.balance_losses = config.balance_losses
         self.aux_loss_scale: Tensor | None = None
-        self.aux_loss: Tensor | None = None  # of the last forward, see `aux_losses`
+        self.aux_loss: Tensor | None = None  # loss of the last forward, see `aux_losses`
         self.observer: RoutingObserver | None = None
         self.checkpoint_source: CheckpointSource | None = None
         empty = partial(torch.empty, device=factory["device"], dtype=factory["dtype"])

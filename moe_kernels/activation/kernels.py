@@ -13,7 +13,7 @@ def activation_kernel(
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
     out_ptr,  # [R, F]; with scales, contiguous bytes of e4m3
-    out_stride,  # of rows
+    out_stride,  # between rows
     scales_ptr,  # [cdiv(F, 128), R] contiguous, or None
     num_rows,
     F,
@@ -83,7 +83,7 @@ def activation_backward_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_items"])
 def weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED
-    preactivation_stride,  # of rows, as all strides here
+    preactivation_stride,  # between rows, as all strides here
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R], with a bias
     dweighted_ptr,  # [R, F]
@@ -165,7 +165,7 @@ def weighted_activation_backward_kernel(
 @triton.jit
 def _load_pair(
     pointer,  # [BLOCK_R, 1]: column 0 of each row
-    stride,  # of a column
+    stride,  # between columns
     is_row,  # [BLOCK_R, 1]
     first,
     F,

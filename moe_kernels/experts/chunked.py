@@ -61,7 +61,7 @@ class ExpertsInParts:
         self.reserved_sms = reserved_sms
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
-        """The first half of a chunk's forward."""
+        """Compute the first half of a chunk's forward."""
         return activate(self.experts, self.parts[part], tokens)
 
     def outputs(
@@ -133,9 +133,9 @@ class BackwardInParts:
         tokens: Tensor,  # [T, D] of all chunks, contiguous
         dout: Tensor,  # [T, D] of all chunks, contiguous
         topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
-        needed: ExpertWeights,  # of bools: the gradients to compute
+        needed: ExpertWeights,  # bools: the gradients to compute
     ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`
-        """The needed ones, the others None."""
+        """Return the needed gradients, and None for the others."""
         experts, whole, hidden = self.experts, self.whole, self._hidden
         assert hidden is not None
         dw_up = dw_down = db_up = db_down = None
@@ -153,9 +153,9 @@ class BackwardInParts:
         self,
         tokens: Tensor,  # [T, D] of all chunks, contiguous
         dout: Tensor,  # [T, D] of all chunks, contiguous
-        needed: Adapters,  # of bools
+        needed: Adapters,  # bools
     ) -> tuple[Tensor | None, ...]:  # in the order of `Adapters`
-        """The needed pairs of factors, the others None. The narrow products of all chunks are computed anew."""
+        """Return the gradients of the needed pairs of factors; None for others. Recomputes the narrow products."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         assert hidden is not None

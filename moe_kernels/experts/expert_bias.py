@@ -20,7 +20,7 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
 
 
 def slot_to_expert(row_to_expert: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] int32
-    """The expert of each slot; -1 for a dropped one."""
+    """Return the expert of each slot; -1 for a dropped slot."""
     experts = row_to_expert.index_select(0, slot_to_row.clamp(min=0).flatten()).view(slot_to_row.shape)
     return torch.where(slot_to_row >= 0, experts, -1)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 
-# Smallest sizes of the layers that were measured to be faster with e4m3 operands, all on compute capability 9.0. With
-# fewer rows per expert, quantising the weights once per step takes what the products save.
+# The smallest sizes at which layers with e4m3 operands were measured to be faster, on compute capability 9.0. With
+# fewer rows per expert, quantising the weights once per step costs what the products save.
 _LEAST_D_MODEL, _LEAST_D_FF, _LEAST_ROWS = 2048, 768, 1024
 _MEASURED_CC = 90
 
-_FIRST_CC = 90  # compute capability of the first GPUs that have the kernels
+_FIRST_CC = 90  # compute capability from which GPUs run the kernels
 
 
 def check_fp8_gpu(cc: int) -> None:
@@ -23,7 +23,7 @@ def check_fp8_gpu(cc: int) -> None:
 
 @functools.cache
 def warn_if_unmeasured(cc: int, d_model: int, d_ff: int, rows_per_expert: int) -> None:
-    """Warn once for sizes or a GPU for which nothing says that e4m3 operands are faster."""
+    """Warn once if no measurement shows that e4m3 operands are faster with these sizes on this GPU."""
     if cc != _MEASURED_CC or d_model < _LEAST_D_MODEL or d_ff < _LEAST_D_FF or rows_per_expert < _LEAST_ROWS:
         message = (
             f'fused_experts: precision="fp8" was measured to be faster on compute capability {_MEASURED_CC / 10}, from '

@@ -102,7 +102,7 @@ class _Outputs(NamedTuple):
     low: Tensor | None  # X @ up_a^T [R, r] with adapters
     topk_weights: Tensor | None  # [T, K] of a router; the next likewise
     topk_experts: Tensor | None  # [T, K]
-    buffer: Tensor | None  # of `SortedSlots`, where no rows are given
+    buffer: Tensor | None  # memory of `SortedSlots`; None if rows are given
 
 
 @registered_op("fused_experts")

@@ -144,7 +144,7 @@ def _combine_with_router_kernel(
         expert = tl.load(experts_ptr + t * TOP_K + k).to(tl.int64)
         dlogit = tl.load(dlogits_ptr + t * TOP_K + k)
         mask = d < tl.where(row >= 0, D, 0)
-        # Rows are read once: they are to leave the cache of the SM to the router.
+        # Rows are read once, so they should not displace the router's weight in the cache of the SM.
         row_ptrs = rows_ptr + row * rows_stride + d * rows_strides[1]
         value = tl.load(row_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         router_ptrs = w_router_ptr + expert * w_router_stride + d * w_router_strides[1]

@@ -1,4 +1,4 @@
-"""The rows of one chunk of tokens in expert order, and what is computed on all of them."""
+"""The products on one chunk's rows: gather or copy, form of the weight, kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScaledMatrices(NamedTuple):
 
     values: Tensor  # [E, K, N], stored as [E, N, K]
     scales: Tensor  # [E, K / 128, N / 128], rounded up
-    dtype: torch.dtype  # of products
+    dtype: torch.dtype  # dtype of products
 
     @property
     def shape(self) -> torch.Size:
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     slot_to_row: Tensor  # [T, K] contiguous
     row_to_token: Tensor  # [R] contiguous
     table: TileTable
-    reserved_sms: int = 0  # left free by persistent GEMMs
+    reserved_sms: int = 0  # SMs that persistent GEMMs leave free
     assumed_rows: int | None = None  # per expert, for the choice of kernels; not None: batch-invariant
 
     @classmethod
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
         return dense.transpose(1, 2) if transposed else dense
 
     def dense(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """The weight, or a dequantised copy."""
+        """Return the weight, or a dequantised copy."""
         return weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
@@ -277,7 +277,7 @@ class Rows(NamedTuple):
         return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
-        """Which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
+        """Return which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
         if isinstance(w_up, ScaledWeight):
             return selection.Copies(False, False, False)
@@ -302,7 +302,7 @@ class Rows(NamedTuple):
         return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
 
     def combine(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
-        """Each token's rows, weighted and summed."""
+        """Return the weighted sum of each token's rows."""
         return launch_combine(rows, topk_weights, self.slot_to_row)
 
     def row_bias(self, bias: Tensor | None) -> RowBias | None:

@@ -77,7 +77,7 @@ class Experts(NamedTuple):
         *,
         adapters: ExpertAdapters | None = None,
         weight_on_input: bool = False,
-        dtype: torch.dtype | None = None,  # of the tokens; for adapters of quantised weights
+        dtype: torch.dtype | None = None,  # dtype of the tokens; for adapters of quantised weights
     ) -> Experts:
         w_up, w_down, b_up, b_down = weights
         if b_up is not None or b_down is not None:
@@ -89,7 +89,7 @@ class Experts(NamedTuple):
         return cls(weights, factors, *settings, weight_on_input)
 
     def scaled(self, forms: ScaledForms) -> Experts:
-        """The same experts, computed in e4m3."""
+        """Return the same experts, computed in e4m3."""
         (w_up, w_down, *_), f = self.weights, forms
         assert isinstance(w_up, Tensor) and isinstance(w_down, Tensor)
         up = ScaledWeight(w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
@@ -222,7 +222,7 @@ def _differentiate(
         if made is not None:
             return made
     dactivated = rows.gemm(given, w_down, gather=gather, extra=extra)  # dA' [R, F]
-    del w_down  # which may be a dequantised weight
+    del w_down  # it may be a dequantised copy
     if overwrite:
         destination = Destination(preactivation, dactivated, rows.slot_to_row)
     dpreactivation, dtopk_weights = launch_weighted_activation_backward(
@@ -369,7 +369,7 @@ def b_down_gradient(
     dout: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [E, D]
-    """The sum over each expert's rows of weight * dout."""
+    """Return the sum over each expert's rows of weight * dout."""
     assert experts.weights.b_down is not None
     weights = experts.output_weights(topk_weights)
     return rows.bias_gradient(rows.as_read(dout), weights).to(experts.weights.b_down.dtype)

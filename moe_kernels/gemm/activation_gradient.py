@@ -11,7 +11,7 @@ from torch import Tensor
 from ..types import TileTable
 from .arguments import Arguments, index_form, layout_of, rows_bucket, sized_key
 
-COLUMNS = 128  # of `weighted` whose products one number of `row_sums` sums
+COLUMNS = 128  # one number of `row_sums` sums the products of this many columns of `weighted`
 
 
 @dataclass(eq=False)

@@ -72,7 +72,7 @@ class Arguments(abc.ABC):
     epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
     operand_names: ClassVar[tuple[str, ...]]  # fields that KernelMetadata.operands describes
-    tile_table: TileTable | None  # of the forms that have one
+    tile_table: TileTable | None  # always None for forms without one
     __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
 
     def __post_init__(self) -> None:

@@ -69,7 +69,7 @@ def launch_block_scaled_gemm(
     if bias is not None or row_scale is not None:
         kernel = selection.select(args)
         assert isinstance(kernel, RowTileKernel)
-        args = dataclasses.replace(args, tile_table=kernel.tile_table(args))  # of the same kernel
+        args = dataclasses.replace(args, tile_table=kernel.tile_table(args))  # a table for the same kernel
     selection.run(args)
     if args.tile_table is not None:
         launch_bias_and_scale(args.out, bias, row_scale, args.tile_table)

@@ -18,7 +18,7 @@ class Table(NamedTuple):
 
     kernels: dict[str, str]  # by `Arguments.table_key`
     copies: dict[str, list[bool]]  # by `copies_key`
-    milliseconds: dict[str, float] | None = None  # of the kernels by the same keys, if recorded
+    milliseconds: dict[str, float] | None = None  # times of the kernels by the same keys, if recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables; `other` wins for keys in both."""

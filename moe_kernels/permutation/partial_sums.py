@@ -68,7 +68,7 @@ def _sum_shares_kernel(
     own_ptr,  # [rows, columns] contiguous
     received_ptr,  # [P, rows, columns] contiguous
     out_ptr,  # [rows, columns]
-    out_stride,  # of rows
+    out_stride,  # between rows
     columns,
     rank,
     size,  # rows * columns

@@ -392,7 +392,7 @@ def _place_kernel(
         earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=exists, other=0)
         up_to_here = tl.load(earlier_ptr + (block + 1).to(tl.int64) * E + index, mask=exists & (not is_last), other=0)
         counts = tl.where(is_last, totals, up_to_here) - earlier
-        first_lane = tl.cumsum(counts, 0) - counts  # of each expert, once the slots of the block are sorted
+        first_lane = tl.cumsum(counts, 0) - counts  # where each expert begins once the slots of the block are sorted
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)

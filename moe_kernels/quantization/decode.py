@@ -1,4 +1,4 @@
-"""Exact dequantisation in plain PyTorch: the specification of the kernels, and what checkpoints are read with.
+"""Exact dequantisation in plain PyTorch: the specification of the kernels. It also reads checkpoints.
 
 Every format is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
 
@@ -9,9 +9,9 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
             times the scale of its own block, plus an offset (https://arxiv.org/abs/2305.14314).
     int8    code * largest * (1 / 127), in this order, with the largest size of the row.
 
-The number 255 is the NaN of e8m0. It is read so only where the dtype of scales is e8m0. As a byte it is infinity for
-fp8 and 2 ** 128 for mxfp4, as in transformers. fp8 has the bits of transformers' loader (`Fp8Dequantize`). For bfloat16
-its backward has others, because it rounds scales to bfloat16 first.
+The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 it is
+infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. fp8 has the bits of transformers' loader (`Fp8Dequantize`).
+The backward of transformers has other bits for bfloat16, because it rounds scales to bfloat16 first.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def decode_scales(scales: Tensor) -> Tensor:  # float32
     # By bits, because some devices cannot convert e8m0.
     stored = scales.view(torch.uint8)
     exponent = stored.int() << 23
-    powers = torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)  # of 255: infinity
+    powers = torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)  # 255 gives infinity
     return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
 
 
 def _half_powers(scales: Tensor) -> Tensor:  # float32
-    """Return half of each e8m0 number. Of 255 as a byte it is 2 ** 127, the largest power in float32."""
+    """Return half of each e8m0 number. The byte 255 gives 2 ** 127, the largest power in float32."""
     stored = scales.view(torch.uint8)
     exponent = stored.int()
-    # Halves of the two smallest are subnormal.
+    # Halves of the two smallest numbers are subnormal.
     bits = torch.where(exponent < 2, (_SUBNORMAL >> 1) << exponent, (exponent - 1) << 23)
     powers = bits.view(torch.float32)
     return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
@@ -64,7 +64,7 @@ def decode_mxfp4(
     blocks: Tensor,  # [..., in / 32, 16] uint8
     scales: Tensor,  # [..., in / 32] uint8 or float8_e8m0fnu
 ) -> Tensor:  # [..., in] float32
-    """Multiply twice each number by half of its group's power of two: exact, and every half fits float32."""
+    """Multiply twice each number by half of its group's power of two. This is exact, and every half fits float32."""
     table = torch.tensor(_TWICE_E2M1, device=blocks.device)
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [..., in / 32, 32]
     return (table[nibbles.int()] * _half_powers(scales).unsqueeze(-1)).flatten(-2)
@@ -84,7 +84,7 @@ def _mxfp4(weight: QuantizedWeight) -> Tensor:
 
 
 def _int8(weight: QuantizedWeight) -> Tensor:
-    # The constant is rounded to float32 first, as a scalar beside a tensor is.
+    # PyTorch rounds the constant to float32 before it multiplies the tensor.
     return weight.values.float() * weight.scales.view(*weight.shape[:2], 1) * ONE_127TH
 
 

@@ -1,4 +1,4 @@
-"""Device functions that quantise float32 values to e4m3 with a scale per block, with the bits of `reference_fp8`."""
+"""Device functions that quantise float32 values to e4m3 with a scale per block, bit by bit as `reference_fp8`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
 
 @triton.jit
 def block_scales(sizes):
-    """Return (scales, their inverses) of blocks with these largest sizes, as `largest_size` returns them."""
+    """Return (scales, their inverses) of blocks. `sizes` holds the largest absolute value of each block."""
     at_least = tl.maximum(sizes, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # As PyTorch divides a number by a tensor.
+    # PyTorch divides a number by a tensor in this way.
     inverse = tl.where(sizes == 0.0, 1.0, tl.div_rn(1.0, at_least) * _LARGEST)
     return tl.div_rn(1.0, inverse), inverse
 
 
 @triton.jit
 def largest_size(values, AXIS: tl.constexpr):
-    """Return the largest absolute value along an axis, None for all; NaN if there is one.
+    """Return the largest absolute value along an axis, or NaN if there is one. None reduces all axes.
 
-    Compares the bits: those of sizes are ordered like the sizes, and those of NaN follow infinity's.
+    Compares the bits as integers: they are ordered as the absolute values are, and NaN follows infinity.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
@@ -33,16 +33,16 @@ def largest_size(values, AXIS: tl.constexpr):
 def encode_e4m3(values):
     """Return the bytes of the nearest e4m3 numbers. Values are within [-448, 448], or NaN."""
     if not INTERPRET:
-        # Convert as Triton does, but pack four numbers into one register. Of a 16-bit register that has more than one
-        # use, ptxas 12.8 keeps only one half.
+        # Convert as Triton does, but pack four numbers into one register: ptxas 12.8 drops half of a 16-bit register
+        # that is used more than once.
         code: tl.constexpr = """{ .reg .b16 first, second; cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 second, $4, $3; mov.b32 $0, {first, second}; }"""
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4)
-    # The interpreter truncates, so the bits are rounded here, ties to even.
+    # Round the bits here, ties to even, because the interpreter truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of the mantissa, the exponent's bias
-    # Below 2 ** -6 numbers are multiples of 2 ** -9, which a sum with 2 ** 14 rounds to.
+    # Numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 rounds to such a multiple.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -59,7 +59,7 @@ def quantize_tile(values, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_scales(scales_ptr, row_stride, block_stride, scales, row, is_row, first, K, BLOCKS: tl.constexpr):
-    """Write scales [R, BLOCKS] of rows, the first being that of block `first` of K columns."""
+    """Write scales [R, BLOCKS] of rows with K columns. The first scale belongs to block `first`."""
     block = first + tl.arange(0, BLOCKS)
     mask = is_row[:, None] & (block < (K + 127) // 128)[None, :]
     scales_ptrs = scales_ptr + row[:, None] * row_stride + block.to(tl.int64)[None, :] * block_stride

@@ -13,7 +13,7 @@ from .e4m3 import quantize_tile, store_scales
 from .kernels import decode_e4m3
 
 _BLOCK_ROWS = 16
-_MOST_BLOCKS = 8  # of one row, in one program
+_MOST_BLOCKS = 8  # blocks of a row that one program quantises
 
 
 def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRows:
@@ -34,7 +34,7 @@ def packed_width(num_columns: int) -> int:
 
 
 def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / itemsize] in the dtype of rows
-    """Return quantised rows in which the scales of a row follow its numbers. Only the bytes have a meaning."""
+    """Return quantised rows whose scales follow their numbers. The dtype of the result only carries the bytes."""
     num_rows, num_columns = rows.shape
     packed = rows.new_empty(num_rows, packed_width(num_columns), dtype=torch.uint8)
     _launch(rows, packed, packed[:, num_columns:].view(torch.float32))
@@ -42,14 +42,14 @@ def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / it
 
 
 def launch_unpack_rows(packed: Tensor, num_columns: int) -> Tensor:  # [R, num_columns]
-    """Return the rows of `launch_pack_rows`, number times scale, rounded once."""
+    """Dequantise the rows of `launch_pack_rows`: number times scale, rounded once."""
     stored = packed.view(torch.uint8)
     scales = stored[:, num_columns:].view(torch.float32)
     return _launch_dequantize(stored[:, :num_columns], scales, packed.dtype)
 
 
 def launch_dequantize_rows(rows: ScaledRows, dtype: torch.dtype) -> Tensor:  # [R, K]
-    """Return number times scale, rounded once."""
+    """Dequantise rows: number times scale, rounded once."""
     return _launch_dequantize(rows.values.view(torch.uint8), rows.scales, dtype)
 
 
@@ -100,10 +100,10 @@ def _quantize_rows_kernel(
     rows_ptr,
     rows_strides,  # [R, K]
     values_ptr,  # [R, K] bytes
-    values_stride,  # of rows
+    values_stride,  # between rows
     scales_ptr,  # [R, cdiv(K, 128)]
-    scales_stride,  # of rows
-    block_stride,
+    scales_stride,  # between rows
+    block_stride,  # between the scales of a row
     num_rows,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -123,9 +123,9 @@ def _quantize_rows_kernel(
 @triton.jit(do_not_specialize=["block_stride", "num_rows"])
 def _dequantize_rows_kernel(
     values_ptr,  # [R, K] bytes
-    values_stride,  # of rows
+    values_stride,  # between rows
     scales_ptr,  # [R, cdiv(K, 128)]
-    scales_stride,  # of rows
+    scales_stride,  # between rows
     block_stride,
     out_ptr,  # [R, K] contiguous
     num_rows,

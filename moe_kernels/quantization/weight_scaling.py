@@ -1,11 +1,11 @@
-"""Quantisation of weights to e4m3 with a scale per 128 x 128 block, in both orientations, and again once they changed.
+"""Quantise weights to e4m3 with a scale per 128 x 128 block, in both orientations, and again after they change.
 
 A block's scale and numbers are the same in both orientations, because blocks are square. The bits are those of
 `reference_fp8` on every device.
 
-`launch_requantize` finds changes on the device, without host synchronisation: it reads the whole weight, compares a
-64-bit checksum of each block, and quantises the blocks that differ. One changed element always changes the checksum.
-Several changed elements keep it by chance alone, with a probability of about 2**-32.
+`launch_requantize` finds changes on the device, without host synchronisation. It reads the whole weight, compares a
+64-bit checksum of each block, and quantises the blocks that differ. A change of one element always changes the
+checksum. A change of several elements goes unseen with a probability of about 2**-32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def launch_quantize_weight(
     transposed: bool = True,
     checksums: Tensor | None = None,  # [blocks] int64
 ) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:  # [E, out, in] and [E, in, out]
-    """Return the weight and its transpose, the wanted ones, from one read. The same read writes `checksums`."""
+    """Return the quantised weight and its transpose; None for one that is not asked for. Reads the weight once.
+
+    Args:
+        checksums: written by the same read.
+    """
     _, size_out, size_in = weight.shape
     forms = (
         _empty_weight(weight, size_out, size_in) if as_is else None,
@@ -49,17 +53,17 @@ def empty_checksums(weight: Tensor) -> Tensor:  # [blocks] int64
 def launch_requantize(
     weight: Tensor, forms: tuple[QuantizedWeight | None, QuantizedWeight | None], checksums: Tensor
 ) -> None:
-    """Write the forms of those blocks again, in place, whose checksums are no longer those of the weight."""
+    """Quantise again, in place, the blocks of the weight whose checksums have changed. Write their checksums."""
     _launch(weight, forms, checksums, is_first=False)
 
 
 def quantize_experts(w_up: Tensor, w_down: Tensor, *, turned: bool = True) -> ScaledForms:
-    """Return the forms of the experts' weights in e4m3: as they are, and transposed unless not `turned`."""
+    """Return the experts' weights in e4m3, and with `turned` their transposes, too."""
     return scaled_forms(*(launch_quantize_weight(weight, transposed=turned) for weight in (w_up, w_down)))
 
 
 def scaled_forms(*of_weights: tuple[QuantizedWeight | None, QuantizedWeight | None]) -> ScaledForms:
-    """Return the forms of w_up and w_down together."""
+    """Join the forms of w_up and those of w_down, each a weight and its transpose."""
     fields: dict[str, Tensor] = {}
     for name, (here, turned) in zip(("up", "down"), of_weights, strict=True):
         for suffix, form in (("", here), ("_turned", turned)):
@@ -107,7 +111,7 @@ def _launch(
 
 @triton.jit
 def _odd_numbers(first: tl.constexpr):
-    """Return 128 odd numbers without a pattern, as uint32."""
+    """Return 128 pseudo-random odd numbers, as uint32."""
     mixed = (tl.arange(first, first + 128) + 1).to(tl.uint32) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
     return (mixed ^ (mixed >> 13)) | 1
@@ -123,8 +127,11 @@ def _checksum(weight):  # [128, 128]
 
 @triton.jit
 def _widened(values):
-    """Return values as float32. Triton 3.6 would move the turn of the bytes before an ordinary conversion, and quantise
-    everything twice, in twice as many registers."""
+    """Return values as float32.
+
+    Triton 3.6 would move the transposition of the bytes before an ordinary conversion. It would then quantise
+    everything twice, in twice as many registers.
+    """
     if INTERPRET or values.dtype != tl.bfloat16:
         return values.to(tl.float32)
     else:
@@ -144,15 +151,15 @@ def _quantize_weight_kernel(
     checksums_ptr,  # [num_blocks], or None
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    IS_FIRST: tl.constexpr,  # the checksums are to be written
+    IS_FIRST: tl.constexpr,  # quantise every block; else those whose checksum differs
 ):
-    """One program writes one block of both results; unless IS_FIRST, if its checksum differs. Grid: (num_blocks,)."""
+    """One program writes one block of both results and its checksum. Grid: (num_blocks,)."""
     NUM_OUT: tl.constexpr = (OUT + 127) // 128
     NUM_IN: tl.constexpr = (IN + 127) // 128
     block = tl.program_id(0)
     block_in, block_out = block % NUM_IN, block // NUM_IN % NUM_OUT
     expert = (block // (NUM_IN * NUM_OUT)).to(tl.int64)
-    o, i = tl.arange(0, 128), tl.arange(0, 128)  # inside the block, whose elements lie less than 2**31 apart
+    o, i = tl.arange(0, 128), tl.arange(0, 128)  # offsets inside the block fit int32
     first_out, first_in = (block_out * 128).to(tl.int64), (block_in * 128).to(tl.int64)
     is_out, is_in = first_out + o < OUT, first_in + i < IN
     weight_ptr += expert * weight_strides[0] + first_out * weight_strides[1] + first_in * weight_strides[2]
@@ -172,11 +179,11 @@ def _quantize_weight_kernel(
             tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
             tl.store(scales_ptr + block, scale)
         if turned_values_ptr is not None:
-            # As bytes, which Triton turns through shared memory.
+            # Triton transposes bytes through shared memory.
             turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
             turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
             tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
             tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
         if checksums_ptr is not None:
-            # Last, because each warp reads the earlier checksum before the barrier of `largest_size`.
+            # The checksum is written last: each warp reads the earlier one before the barrier of `largest_size`.
             tl.store(checksums_ptr + block, checksum)

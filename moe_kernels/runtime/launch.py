@@ -128,10 +128,10 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # of a `Replayed`, whose parts are its own
+        self.is_in_function = False  # whether a `Replayed` runs its function, whose ops are then parts of it
 
 
-launching = _Thread()  # of the current thread
+launching = _Thread()  # state of the current thread
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def scratch_bytes(step: RecordedLaunch) -> int:
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
-REQUIRED = 1 << 31  # of launch_list.c
+REQUIRED = 1 << 31  # as in launch_list.c
 DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
 # Triton numbers data types as instructions do, the driver's encoder a little differently.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}

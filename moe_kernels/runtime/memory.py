@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-LINE_BYTES = 128  # of a cache line, and of what the copy engine reads of a row at once
+LINE_BYTES = 128  # a cache line; the copy engine reads this much of a row at once
 _LEAST_BYTES = 1024  # shorter rows are not padded: that would take more than an eighth of their memory
 _COPIED_BYTES = 16  # the copy engine reads rows that start at multiples of these
 _MOST_ALIGNED = 16  # elements; Triton looks for no more

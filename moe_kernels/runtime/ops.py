@@ -31,9 +31,9 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
 class Call(NamedTuple):
     """One call of an op, as its autograd node gets it."""
 
-    args: tuple[Any, ...]  # of the function
+    args: tuple[Any, ...]  # arguments of the function
     leaves: tuple[Any, ...]
-    places: Places  # of the tensors among the leaves
+    places: Places  # where the tensors are among the leaves
     tensors: tuple[Tensor, ...]
     others: tuple[Any, ...]  # the leaves that are neither tensors nor None
     form: Form | None  # to replay

@@ -21,7 +21,8 @@ def is_packed(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-_TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")  # of a quantised weight
+# The tensors of a quantised weight.
+_TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")
 _LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}, "_layout": str | None}
 _NOT_QUANTIZED = (None,) * (len(_LEAVES) - 1)
 
@@ -54,10 +55,10 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 class Places(NamedTuple):
     """The tensors among values of certain types."""
 
-    number: int  # of the types
+    number: int  # identifies the types
     places: tuple[int, ...]
     read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of such values
-    others: tuple[int, ...]  # of the values that are neither tensors nor None
+    others: tuple[int, ...]  # places of the values that are neither tensors nor None
     read_others: Callable[[Any], tuple[Any, ...]]  # returns these values
     num_values: int
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
@@ -102,7 +103,7 @@ class Packing:
     """
 
     def __init__(self, hints: dict[str, Any]):
-        self.types: dict[str, Any] = {}  # of the leaves
+        self.types: dict[str, Any] = {}  # types of the leaves
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]

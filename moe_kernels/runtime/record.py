@@ -20,8 +20,8 @@ from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
 
 _ALIGNMENT = 512  # bytes; that of PyTorch's caching allocator, so addresses are aligned as in the recorded launches
-_MOST_BLOCK_BYTES = 32 << 20  # of all temporaries, if they share one block
-_MOST_SMALL_BYTES = 1 << 20  # of a temporary that always lies in the block, and of memory that may be freed late
+_MOST_BLOCK_BYTES = 32 << 20  # temporaries of more bytes in all do not share one block
+_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; smaller memory may be freed late
 
 
 class _Segment(NamedTuple):

@@ -86,12 +86,12 @@ class Memory:
 
     made_by: str
     address: int
-    form: Form  # of the tensor that it was made as
+    form: Form  # the tensor as it was allocated
     num_bytes: int
     storage: StorageWeakRef  # keeps the storage's identity unique, not its bytes
-    steps: list[int] = field(default_factory=list)  # that use it
+    steps: list[int] = field(default_factory=list)  # the steps that use it
     in_calls: bool = False  # whether a PyTorch operation uses it
-    is_parameter: bool = False  # of a module, which keeps it
+    is_parameter: bool = False  # a parameter, whose module keeps it
 
 
 class Recording(TorchDispatchMode):

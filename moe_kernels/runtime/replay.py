@@ -16,7 +16,7 @@ from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # of one function; each form of unpacked text has a number of tokens of its own
+_MOST_FORMS = 512  # kept per function; unpacked text gives each number of tokens a form
 # Recording takes longer than one replay gains. A model with few layers and a new number of tokens in each step would
 # only pay for records.
 CALLS_BEFORE_RECORD = 5
@@ -88,7 +88,7 @@ class Replayed:
         self._frees_operands = frees_operands
         self._forms: dict[Any, list[Form]] = {}
         self._num_forms = 0
-        self._lock = threading.Lock()  # of changes
+        self._lock = threading.Lock()  # guards changes
         _all.append(self)
 
     def find(

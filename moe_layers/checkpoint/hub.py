@@ -46,7 +46,7 @@ class HubModel:
         hub = importlib.import_module("huggingface_hub")
         try:
             folder = Path(hub.snapshot_download(self.name, revision=self._commit, allow_patterns=sorted(files)))
-        except (OSError, ValueError) as error:  # of the connection, of the name
+        except (OSError, ValueError) as error:  # a failed connection, an invalid name
             raise ValueError(
                 f"from_checkpoint: there is no directory {self.name}, and the Hugging Face Hub gives no such model: "
                 f"{error}"

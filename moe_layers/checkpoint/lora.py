@@ -33,7 +33,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ORIENTATIONS = ("0.19", "0.18")
 ADAPTER_LAYOUTS = ("peft", "vllm_3d", "per_expert")
 
-ROOT = "base_model.model."  # of PEFT's keys
+ROOT = "base_model.model."  # prefix of PEFT's keys
 _WRAPPED = re.compile(r"(?P<prefix>(?:.*\.)?experts)(?P<inner>(\.base_layer)*)\.lora_[AB]\.weight")
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in the order of the module
 

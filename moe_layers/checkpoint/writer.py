@@ -39,7 +39,7 @@ class ShardWriter:
         self._written: set[str] = set()
 
     def make_room(self, num_bytes: int) -> None:
-        """Write the held tensors if one of this size would not fit in addition. Call it before allocating a tensor."""
+        """Write the held tensors if `num_bytes` more would exceed the shard. Call it before allocating a tensor."""
         if self._held and self._held_bytes + num_bytes > self.max_shard_bytes:
             self._write_shard()
 

@@ -26,7 +26,7 @@ class Pending(Protocol):
 
 
 class Finished(NamedTuple):
-    """Outputs that were never in flight."""
+    """Outputs that are complete from the start."""
 
     out: Tensor  # [T, D]
     offsets: Tensor

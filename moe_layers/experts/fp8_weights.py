@@ -1,12 +1,12 @@
 """The experts' weights in e4m3, kept from forward to forward until the weights change.
 
-A change is found in two ways. Changes that PyTorch counts (optimizers, `copy_`, `load_state_dict`, another parameter or
-another storage) make new forms. Others, such as an optimizer of raw memory or `weight.data[0] = 0`, are found on the
-GPU: each later forward reads the weights, compares a checksum of every block, and quantises the blocks that differ, see
-`moe_kernels.quantization.weight_scaling`.
+A change is found in two ways. PyTorch counts changes by optimizers, `copy_` and `load_state_dict`, and a new parameter
+or storage is seen: these make new forms. The GPU finds all others, such as an optimizer of raw memory or
+`weight.data[0] = 0`. Each later forward reads the weights, compares a checksum of every block, and quantises the blocks
+that differ; see `moe_kernels.quantization.weight_scaling`.
 
 Forms are not kept where a change could be missed or memory would grow with the model: in a CUDA graph, which replays
-without this code; while a graph is compiled; and where FSDP gathers the weights for each forward. There the op
+without this code; while a graph is compiled; and where FSDP gathers the weights for each forward. In these cases the op
 quantises each weight right before its product.
 """
 
@@ -31,14 +31,16 @@ from moe_kernels.types import QuantizedWeight, ScaledForms
 
 
 class _Kept(NamedTuple):
-    """The forms of one weight, and what the weight was when they were made. Nothing here keeps its memory alive, and
-    while the weak references exist, no other object has the same identity."""
+    """The e4m3 forms of one weight, and the identity of the weight they were made from.
+
+    Holds weak references only, so it keeps no weight alive. While they exist, no other object has the same identity.
+    """
 
     parameter: weakref.ref[Tensor]
     storage: StorageWeakRef
     facts: tuple[Any, ...]
     forms: tuple[QuantizedWeight | None, QuantizedWeight | None]
-    checksums: Tensor  # of the weight's blocks
+    checksums: Tensor  # one per block of the weight
 
     def is_current(self, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> bool:
         return (
@@ -64,13 +66,13 @@ class KeptForms:
 
     def of(
         self,
-        module: nn.Module,  # that holds the parameters
+        module: nn.Module,  # it holds the parameters
         parameters: tuple[Tensor, Tensor],  # w_up and w_down
-        parts: tuple[Tensor, Tensor],  # of this rank
+        parts: tuple[Tensor, Tensor],  # this rank's parts of them
         weights: tuple[Tensor, Tensor],  # the parts in the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
-        """Return the forms of the weights as they are now, or None where the op is to make them."""
+        """Return the forms of the weights as they are now, or None if the op must make them."""
         # FSDP1 and FSDP2 set this attribute for the compiler.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
@@ -89,7 +91,7 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
     if kept is not None and kept.is_current(parameter, part, weight, turned):
         launch_requantize(weight, kept.forms, kept.checksums)
         return kept
-    del kept  # before memory for its successor is needed
+    del kept  # frees its memory before the new forms are allocated
     checksums = empty_checksums(weight)
     forms = launch_quantize_weight(weight, transposed=turned, checksums=checksums)
     storage = StorageWeakRef(part.untyped_storage())
@@ -97,7 +99,7 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
 
 
 def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    """Return what changes with the weight, with the memory of the part, or with the stream of its forms."""
+    """Return properties that differ after a counted change of the weight, in other memory, or on another stream."""
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     return part._version, part.data_ptr(), weight.dtype, weight.shape, weight.stride(), stream
 

@@ -54,7 +54,7 @@ class ExpertRows(NamedTuple):
 
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K] float32
-    permutation: Permutation | None  # of the slots; None with a plan
+    permutation: Permutation | None  # order of the slots; None with a plan
     offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
     plan: ChunkPlan | None = None  # None for one call of `fused_experts`
     route: Any = None  # what the dispatcher needs to bring the outputs back
@@ -191,7 +191,7 @@ class GroupedExperts(nn.Module):
         return call_with_autocast_rules(compute, rows.tokens, *weights)
 
     def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
-        """Compute router and experts as one op: see `whole_op.py` for where that is right."""
+        """Compute router and experts as one op. `whole_op.py` tells when this is allowed."""
         parts, w_router = self._weights(), router.weight
         if not any_autocast_is_enabled():
             return self._compute_routed(router, parts, tokens, w_router, *parts)
@@ -275,7 +275,7 @@ class GroupedExperts(nn.Module):
         }
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
-        """Return the kept e4m3 forms of the weights; None where the op is to make them."""
+        """Return the kept e4m3 forms of the weights, or None if the op must make them."""
         if isinstance(self.w_up, QuantizedExperts):
             return None
         own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))

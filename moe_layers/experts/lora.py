@@ -126,7 +126,7 @@ class ExpertLoRA(nn.Module):
 
 
 class ActiveAdapter(NamedTuple):
-    factors: ExpertAdapters  # of this rank's experts
+    factors: ExpertAdapters  # the factors of this rank's experts
     dropout: float  # 0 in evaluation
 
 
@@ -155,7 +155,7 @@ def any_dropout(adapters: Sequence[ActiveAdapter]) -> bool:
 
 
 def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
-    """One adapter that equals the sum of these: ranks one after another, each scale in its `b`."""
+    """Return one adapter that equals the sum of these: it joins their ranks, and each `b` holds its scale."""
     if len(adapters) < 2:
         return adapters[0] if adapters else None
     up = [(a, b * part.scale) for part in adapters if (a := part.up_a) is not None and (b := part.up_b) is not None]

@@ -1,11 +1,11 @@
-"""Quantisation of the experts of whole models, in place, and back.
+"""Quantise the experts of whole models in place, and dequantise them again.
 
     quantize_experts_(model, "mxfp4")
     for layer in model.modules():
         if isinstance(layer, MoEFeedForward):
             layer.add_lora(LoRA(16, 16))
 
-Quantised weights are frozen; adapters train.
+Quantised weights are frozen; adapters over them train.
 """
 
 from __future__ import annotations

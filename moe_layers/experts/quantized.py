@@ -24,12 +24,12 @@ class QuantizedExperts(nn.Module):
     """A frozen weight [E, out, in] of E experts, as its format stores it.
 
     `values` and `scales` are parameters whose first axis is the experts', so that ranks can share them. Tables of the
-    format are buffers. All hold the bits as integers: conversions such as `layer.bfloat16()`, mixed precision and
-    collectives then leave them alone. A conversion changes `dtype`.
+    format are buffers. All of them hold the bits as integers, so that conversions such as `layer.bfloat16()`, mixed
+    precision and collectives do not change them. A conversion changes `dtype`.
 
     Args:
         weight: the stored weight.
-        dtype: that the layer computes in.
+        dtype: the dtype that the layer computes in.
 
     Raises:
         ValueError: the matrices of nf4 are not whole blocks.
@@ -40,7 +40,7 @@ class QuantizedExperts(nn.Module):
         num_experts, *matrix = weight.shape
         self.format: WeightFormat = weight.format
         self.matrix_shape, self.dtype = tuple(matrix), dtype
-        # Whether each expert has blocks, and nested blocks, of its own.
+        # Whether no block and no nested block spans two experts.
         self.is_divisible = True
         if weight.format.name == "nf4":
             block = weight.format.block[1]
@@ -52,14 +52,15 @@ class QuantizedExperts(nn.Module):
         self._stored_dtypes = {name: tensor.dtype for name, tensor in weight.tensors.items()}
         for name, tensor in weight.tensors.items():
             bits = as_bits(tensor)
-            if bits.dim() == 4:  # MXFP4 as published, [E, out, in / 32, 16]; one shape for all state dicts
+            if bits.dim() == 4:  # MXFP4 is published as [E, out, in / 32, 16]
                 bits = bits.flatten(2)
             if name in by_expert:
                 has_axis = bits.dim() > 1 and len(bits) == num_experts
                 held = bits if has_axis else bits.reshape(num_experts, -1)
                 self.register_parameter(name, nn.Parameter(held, requires_grad=False))
             else:
-                self.register_buffer(name, bits.clone())  # tables may be shared, which safetensors refuses
+                # A copy, because safetensors refuses tables that weights share.
+                self.register_buffer(name, bits.clone())
 
     @property
     def shape(self) -> torch.Size:  # [E, out, in]
@@ -73,7 +74,7 @@ class QuantizedExperts(nn.Module):
         return len(self.get_parameter("values"))
 
     def weight(self, local_share: LocalShare | None = None, name: str = "w") -> QuantizedWeight:
-        """Return the stored weight of the experts that are here.
+        """Return the stored weight of this rank's experts.
 
         Args:
             local_share: takes this rank's part of each parameter.
@@ -109,16 +110,16 @@ class QuantizedExperts(nn.Module):
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """Return the same memory as integers, which is how a `QuantizedExperts` holds it."""
+    """Return the same memory as integers, as a `QuantizedExperts` holds it."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
 def stored(weight: Any) -> Any:
-    """Return the parameter whose first axis is the experts': a plain weight, or the values of a quantised one."""
+    """Return the parameter with one entry per expert: a plain weight, or the values of a quantised one."""
     return weight.get_parameter("values") if isinstance(weight, QuantizedExperts) else weight
 
 
 def replace_weight(experts: nn.Module, name: str, weight: nn.Parameter | QuantizedExperts) -> None:
-    """Set a weight of the experts in the place of another kind of weight."""
+    """Replace a weight of the experts by one of another kind."""
     delattr(experts, name)  # first, because a module keeps parameters and modules apart
     setattr(experts, name, weight)

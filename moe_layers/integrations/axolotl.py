@@ -19,7 +19,7 @@ __all__ = ["MoELayersPlugin"]
 
 check_version("axolotl", "0.19", ENABLE)
 _LOG = logging.getLogger(__name__)
-_KERNELS = ("use_scattermoe", "use_sonicmoe", "expert_backend")  # of axolotl's own KernelsPlugin
+_KERNELS = ("use_scattermoe", "use_sonicmoe", "expert_backend")  # options of axolotl's own KernelsPlugin
 
 
 class MoELayersPlugin(BasePlugin):

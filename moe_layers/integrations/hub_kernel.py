@@ -55,7 +55,7 @@ from .moe_kernels.runtime.pytorch import called_while_traced
 from .moe_kernels.types import ExpertWeights
 from .recognition import recognise_gated, recognise_plain
 
-_ACTIVATION = "_moe_layers_activation"  # of an experts module, from its first call
+_ACTIVATION = "_moe_layers_activation"  # attribute of an experts module, from its first call
 
 
 def experts_forward(experts, hidden_states, top_k_index, top_k_weights):

@@ -34,7 +34,7 @@ class _Outgoing(NamedTuple):
 
     tokens: Tensor  # [T, D]
     slots: Slots
-    order: Permutation  # of the slots as [T * K, 1], so that each row holds its slot
+    order: Permutation  # sorts the slots as [T * K, 1], so that each row holds its slot
     counts: Tensor  # [P, E / P]: slots for each rank and its experts
     capacity: int | None  # rows sent to each rank, padding included; None for exactly the slots that there are
 

@@ -103,7 +103,7 @@ class _Plan:
         ranks: Ranks,
         transport: Transport,
         topk_experts: Tensor,  # [T, K] int32
-        lengths: list[int],  # of the chunks
+        lengths: list[int],  # tokens of each chunk
         bounds: list[int] | None,  # limit on the rows of each chunk; None to synchronise with the host for their number
         experts: ExpertsOfRank,
     ):

@@ -30,7 +30,7 @@ class ExpertsOfRank(Protocol):
     With the overlapped dispatcher, a call passes tokens, weights and adapters to `rows.plan`.
     """
 
-    num_experts: int  # of all ranks
+    num_experts: int  # on all ranks
     activation: Activation
     implementation: str | None
     precision: str | None

@@ -26,10 +26,10 @@ class AttachedRouter(Protocol):
     package's layers and routers.
     """
 
-    name: str  # of the router in its model
+    name: str  # name of the router in its model
     num_experts: int
     num_zero_experts: int
-    block: nn.Module  # that holds the router and its experts
+    block: nn.Module  # holds the router and its experts
     observer: Any
     balance_losses: Any  # BalanceLosses, from a folder above
     aux_loss: Tensor | None
@@ -41,7 +41,7 @@ class AttachedRouter(Protocol):
     def training(self) -> bool: ...
 
     @property
-    def implementation(self) -> str | None: ...  # of the experts, None before they are enabled
+    def implementation(self) -> str | None: ...  # that of the experts; None before they are enabled
 
     @property
     def num_slots(self) -> int | None: ...  # experts per token; None if only a forward tells

@@ -16,7 +16,7 @@ class TokenInfo(NamedTuple):
     """Settings of the tokens of one forward."""
 
     all_tokens: Tensor  # [T, D], padding included
-    shape: torch.Size  # of the layer's input, [..., D]
+    shape: torch.Size  # shape of the layer's input, [..., D]
     token_mask: Tensor | None  # [T] bool: False for padding; None for no padding
     sequence_lengths: Tensor | int | None  # [N] integers, or one length for all
     num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the tokens of this call

@@ -149,13 +149,13 @@ def _decoding_gemm_kernel(
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
-    OUT: tl.constexpr,  # of the stored matrices
+    OUT: tl.constexpr,  # rows of the stored matrices
     IN: tl.constexpr,
     FORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     EXTRA_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # of the table
+    TILE_ROWS: tl.constexpr,  # rows of a tile in the table
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

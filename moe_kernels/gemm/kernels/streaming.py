@@ -19,7 +19,7 @@ from ..kernel import SUPPORTED, GroupedGemmOperands, KernelMetadata, Operand, St
 from .base import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
-_TABLE_ROWS = 128  # of a table that the kernel makes itself; it reads tables of any height
+_TABLE_ROWS = 128  # tile height of a table that the kernel makes; it reads tables of any height
 _MOST_ROWS = 32  # per group, a bound of `rows_bucket`; with more, a warp-specialised kernel is faster
 _READING = 100  # cost of reading a column of a weight, in the unit of `RowTileKernel.estimate`
 _SHORT_REDUCTION = 1024
@@ -88,8 +88,8 @@ def _streaming_kernel(
     """One program writes BLOCK_N columns of the product for the rows of one tile of the table, BLOCK_M rows after
     another. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
     GATED: tl.constexpr = FORWARD is not None
-    BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of out
-    columns = N // 2 if GATED else N  # of out
+    BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of out in a tile
+    columns = N // 2 if GATED else N  # columns of out
     column_tiles = tl.cdiv(columns, BLOCK)
     tile = tl.program_id(0) // column_tiles
     first = tl.program_id(0) % column_tiles * BLOCK

@@ -20,8 +20,8 @@ if OBSTACLE is None:
     from .hopper.activations import BACKWARD
 
 _ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # `hopper/activations.py` has their gradients
-_PIECES = 4  # of a finished tile's gradient, each computed during one reduction step
-_SPACING = 3  # steps from one piece to the next
+_PIECES = 4  # pieces of a finished tile's gradient, each computed during one reduction step
+_SPACING = 3  # reduction steps from one piece to the next
 _LEAST_STEPS = _PIECES * _SPACING
 
 

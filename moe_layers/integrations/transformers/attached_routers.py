@@ -14,10 +14,10 @@ from .discovery import has_interface
 from .model_forward import hook_models, unhook_models
 from .router_hooks import HookedRouter
 
-_ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
-_NAMES = ("gate", "router")  # of a router in its block
+_ROUTER = "_moe_layers_router"  # attribute of a hooked router that holds its HookedRouter
+_NAMES = ("gate", "router")  # names of a router in its block
 _KINDS = re.compile(r"(Router|Gate|Gating)$")
-# Routers whose forward does not return what the experts get.
+# Routers whose forward does not return the choice and weights that the experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
     "JetMoeTopKGating": "it returns slots in the order of the experts",
@@ -29,7 +29,7 @@ if Version(transformers.__version__) < Version("5.19"):
 
 
 def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
-    """Return the routers of all experts of transformers by the name of their block. Hook those that are not hooked.
+    """Return the routers of all experts modules by the name of their block. Hook those that are not hooked yet.
 
     Raises:
         ValueError: a block's router is not supported.
@@ -48,7 +48,7 @@ def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
 
 
 def release_routers(model: nn.Module) -> None:
-    """Give all routers of a model their own forwards back."""
+    """Restore the forwards of all routers of a model."""
     for module in model.modules():
         if _ROUTER in vars(module):
             vars(module).pop(_ROUTER).release()
@@ -72,12 +72,12 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
         for child in _NAMES:
             router = f"{block}.{child}" if block else child
-            while f"{router}.base_layer" in modules:  # of PEFT
+            while f"{router}.base_layer" in modules:  # PEFT's wrapper
                 router = f"{router}.base_layer"
             kind = type(modules.get(router)).__name__
             if not _KINDS.search(kind):
                 continue
-            # DBRX, and many models of transformers before 5.17.
+            # True of DBRX, and of many models before transformers 5.17.
             chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
             if reason := _REFUSED.get(kind, chosen_by_block):
                 raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")

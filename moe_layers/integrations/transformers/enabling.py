@@ -113,7 +113,7 @@ class _State:
         _STATES.add(self)
 
 
-_STATES: WeakSet[_State] = WeakSet()  # of all currently enabled models
+_STATES: WeakSet[_State] = WeakSet()  # one per enabled model
 
 
 def enable(model: nn.Module, *, implementation: str | None = None, precision: str | None = None) -> EnableReport:

@@ -1,8 +1,8 @@
 """One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
 
-The MoE blocks of transformers get neither the attention mask nor the identity of the forward that a checkpointed region
-recomputes. Hooks on the model provide both. A tensor hook on the model's outputs runs before any of its layers is
-recomputed, and names the forward to its routers. This holds for every kind of checkpointing.
+An MoE block of transformers does not get the attention mask. It does not know which forward a checkpointed region
+recomputes, either. Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is
+recomputed, and tells the routers which forward it is. This works with every kind of checkpointing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...routing.model_routers import ReplayedChoice
 
 _HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
 _KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # arguments that a recomputation reads
-_active = threading.local()  # its `forward` is the one that runs in this thread
+_active = threading.local()  # holds the `forward` that runs in this thread
 
 
 class ModelForward:
@@ -28,7 +28,7 @@ class ModelForward:
 
     Args:
         owner: the outermost model of transformers.
-        arguments: of its forward, by name.
+        arguments: the arguments of its forward, by name.
     """
 
     def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
@@ -40,13 +40,13 @@ class ModelForward:
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         mask = arguments.get("attention_mask")
-        # Other masks than [B, S] were prepared for attention. They do not tell which tokens are padding.
+        # Masks of other shapes than [B, S] are prepared for attention and do not tell which tokens are padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._token_masks: dict[int, Tensor] = {}  # by number of tokens, the same for all layers
+        self._token_masks: dict[int, Tensor] = {}  # by number of tokens; all layers use the same
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
     def token_mask(self, name: str, num_tokens: int) -> Tensor | None:  # [T] bool
-        """Return which tokens are no padding; None without an attention mask [B, S].
+        """Return which tokens are not padding; None without an attention mask [B, S].
 
         Raises:
             ValueError: the layer's tokens are not those of the mask.
@@ -61,12 +61,12 @@ class ModelForward:
                 f"got {num_tokens} tokens"
             )
         if num_tokens not in self._token_masks:
-            # With a cache, the mask covers past tokens, too.
+            # With a cache, the mask also covers past tokens.
             self._token_masks[num_tokens] = mask[:, mask.shape[1] - length :].reshape(-1).bool()
         return self._token_masks[num_tokens]
 
     def sequence_lengths(self, num_tokens: int) -> Tensor | int | None:
-        """Return the lengths of the sequences: of packed ones [N], else one length for all."""
+        """Return the lengths [N] of packed sequences, else one length for all sequences."""
         boundaries = self._arguments.get("cu_seq_lens_q")
         if boundaries is not None:
             return torch.diff(boundaries)
@@ -83,7 +83,7 @@ class ModelForward:
         check_single_loss(self.owner, self._arguments)
 
     def recompute(self, gradient: Tensor) -> None:
-        """Name this forward to its routers as the one that backward recomputes. A hook of the model's outputs."""
+        """Tell the routers that backward recomputes this forward. A hook of the model's outputs calls it."""
         for router in self.routers:
             router.recomputed = self
 
@@ -136,7 +136,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forget the forward, also after an exception. Let its backward name it to the routers."""
+    """End the forward, also after an exception. Its backward will tell the routers that it recomputes this forward."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

@@ -34,7 +34,7 @@ _SWAPPED = "_did_swap_in_out_features"
 class Place(NamedTuple):
     """An attribute that holds experts, or their outermost wrapper."""
 
-    name: str  # of the experts in the model without wrappers
+    name: str  # name of the experts in the model without wrappers
     holder: nn.Module
     child: str
 

@@ -21,7 +21,7 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # of a gate; several, so that interleaved columns differ from concatenated ones
+_NUM_COLUMNS = 3  # several columns of a gate, so that interleaved ones differ from concatenated ones
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:

@@ -1,8 +1,8 @@
-"""The routers of a transformers model, attached to this package: statistics, losses, bias updates and replay.
+"""Hooks of a transformers model's routers: statistics, losses, bias updates and replay.
 
-A router of transformers returns its logits [T, E], its weights [T, K] and its choice [T, K]; Granite's before 5.21 in
-the reverse order. `HookedRouter` takes the place of the router's forward, calls it, and reads or changes these three
-tensors. Without any service in use it only calls the forward.
+A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
+them in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads or
+changes these three tensors. While no service is in use it only calls the forward.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .experts_forward import ATTRIBUTE
 from .model_forward import ModelForward, current_forward
 from .selection import Selection
 
-# Routers that return probabilities instead of logits. Their logarithms are logits up to a constant per token.
+# Routers that return probabilities. Their logarithms are logits up to a constant per token.
 PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 class HookedRouter:
-    """One router of a transformers model. See `AttachedRouter` for the members that this package's functions use.
+    """One router of a transformers model. `AttachedRouter` lists the members that this package's functions use.
 
     Args:
-        name: of the router in its model. Errors contain it.
+        name: name of the router in its model, for errors.
         block: the module that holds the router and its experts.
     """
 
@@ -63,7 +63,7 @@ class HookedRouter:
         return {**vars(self), "recomputed": None, "_adds": [], "_choose": None}
 
     def release(self) -> None:
-        """Give the router its own forward back. A wrapper that others put around `run` stays."""
+        """Restore the router's own forward. Wrappers that other libraries put around `run` stay."""
         self._released = True
         if vars(self.router).get("forward") == self.run:
             del vars(self.router)["forward"]
@@ -89,7 +89,7 @@ class HookedRouter:
 
     @property
     def selection_bias(self) -> Tensor | None:  # [E]
-        """Return the bias as the model stores it; a change in place is seen by the model."""
+        """Return the selection bias as the model stores it. Changes in place reach the model."""
         for module in (*self.router.modules(), self.block):
             for name in _BIASES:
                 if isinstance(bias := getattr(module, name, None), Tensor):
@@ -129,7 +129,7 @@ class HookedRouter:
 
     @contextmanager
     def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> Iterator[None]:
-        """Replace the choice by `choose(T, K)`, once per forward. Recomputations repeat the choice of their forward."""
+        """Replace the choice by `choose(T, K)`, once per forward. A recomputation repeats the choice of its forward."""
         if self._choose is not None:
             raise ValueError(f"RoutingReplay.replay: {self.name} must replay one record at a time, got a second one")
         self._choose = choose
@@ -166,13 +166,13 @@ class HookedRouter:
         return out
 
     def _enter(self, forward: ModelForward | None) -> None:
-        """Note that a forward of the model, which may be None, has reached this router."""
+        """Register this router with the model's forward, or with none if the router is called alone."""
         self.recomputed = None
         if forward is not None:
             forward.routers.append(self)
 
     def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], ReplayedChoice] | None:
-        """Return what gives the replayed choice of this forward, or None."""
+        """Return the function that yields this forward's replayed choice; None without a replay."""
         if recomputes and forward is not None:
             choice = forward.choices.get(self)
             return None if choice is None else lambda num_tokens, top_k: choice
@@ -191,7 +191,7 @@ class HookedRouter:
         return remember
 
     def _parts(self, out: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits [T, E], weights [T, K] and experts [T, K] of what the router returned."""
+        """Return logits [T, E], weights [T, K] and experts [T, K] from the router's output."""
         if isinstance(out, tuple) and len(out) > 2:
             logits, weights, experts = out[:3] if out[0].is_floating_point() else out[2::-1]
             if logits.shape[-1] == self.num_experts:
@@ -206,7 +206,7 @@ class HookedRouter:
         experts: Tensor,  # [T, K], as the router returned them
         selection: Selection,
     ) -> Tensor:  # [T, K] int64
-        """Return the experts that the router chose or replayed."""
+        """Return the chosen experts, which are the replayed ones during a replay."""
         if selection.choose is None:
             return experts
         if selection.num_calls != 1 or selection.chosen is None or experts.data_ptr() != selection.chosen.data_ptr():
@@ -225,7 +225,7 @@ class HookedRouter:
         forward: ModelForward | None,
         watches: bool,
     ) -> Tensor:  # [T, K]
-        """Losses, counts and statistics. Return the weights, with the loss attached."""
+        """Compute losses, counts and statistics. Return the weights, with the loss attached."""
         if type(self.router).__name__ in PROBABILITIES:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
@@ -246,7 +246,7 @@ class HookedRouter:
     def _routing(
         self, logits: Tensor, weights: Tensor, chosen: Tensor, token_mask: Tensor | None, forward: ModelForward | None
     ) -> LayerRouting:
-        """Return what losses and counts read."""
+        """Return the routing that losses and counts read."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         lengths = None
         if forward is not None and self.balance_losses.sequence:
@@ -269,7 +269,7 @@ class HookedRouter:
         if forward is not None:
             forward.check_single_loss()
         if losses.global_batch:
-            # A recomputation repeats no communication.
+            # A recomputation reuses the counts, so it does not communicate again.
             kept = {} if forward is None else forward.global_counts
             if self not in kept:
                 accumulated = self.accumulated_counts

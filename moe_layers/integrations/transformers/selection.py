@@ -1,4 +1,4 @@
-"""The choice of a router of transformers: seen and replaced where its own code calls `torch.topk`."""
+"""Read and replace the choice of a router of transformers where its own code calls `torch.topk`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...routing.model_routers import ReplayedChoice
 
 
 class Selection(TorchFunctionMode):
-    """While active, sees the top-k of scores [T, E] of all experts, and may replace the choice.
+    """While active, reads the top-k of scores [T, E] of all experts, and may replace the choice.
 
-    The router's own code weighs the experts that the replaced call returns. Its scores and its normalisation therefore
-    apply to a replayed choice without any knowledge of them. A top-k of groups, [T, groups] or [T, groups, members], is
-    another shape and stays.
+    The router's own code weighs the experts that the replaced call returns. A replayed choice therefore gets the scores
+    and the normalisation of the router. A top-k of groups has another shape, [T, groups] or [T, groups, members], and
+    is not replaced.
 
     Args:
-        choose: takes T and K and returns the choice. None only looks on.
+        choose: takes T and K and returns the choice. None replaces nothing.
     """
 
     def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None = None):
@@ -44,5 +44,5 @@ class Selection(TorchFunctionMode):
             return result
         experts, is_own = self.choose(*result.indices.shape)
         self.chosen = experts if is_own is None else torch.where(is_own, result.indices, experts)
-        # The gradient is the one of top-k, because the experts of a token differ.
+        # The gradient equals that of top-k, because a token's experts are distinct.
         return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -268,7 +268,7 @@ def _replace(experts: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh, sh
     """Replace a parameter or buffer of the experts by this rank's part of it."""
     owner, _, leaf = name.rpartition(".")
     holder = experts.get_submodule(owner)
-    rows = tensor.shape[0] // (len(share) * mesh.size())  # of one expert
+    rows = tensor.shape[0] // (len(share) * mesh.size())  # rows per expert
     sharded = kept_share(tensor.detach(), mesh, range(share.start * rows, share.stop * rows))
     if not isinstance(tensor, nn.Parameter):
         holder._buffers[leaf] = sharded

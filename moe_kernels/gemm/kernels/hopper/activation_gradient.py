@@ -22,7 +22,7 @@ from .tiles import Tiles, tile_at
 class Staged:
     """A consumer's two pieces of a tile in shared memory."""
 
-    gate: gl.shared_memory_descriptor  # of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
+    gate: gl.shared_memory_descriptor  # gate columns of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
     up: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
     arrived: gl.shared_memory_descriptor  # barriers: H is there
@@ -129,7 +129,7 @@ def _consume(
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N // PIECES))
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
-    kept = packed(total.to(dtype))  # of the finished tile, as all with `last`
+    kept = packed(total.to(dtype))  # belongs to the finished tile, as everything named `last`
     # No tile is finished yet. At the bound of the rows the hardware clips everything.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)

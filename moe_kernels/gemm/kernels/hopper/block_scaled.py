@@ -31,7 +31,7 @@ from .ring import (
 from .tiles import Tiles, row_tile_at, tile_at
 
 _STEP = gl.constexpr(128)  # products between two promotions, and columns with one scale
-_ROWS = gl.constexpr(64)  # of a consumer
+_ROWS = gl.constexpr(64)  # rows of a consumer
 
 
 @aggregate

@@ -223,7 +223,7 @@ def streaming_kernel(
     IN: gl.constexpr,
     FORM: gl.constexpr,
     NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
-    TILE_ROWS: gl.constexpr,  # of the table
+    TILE_ROWS: gl.constexpr,  # rows of a tile in the table
     BLOCK_OUT: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,
