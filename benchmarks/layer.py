@@ -20,87 +20,28 @@ and backward minus that before them, including gradients.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from .common import plots, shapes
-from .common.baselines import FORWARD_GEMMS, TorchGroupedMM, dense_gemms, grouped_mm_takes
+from .common.baselines import TorchGroupedMM, grouped_mm_takes
 from .common.command import Command, each, print_rows
-from .common.layers import (
-    PASSES,
-    check_layer,
-    fits_memory,
-    make_layer,
-    make_tokens,
-    measure_memory,
-    num_checked,
-    passes,
-)
+from .common.layers import PASSES, fits_memory
+from .common.modules import bench_modules, checked_layer
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import Timing, timed
 
 
 def bench_layer(shape: Shape, routing: str, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one shape and routing."""
-    device, dtype = options.device, options.dtype
-    torch._dynamo.reset()  # frees the layer of the last shape
-    torch.cuda.empty_cache()  # does nothing without a GPU
-    layer = make_layer(shape, device, dtype)
-    tokens = make_tokens(layer, shape, routing, dtype)
-    check_layer(layer, tokens, num_checked(shape))
-    torch.cuda.empty_cache()
-    modules = {"triton": layer}
-    if grouped_mm_takes(shape, dtype):
-        modules["torch_grouped_mm"] = torch.compile(TorchGroupedMM(layer), disable=device == "cpu")
-    runs = {name: passes(module, tokens) for name, module in modules.items()}
-    memory = {name: measure_memory(modules[name], tokens) for name in _warmed_up(runs)}
-    functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
-    functions |= {f"dense/{name}": gemm for name, gemm in dense_gemms(shape, device, dtype).items()}
-    timings = timed(functions, options)
-    bounds = {
-        "forward": sum(timings[f"dense/{name}"].ms for name in FORWARD_GEMMS),
-        "forward+backward": sum(t.ms for name, t in timings.items() if name.startswith("dense/")),
-    }
-    return [
-        _row(shape, routing, which, name, timings[f"{name}/{which}"], bounds[which], memory[name])
-        for which in bounds
-        for name in modules
-    ]
-
-
-def _warmed_up(runs: dict[str, dict[str, Callable[[], object]]]) -> dict[str, dict[str, Callable[[], object]]]:
-    for run in runs.values():
-        for function in run.values():
-            function()
-    return runs
-
-
-def _row(
-    shape: Shape,
-    routing: str,
-    which: str,
-    implementation: str,
-    timing: Timing,
-    bound_ms: float,
-    memory: tuple[float | None, float | None],
-) -> dict:
-    return {
-        "shape": shape.name,
-        **shape.sizes,
-        "routing": routing,
-        "pass": which,
-        "implementation": implementation,
-        **timing._asdict(),
-        "tokens_per_s": 1e3 * shape.num_tokens / timing.ms,
-        "dense_bound_ms": bound_ms,
-        "share_of_dense_bound": bound_ms / timing.ms,
-        "saved_mib": memory[0],
-        "peak_mib": memory[1],
-    }
+    layer, tokens = checked_layer(shape, routing, options)
+    modules: dict[str, torch.nn.Module] = {"triton": layer}
+    if grouped_mm_takes(shape, options.dtype):
+        modules["torch_grouped_mm"] = torch.compile(TorchGroupedMM(layer), disable=options.device == "cpu")
+    return bench_modules(modules, tokens, shape, routing, options)
 
 
 COLUMNS = ("shape", "routing", "pass", "implementation", "ms", "tokens_per_s", "dense_bound_ms")
