@@ -40,7 +40,7 @@ from .small_launches import SMALL_LAUNCHES
 
 TARGETS = (80, 90, 100)
 # Code other than GEMMs differs little between targets: the oldest and newest, and the middle one for all other cases.
-SMALL_TARGETS = {"large": (80,), "jagged": (80,), "odd": (100,), "fp8 float16": (80, 100)}
+SMALL_TARGETS = {"large": (80,), "jagged": (80,), "odd": (100,), "fp8 float16": (80, 100), "router": TARGETS}
 
 
 class TargetDriver:
@@ -242,8 +242,8 @@ def jobs() -> Iterator[tuple[Callable, tuple]]:
 
 def only_first_form(kernel: Kernel, cc: int) -> bool:
     """Return whether other targets compile the further forms: the oldest and the newest one for kernels of all
-    targets, compute capability 9.0 for those that decode weights."""
-    if kernel.arguments_class is DecodingGemmArguments:
+    targets, compute capability 9.0 for those that decode weights or use TMA."""
+    if kernel.arguments_class is DecodingGemmArguments or kernel.metadata.design.tma:
         return cc != 90
     return cc == 90 and bool(kernel.supports_cc(80) and kernel.supports_cc(100))
 
@@ -280,8 +280,8 @@ def decoding_forms(kernel: Kernel) -> tuple[str, ...]:
     if dtype != torch.bfloat16:
         return ("mxfp4 by column",) if dtype == torch.float16 else ("int8 by column",)
     by_column, by_row = tuple(f"{name} by column" for name in reversed(FORMATS)), tuple(reversed(FORMATS))
-    # Of the smallest tiles, each is chosen for one layout.
-    return {(16, 64, 128): by_column, (16, 64, 64): by_row}.get(tile, by_column + by_row)
+    # Of the smallest tiles, each is chosen for one layout. The largest ones have the fewest spare registers.
+    return {(16, 64, 64): by_row, (128, 128, 64): by_column + by_row}.get(tile, by_column)
 
 
 def decoding_arguments(kernel: Kernel, form: str) -> DecodingGemmArguments:

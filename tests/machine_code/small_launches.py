@@ -32,6 +32,7 @@ from moe_kernels.quantization.scaling import (
     launch_unpack_rows,
 )
 from moe_kernels.quantization.weight_scaling import empty_checksums, launch_quantize_weight, launch_requantize
+from moe_kernels.routing.product import launch_product, launch_weight_gradient
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
@@ -129,10 +130,9 @@ def run_jagged_tables() -> None:
 
 def run_scaled() -> None:
     """Run everything that quantises to e4m3 with scales of blocks."""
-    for width in (2880, 4096):
-        rows = torch.empty(512, width, dtype=torch.bfloat16)
-        launch_dequantize_rows(launch_quantize_rows(rows), torch.bfloat16)
-        launch_unpack_rows(launch_pack_rows(rows), width)
+    rows = torch.empty(512, 2880, dtype=torch.bfloat16)
+    launch_dequantize_rows(launch_quantize_rows(rows), torch.bfloat16)
+    launch_unpack_rows(launch_pack_rows(rows), rows.shape[1])
     weight = torch.empty(2, 1536, 2048, dtype=torch.bfloat16)
     for given in (weight, weight.mT, weight.float()):
         launch_quantize_weight(given)
@@ -146,6 +146,16 @@ def run_scaled() -> None:
         launch_scaled_activation(hidden, activation)
         dweighted, scaled = torch.empty(512, d_ff, dtype=torch.bfloat16), empty_scaled_rows(hidden, *hidden.shape)
         launch_weighted_activation_backward(hidden, dweighted, weights, slot_to_row, activation, scaled=scaled)
+
+
+def run_router_products(*sizes: tuple[int, int]) -> None:
+    """Run the products of a linear router with these numbers of tokens and experts."""
+    for num_tokens, num_experts in sizes:
+        tokens = torch.empty(num_tokens, 2048, dtype=torch.bfloat16)
+        w_router, dlogits = tokens.new_empty(num_experts, 2048), tokens.new_empty(num_tokens, 2 * num_experts)
+        launch_product(tokens, w_router.t(), torch.float32, bias=tokens.new_empty(num_experts))
+        launch_product(dlogits, w_router, tokens.dtype, addend=tokens)
+        launch_weight_gradient(dlogits, tokens, w_router.dtype)
 
 
 def run_dequantize(format: str, dtype: torch.dtype, size_in: int) -> None:
@@ -162,6 +172,8 @@ SMALL_LAUNCHES: dict[str, Callable[[], object]] = {
     "jagged": run_jagged_tables,
     "activations": run_activations,
     "scaled": run_scaled,
+    "router": partial(run_router_products, (16384, 128)),
+    "router, other tiles": partial(run_router_products, (64, 8), (1024, 128), (4096, 128)),
     **{format: partial(run_dequantize, format, torch.bfloat16, 512) for format in FORMATS},
     "nf4_nested float32": partial(run_dequantize, "nf4_nested", torch.float32, 38),  # blocks run over the ends of rows
     "fp8 float16": partial(run_dequantize, "fp8", torch.float16, 512),

@@ -42,7 +42,7 @@ def compiles_here(metadata):
 
 
 def test_covers_every_kernel_and_target(records):
-    assert len(records) <= 500  # limits the time of the compilation
+    assert len(records) <= 535  # limits the time of the compilation
     compiled = {(record["kernel"], record["cc"]) for record in records}
     for cc in SHARED_BYTES:
         for kernel in get_kernels(cc=cc, metadata_filter=compiles_here):

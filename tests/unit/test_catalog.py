@@ -16,7 +16,7 @@ from moe_kernels import (
 )
 from moe_kernels.activation.functions import EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.kernel import PointerDesign, WarpSpecializedDesign
+from moe_kernels.gemm.kernel import PointerDesign, TmaDesign, WarpSpecializedDesign
 from moe_kernels.gemm.selection import best_first, find
 from moe_kernels.runtime.gluon import KNOWS_GLUON
 from moe_kernels.specs import is_gated
@@ -330,6 +330,17 @@ def test_with_a_compute_capability_the_device_is_ignored():
     assert {type(kernel.metadata.design).__name__ for kernel in get_kernels(args, cc=80)} == {"PointerDesign"}
     assert all(kernel.takes(args) and kernel.supports_cc(90) and kernel.obstacle is None for kernel in hopper)
     assert get_kernels(args, cc=75) == []
+
+
+@pytest.mark.parametrize("gather", ["none", "A"])
+@pytest.mark.parametrize(
+    "form", ["wgrad gather={}", *(f"grouped_gemm B={b} gather={{}} epilogue=none" for b in ("column", "row"))]
+)
+def test_data_center_blackwell_multiplies_through_tma(form, gather):
+    args = arguments_of(f"{form.format(gather)} bfloat16 G=32 K=2048 N=1536 rows=512", "meta")
+    for cc in (100, 103):
+        assert isinstance(get_kernels(args, cc=cc)[0].metadata.design, TmaDesign)
+    assert not any(kernel.metadata.design.tma for kernel in get_kernels(args, cc=120))
 
 
 @pytest.mark.parametrize("form", ["wgrad gather={}", "grouped_gemm B=row gather={} epilogue=none"])

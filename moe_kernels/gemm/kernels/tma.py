@@ -210,7 +210,9 @@ def _design(tile: tuple[int, int, int], num_warps: int, num_stages: int, **optio
     return TmaDesign(tile, num_warps, num_stages, persistent=True, tma=True, **options)
 
 
-def _kernel(dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str | None) -> TmaGroupedGemm:
+def _kernel(
+    dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str | None, min_cc: int, max_cc: int
+) -> TmaGroupedGemm:
     tma = Operand(dtype, "row", 16)
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     flat = "flat" if design.flatten else None
@@ -218,18 +220,25 @@ def _kernel(dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str 
     # A gather together with an activation leaves no registers for a bias.
     optional = () if design.gather and epilogue is not None else ("bias",)
     cls = TmaGroupedGemm
-    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
+    return cls(KernelMetadata(name, cls, min_cc, operands, design, epilogue, max_cc, optional_operands=optional))
 
 
-# Measured: one pipeline over all tiles pays only without a gather, and smaller tiles were never the fastest.
-_DESIGNS = (
-    _design((128, 256, 64), 8, 4, flatten=True),
-    _design((128, 256, 64), 8, 4, gather=True),
-)
+# Measured on Hopper: one pipeline over all tiles pays only without a gather, and smaller tiles were never the fastest.
+_FLAT = _design((128, 256, 64), 8, 4, flatten=True)
+_GATHER = _design((128, 256, 64), 8, 4, gather=True)
+# Not measured on Blackwell: the pipeline over all tiles and a bias fit into shared memory with three stages, and
+# activations spill.
+_FLAT_BLACKWELL = _design((128, 256, 64), 8, 3, flatten=True)
+_PLAIN, _FUSED = (("column", None), ("row", None)), (("column", "swiglu"),)
 
 TMA_KERNELS = tuple(
-    _kernel(dtype, design, layout, epilogue)
+    _kernel(dtype, design, layout, epilogue, min_cc, max_cc)
     for dtype in (torch.bfloat16, torch.float16)
-    for design in _DESIGNS
-    for layout, epilogue in (("column", None), ("row", None), ("column", "swiglu"))
+    for design, forms, min_cc, max_cc in (
+        (_FLAT, (*_PLAIN, *_FUSED), 90, 90),
+        (_GATHER, _PLAIN, 90, 103),
+        (_GATHER, _FUSED, 90, 90),
+        (_FLAT_BLACKWELL, _PLAIN, 100, 103),
+    )
+    for layout, epilogue in forms
 )

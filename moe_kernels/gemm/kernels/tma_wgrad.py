@@ -121,7 +121,7 @@ class TmaWgrad(WgradKernel):
 def _kernel(dtype: torch.dtype, design: TmaDesign) -> TmaWgrad:
     tma = Operand(dtype, "row", 16)
     name = kernel_name("wgrad", "tma", dtype, design)
-    return TmaWgrad(KernelMetadata(name, TmaWgrad, 90, WgradOperands(tma, tma, tma), design, max_cc=90))
+    return TmaWgrad(KernelMetadata(name, TmaWgrad, 90, WgradOperands(tma, tma, tma), design, max_cc=103))
 
 
 def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDesign:
