@@ -1,6 +1,6 @@
 """Judge a report of racecheck: `python -m tests.machine_code.racecheck REPORT`. Exit status 1: unknown races.
 
-    compute-sanitizer --tool racecheck python -m tests.machine_code.sanitize > REPORT
+    compute-sanitizer --tool racecheck --print-limit 100000 python -m tests.machine_code.sanitize > REPORT
 
 racecheck reports the words by which Triton starts and ends the warps of `warp_specialize`, although a block barrier
 separates every write and every read of them. Only these hazards are known. They are identified by their source lines:

@@ -6,6 +6,9 @@ import torch
 from moe_kernels import GroupedGemmArguments, get_kernels
 from moe_kernels.gemm import selection
 
+from ..processes import run_python
+from ..tiers import slow
+from . import sanitize
 from .racecheck import HOPPER, is_known, parse, warp_specialize_lines
 from .sanitize import only
 from .sass import functions_between_multiplications, spills_beside_multiplications, unordered_accesses
@@ -219,3 +222,23 @@ def test_sanitized_kernels_can_be_restricted(device):
         with only(design):
             assert isinstance(selection.select(args).metadata.design, design)
     assert selection.select(args) is chosen
+
+
+@slow  # ten seconds in the interpreter
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs for minutes, under the checkers")
+def test_the_sanitized_program_reaches_every_function_that_the_interpreter_can_run():
+    result = run_python(["-m", "tests.machine_code.sanitize"], interpret=True)
+    *_, reached, remaining = result.stdout.splitlines()
+    assert reached.startswith("catalog: ") and remaining.startswith("remaining: ")
+    functions = {name for name in remaining.split() if name.startswith("moe_kernels.")}
+    assert functions == {name for name in sanitize.triton_kernels() if ".kernels.hopper." in name}
+
+
+def test_the_sanitized_program_names_what_it_did_not_reach(monkeypatch):
+    monkeypatch.setattr(sanitize, "run_catalog", set)
+    for name in ("run_layers", "run_ops"):
+        monkeypatch.setattr(sanitize, name, lambda: None)
+    with pytest.raises(
+        SystemExit, match=r"not reached: .*routing\.product\._product_kernel.*routing\.softmax\._topk_kernel"
+    ):
+        sanitize.main([])
