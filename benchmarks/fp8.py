@@ -32,10 +32,10 @@ from moe_kernels.activation.ops import (
     launch_weighted_activation_backward,
 )
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.arguments import GroupedGemmArguments
-from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
-from moe_kernels.quantization.scaling import empty_scaled_rows, launch_quantize_rows
-from moe_kernels.quantization.weight_scaling import empty_checksums, launch_quantize_weight, launch_requantize
+from moe_kernels.gemm.arguments.block_scaled import BlockScaledGemmArguments
+from moe_kernels.gemm.arguments.grouped import GroupedGemmArguments
+from moe_kernels.quantization.fp8_rows import empty_scaled_rows, launch_quantize_rows
+from moe_kernels.quantization.fp8_weights import empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.specs import as_activation
 from moe_kernels.tools.tune import check
 from moe_kernels.types import Permutation

@@ -25,7 +25,8 @@ from unittest import mock
 import torch
 
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.arguments import Arguments, GroupedGemmArguments
+from moe_kernels.gemm.arguments.base import Arguments
+from moe_kernels.gemm.arguments.grouped import GroupedGemmArguments
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.runtime import launch
 

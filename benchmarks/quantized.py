@@ -25,7 +25,7 @@ import torch
 from moe_kernels.testing import assert_accurate
 from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
-from moe_layers.experts.quantized import QuantizedExperts
+from moe_layers.experts.stored import QuantizedExperts
 
 from .common import shapes
 from .common.command import Command

@@ -27,15 +27,16 @@ from pathlib import Path
 import torch
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
-from moe_kernels.gemm import tables
-from moe_kernels.gemm.arguments import Arguments
+from moe_kernels.gemm import measurements
+from moe_kernels.gemm.arguments.base import Arguments
 from moe_kernels.gemm.kernel import Kernel
-from moe_kernels.gemm.selection import best_first, copies_for, copies_key
-from moe_kernels.gemm.tables import Table
+from moe_kernels.gemm.measurements import Table
+from moe_kernels.gemm.rule import best_first
+from moe_kernels.gemm.selection import copies_for, copies_key
 from moe_kernels.specs import is_gated
 from moe_kernels.testing import Case, make_inputs
 from moe_kernels.tools.layer_gemms import LayerForms
-from moe_kernels.tools.table_keys import arguments_of
+from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 
 from .common.command import Command, print_rows
@@ -179,10 +180,10 @@ def summary(rows: list[dict]) -> list[dict]:
 
 def tables_of(options: argparse.Namespace) -> Table:
     if options.table is not None:
-        return tables.read(options.table)
+        return measurements.read(options.table)
     if not torch.cuda.is_available():
         raise SystemExit("rule_of_thumb: kernels run on a CUDA GPU, got none")
-    table = tables.merged_table(torch.cuda.get_device_name())
+    table = measurements.merged_table(torch.cuda.get_device_name())
     if not table.kernels:
         raise SystemExit(f"rule_of_thumb: there is no table of {torch.cuda.get_device_name()}")
     return table

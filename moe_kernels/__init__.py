@@ -2,14 +2,15 @@
 
 from .activation.ops import apply_activation
 from .experts.fused import fused_experts
-from .gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
+from .gemm.arguments.dense import GemmArguments
+from .gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
+from .gemm.arguments.jagged import JaggedGemmArguments
+from .gemm.arguments.list import GroupedGemmListArguments
 from .gemm.kernel import PointerDesign, WarpSpecializedDesign
-from .gemm.kernels.jagged import JaggedGemmArguments
-from .gemm.kernels.list import GroupedGemmListArguments
-from .gemm.ops.batched import batched_gemm
-from .gemm.ops.grouped import grouped_gemm, grouped_gemm_wgrad
-from .gemm.ops.jagged import jagged_gemm, pack_groups
-from .gemm.ops.list import GroupedProblem, grouped_gemm_list
+from .gemm.ops.batched_gemm import batched_gemm
+from .gemm.ops.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from .gemm.ops.grouped_gemm_list import GroupedProblem, grouped_gemm_list
+from .gemm.ops.jagged_gemm import jagged_gemm, pack_groups
 from .gemm.selection import get_kernels
 from .permutation.permute import combine, permute
 from .permutation.sort import sort_by_expert

@@ -14,7 +14,7 @@ import argparse
 import sys
 
 from . import __version__
-from .tools import explain, tables
+from .tools import explain, measure
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"moe-layers {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     explain.add_command(commands)
-    tables.add_commands(commands)
+    measure.add_commands(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -20,7 +20,7 @@ from .balance.losses import (
     sequence_load_balancing_loss,
 )
 from .config import MoEConfig
-from .experts.lora import LoRA
+from .experts.lora.adapters import LoRA
 from .feed_forward import MoEFeedForward
 from .parallel.collectives import save_communication
 from .routing.activation_checkpointing import save_routing

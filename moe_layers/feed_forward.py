@@ -16,6 +16,7 @@ from moe_kernels import Activation, RouterSpec
 from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
+from .autocast import call_with_autocast_rules
 from .balance.attachment import attach_aux_loss
 from .balance.balancing import BalanceLosses
 from .balance.routing_statistics import RoutingObserver
@@ -24,20 +25,20 @@ from .checks import check_choice, check_kind
 from .config import MoEConfig
 from .experts.dispatcher import LocalDispatcher
 from .experts.grouped import GroupedExperts
-from .experts.lora import add_lora, remove_lora, set_lora
-from .experts.lora_merging import merge_lora, unmerge_lora
+from .experts.lora.adapters import add_lora, remove_lora, set_lora
+from .experts.lora.merging import merge_lora, unmerge_lora
 from .experts.shared import SharedExpert
 from .experts.token_checks import check_tokens
 from .experts.whole_op import compute_whole, runs_as_one_op
+from .input import TokenInfo, flatten_router_input, flatten_tokens, restore_shape
 from .memory import saved_bytes
-from .precision import call_with_autocast_rules
 from .routing.assignment import Assignment
-from .routing.capacity import CapacityFactor, Slots, drop_beyond_capacity, identity_output, layer_routing
+from .routing.capacity import CapacityFactor, drop_beyond_capacity
 from .routing.custom_assignment import as_assignment
 from .routing.noise import RouterNoise
 from .routing.result import LayerRouting
 from .routing.router import TopKRouter
-from .routing.token_info import TokenInfo, flatten_router_input, flatten_tokens, restore_shape
+from .routing.slots import Slots, identity_output, layer_routing
 
 
 class MoEFeedForward(nn.Module):

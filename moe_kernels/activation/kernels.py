@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..quantization.e4m3 import quantize_tile, store_scales
+from ..quantization.fp8_device import quantize_tile, store_scales
 from ..runtime.triton import tl, triton
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..quantization.scaling import empty_scaled_rows
+from ..quantization.fp8_rows import empty_scaled_rows
 from ..reference_fp8 import BLOCK
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
-from ..runtime.memory import alignment, empty_rows
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
+from ..runtime.row_layout import alignment, empty_rows
 from ..runtime.triton import cdiv, next_power_of_2
 from ..specs import Activation, as_activation
 from ..types import ScaledRows

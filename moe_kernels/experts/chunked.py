@@ -15,10 +15,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..activation.ops import Destination
-from ..runtime.memory import empty_rows
+from ..runtime.row_layout import empty_rows
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, ScaledRows
-from .rows import Rows
+from .row_products import Rows
 from .steps import (
     Activated,
     Adapters,

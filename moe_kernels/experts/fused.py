@@ -14,12 +14,12 @@ from ..runtime.checks import check_dtype
 from ..runtime.dispatch import choose, is_traced
 from ..specs import Activation, as_activation
 from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight, Weight
-from .checks import check_operands
 from .fused_op import fused_experts_op
+from .operand_checks import check_operands
 from .operands import ExpertOperands
-from .rows import Rows
+from .reference_op import ReferenceOperands, reference_experts_op, run_reference
+from .row_products import Rows
 from .steps import Experts
-from .traced import ReferenceOperands, reference_experts_op, run_reference
 
 RECOMPUTE = (None, "up")
 PRECISIONS = (None, "fp8", "fp8_saved")

@@ -73,14 +73,13 @@ from torch import Tensor
 
 from ..gemm.kernel import device_cc
 from ..permutation.sort import BLOCK_ROWS, SortedSlots, check_num_experts
-from ..quantization.scaling import empty_scaled_rows, launch_quantize_rows
+from ..quantization.fp8_rows import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
 from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
-from ..runtime.memory import empty_rows
-from ..runtime.ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
+from ..runtime.registered_ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
 from ..runtime.replay import Replayed
+from ..runtime.row_layout import empty_rows
 from ..specs import is_gated
-from .checks import check_operands
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
 from .gradient_ops import (
     SavedForBackward,
@@ -91,6 +90,7 @@ from .gradient_ops import (
     up_gradients_op,
 )
 from .main_grad import main_grad_of, mark_added
+from .operand_checks import check_operands
 from .operands import ExpertOperands
 from .steps import activate, down
 

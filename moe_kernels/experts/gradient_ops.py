@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..activation.ops import can_scale_gradient
 from ..permutation.permute import launch_slot_products
-from ..quantization.scaling import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
-from ..runtime.memory import empty_rows
-from ..runtime.ops import registered_op
+from ..quantization.fp8_rows import empty_scaled_rows, launch_dequantize_rows, launch_quantize_rows
+from ..runtime.registered_ops import registered_op
+from ..runtime.row_layout import empty_rows
 from ..types import ScaledRows
 from .operands import ExpertOperands
 from .steps import (

@@ -10,12 +10,12 @@ from ..gemm.batch_invariance import ASSUMED_ROWS
 from ..permutation.sort import SortedSlots
 from ..routing.linear_op import LinearRouter
 from ..types import ScaledForms
-from .rows import Rows
+from .row_products import Rows
 from .steps import Experts
 
 
 class ExpertOperands(NamedTuple):
-    """Operands of forward and backward. What a call has no use for is None.
+    """Operands of forward and backward. Operands that a call does not use are None.
 
     Forward gets the position of the rows in one of three ways: `rows` from the caller, a choice of experts to sort, or
     a router that chooses. Backward gets what forward found: `topk_weights`, and `rows` or `sorted_slots`.
@@ -31,7 +31,7 @@ class ExpertOperands(NamedTuple):
     batch_invariant: bool = False
     recompute: bool = False  # compute H again in backward
     precision: str | None = None
-    forms: ScaledForms | None = None  # of the weights, with a precision
+    forms: ScaledForms | None = None  # the weights in e4m3, with precision "fp8"
     adds_to_main_grad: bool = False  # the gradients of weights
 
     @property

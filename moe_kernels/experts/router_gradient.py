@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..permutation.permute import combine_block
 from ..runtime.launch import launch_kernel
-from ..runtime.memory import alignment
+from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 _MOST_COLUMNS = 1024  # per program: in flight are a row and the router's, each as wide

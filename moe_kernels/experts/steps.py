@@ -19,7 +19,7 @@ from ..specs import Activation
 from ..types import ExpertAdapters, ExpertWeights, ScaledForms, ScaledRows, ScaledWeight, Weight
 from .expert_bias import launch_segment_sum
 from .router_gradient import launch_combine_with_router
-from .rows import Rows
+from .row_products import Rows
 
 _activation = functools.cache(Activation)
 

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes, result_dtype
 from ..runtime.dispatch import choose, without_autocast
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
 from . import selection
-from .arguments import GemmArguments
+from .arguments.dense import GemmArguments
 
 ASSUMED_ROWS = 2048  # rows per group; the tables of kernels hold this number for most layers
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..runtime.dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle
 from ..runtime.launch import CompiledArtifact, Launch, compile_launch, run_launch, static_properties
-from ..runtime.ops import on_device_of
-from .arguments import Arguments
+from ..runtime.registered_ops import on_device_of
+from .arguments.base import Arguments
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from torch import Tensor
 from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
 from ..runtime.launch import run_launch
-from ..runtime.memory import has_aligned_rows
 from ..runtime.replay import clear_records, require_single_launches
 from ..runtime.triton import HAS_TRITON
-from .activation_gradient import ActivationGradientArguments
-from .arguments import Arguments, GroupedGemmArguments, WgradArguments, layout_of, rows_bucket
-from .kernel import Design, Kernel, KernelMetadata, PointerDesign, StreamingDesign, WarpSpecializedDesign, device_cc
+from .arguments.base import Arguments, rows_bucket
+from .arguments.grouped import GroupedGemmArguments
+from .kernel import Kernel, KernelMetadata, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
-from .tables import Table, merged_table
+from .measurements import Table, merged_table
+from .rule import best_first
 from .verify import verified, verify_interval
 
 _selected: dict[tuple[Any, ...], Kernel | None] = {}
@@ -146,21 +146,6 @@ def get_kernels(
     return best_first(kernels, args, measured_best(args) if cc is None and kernels else None)
 
 
-def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
-    """Sort kernels that support the arguments: the measured best first, then by a rule of thumb.
-
-    The rule of thumb is each kernel's estimate of its work divided by the speed of its design.
-    """
-
-    half_speed, drifts = _half_speed(args), _drifts(args)
-
-    def rank(kernel: Kernel) -> tuple[bool, float]:
-        speed = _speed(kernel.metadata.design, half_speed, drifts)
-        return kernel.metadata.kernel_name != measured, kernel.estimate(args) / speed
-
-    return sorted(kernels, key=rank)
-
-
 def measured_best(args: Arguments) -> str | None:
     """Return the name of the kernel that the table has for these arguments, or None."""
     return table_for(args.A.device).kernels.get(args.table_key())
@@ -221,23 +206,6 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
     return Copies(is_large, is_large, is_large and num_columns >= 2560)
 
 
-def is_worth_fusing(args: ActivationGradientArguments) -> bool:
-    """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
-
-    Tiles of this GEMM are half as wide, because they share memory with their part of H. What it reads more grows with
-    the length of the reduction, and the pass that it saves does not. With few rows other designs multiply faster.
-    """
-    num_groups, depth, _ = args.B.shape
-    return rows_bucket(args.num_rows, num_groups) >= _ROWS_WORTH_FUSING and depth <= _LONGEST_FUSED
-
-
-def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
-    """Return whether a GEMM by these matrices, or with this result, gains more by the copy engine of a GPU of compute
-    capability `cc` than a copy with aligned rows costs. The copy engine takes rows of whole 16 bytes."""
-    many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
-    return many and cc >= 90 and matrices.element_size() == 2 and not has_aligned_rows(matrices)
-
-
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
     """Make `choose_copies` return these for arguments like these, in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
@@ -268,63 +236,3 @@ def copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> str:
 
 def _key(args: Arguments) -> tuple[Any, ...]:
     return type(args), args.accumulator_type, args.selection_key()
-
-
-_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
-_ROWS_WORTH_FUSING = 256  # per expert; a bound of `rows_bucket`
-_LONGEST_FUSED = 3072  # columns of the reduction
-
-# Multiplications per element read at which a kernel has half its full speed.
-_HALF_SPEED = 20
-_HALF_SPEED_OF_MANY_ROWS = 40
-_HALF_SPEED_BETWEEN_LINES = 150
-_MANY_ROWS = 2048  # per group; a bound of `rows_bucket`
-_WIDEST_TILE = 256  # columns
-_DRIFTING = 0.85  # speed of warp-specialised programs that drift apart
-
-
-def _half_speed(args: Arguments) -> int:
-    """Return how much reading costs, from measurements on an H100.
-
-    A piece of a row that starts between cache lines is read as two of them, and then reading bounds the GEMM: tiles of
-    128x256 are 1.19 to 1.35 times as fast as 128x128. With many rows they are 1.1 to 1.35 times as fast if no tile is
-    half as wide.
-    """
-    if not isinstance(args, GroupedGemmArguments | WgradArguments):
-        return _HALF_SPEED
-    if not all(layout_of(operand)[-1] for name, operand in args.operands.items() if name != "out"):
-        return _HALF_SPEED_BETWEEN_LINES
-    return _HALF_SPEED_OF_MANY_ROWS if _has_many_rows(args) else _HALF_SPEED
-
-
-def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
-    groups = (args.B if isinstance(args, GroupedGemmArguments) else args.out).shape[0]
-    return rows_bucket(args.num_rows, groups) > _MANY_ROWS
-
-
-def _drifts(args: Arguments) -> bool:
-    """Return whether warp-specialised programs that share data run apart, so that the L2 cache holds it no longer.
-
-    On an H100 they took 0.95 to 1.23 times the time of other TMA kernels in gradients of many rows whose last column
-    tile is partly filled and that gather nothing.
-    """
-    if isinstance(args, WgradArguments):
-        gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as in the gradient of the rows
-        gathers = args.row_to_token is not None
-    else:
-        return False
-    return not gathers and args.out.shape[-1] % _WIDEST_TILE != 0 and _has_many_rows(args)
-
-
-def _speed(design: Design, half_speed: int, drifts: bool) -> float:
-    """Return the relative speed on one tile. Larger tiles read less per multiplication, and some designs stall less."""
-    if isinstance(design, StreamingDesign):
-        return 1.0  # its estimate is that of reading
-    rows, columns, _ = design.tile_shape
-    reuse = rows * columns / (rows + columns)  # multiplications per element read
-    if isinstance(design, WarpSpecializedDesign):
-        kind = _DRIFTING if drifts else 1.0
-    else:
-        kind = 0.7 if isinstance(design, PointerDesign) else 0.9
-    return kind * reuse / (reuse + half_speed)

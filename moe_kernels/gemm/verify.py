@@ -16,13 +16,15 @@ from ..reference_fp8 import BLOCK, dequantize_blocks
 from ..runtime.dispatch import without_autocast
 from ..runtime.triton import cdiv
 from ..testing import assert_accurate
-from .activation_gradient import COLUMNS, ActivationGradientArguments
-from .arguments import Arguments, GemmArguments, GroupedGemmArguments, WgradArguments
-from .block_scaled import BlockScaledGemmArguments
+from .arguments.activation_gradient import COLUMNS, ActivationGradientArguments
+from .arguments.base import Arguments
+from .arguments.block_scaled import BlockScaledGemmArguments
+from .arguments.decoding import DecodingGemmArguments
+from .arguments.dense import GemmArguments
+from .arguments.grouped import GroupedGemmArguments, WgradArguments
+from .arguments.jagged import JaggedGemmArguments
+from .arguments.list import GroupedGemmListArguments
 from .kernel import Kernel
-from .kernels.decoding import DecodingGemmArguments
-from .kernels.jagged import JaggedGemmArguments
-from .kernels.list import GroupedGemmListArguments
 
 _FAR = 4.0  # error budgets; rounding alone never exceeds them
 _BLOCK_ROWS = 256  # rows of a dense product, which has no groups, that are checked as one group

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
-from ..runtime.ops import on_device_of
+from ..runtime.registered_ops import on_device_of
 from ..runtime.triton import cdiv, tl, triton
 
 _BLOCK = 1024

@@ -11,8 +11,8 @@ from .. import reference
 from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
-from ..runtime.memory import alignment
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
+from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import Permutation
 

@@ -18,7 +18,7 @@ from ..gemm.tile_table import empty_tile_table, make_tile_table, table_blocks, t
 from ..runtime.checks import check_dtype, check_shapes
 from ..runtime.dispatch import choose, once_per_form
 from ..runtime.launch import launch_kernel
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort, tl, triton
 from ..types import Permutation, TileTable
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from .. import reference_fp8
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import KERNEL_DTYPES, choose
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
 from ..types import QuantizedWeight, ScaledRows
 from .decode import decode_weight
 from .formats import check_quantized
+from .fp8_rows import empty_scaled_rows, launch_pack_rows, launch_quantize_rows, launch_unpack_rows, packed_width
 from .kernels import launch_dequantize
-from .scaling import empty_scaled_rows, launch_pack_rows, launch_quantize_rows, launch_unpack_rows, packed_width
 
 __all__ = ["dequantize", "quantize_rows"]
 

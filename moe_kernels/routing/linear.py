@@ -12,7 +12,7 @@ from ..gemm.batch_invariance import invariant_product
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import kernel_obstacle, once_per_form
 from ..runtime.triton import tl, triton
-from .product import launch_product, launch_weight_gradient
+from .linear_kernels import launch_product, launch_weight_gradient
 
 
 @once_per_form

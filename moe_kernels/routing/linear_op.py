@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.dispatch import without_autocast
-from ..runtime.ops import Call, registered_op
+from ..runtime.registered_ops import Call, registered_op
 from .linear import halves_dtype, router_gradients, router_logits
 from .scored import scored_backward_op
 from .scored_kernels import ScoreSettings, launch_forward

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
 from ..specs import RouterSpec
 from .scored_kernels import ScoreSettings, launch_backward, launch_forward
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activation.functions import exp_negative
 from ..runtime.launch import launch_kernel
-from ..runtime.ops import registered_op
+from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from .linear import store_gradient
 from .topk import choose_by_short_keys, choose_highest, key, ranked

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel
-from ..runtime.ops import on_device_of
+from ..runtime.registered_ops import on_device_of
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 _MOST_PROGRAMS = 256

@@ -1,4 +1,4 @@
-"""All uses of PyTorch's private API except those of `ops.py`, each with the public equivalent."""
+"""All uses of PyTorch's private API except those of `registered_ops.py`, each with the public equivalent."""
 
 from __future__ import annotations
 

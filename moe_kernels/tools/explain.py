@@ -26,13 +26,13 @@ from torch import Tensor
 from .. import reference
 from ..activation.functions import EPILOGUES, listed_epilogue
 from ..experts.fused import fused_experts
-from ..gemm import selection, tables
-from ..gemm.arguments import Arguments
-from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY
+from ..gemm import measurements, rule, selection
+from ..gemm.arguments.base import Arguments
+from ..gemm.arguments.block_scaled import COLUMNS_WORTH_A_COPY
 from ..gemm.kernel import Kernel, WarpSpecializedDesign, device_cc
-from ..gemm.kernels.decoding import MAX_ROWS
+from ..gemm.kernels.pointer_decoding import MAX_ROWS
+from ..gemm.measurements import Table
 from ..gemm.selection import Copies, get_kernels
-from ..gemm.tables import Table
 from ..quantization.formats import FORMATS
 from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
@@ -74,7 +74,7 @@ def find_target(cc: int | None, gpu: str | None) -> Target:
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
         return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device), is_here=True)
-    table = tables.merged_table(gpu) if gpu and HAS_TRITON else Table({}, {})
+    table = measurements.merged_table(gpu) if gpu and HAS_TRITON else Table({}, {})
     return Target(cc or 90, gpu, table, is_here=False)
 
 
@@ -86,7 +86,7 @@ def select_for(args: Arguments, target: Target) -> Kernel | None:
         return None
     listed = _listed(args)
     kernels = [k for k in get_kernels(cc=target.cc) if k.obstacle is None and k.takes(listed)]
-    kernel = next(iter(selection.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
+    kernel = next(iter(rule.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
     if kernel is None or args.epilogue == listed.epilogue:
         return kernel
     if args.epilogue is None or args.epilogue not in kernel.epilogues:
@@ -159,7 +159,7 @@ def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]
     gradient = choice("down, gradient of its input", "down_dgrad", copies.dout)
     if is_gated(layer.activation):
         fused = layer.activation_gradient(gather=not copies.dout)
-        if selection.is_worth_fusing(fused) and (kernel := select_for(fused, target)):
+        if rule.is_worth_fusing(fused) and (kernel := select_for(fused, target)):
             gradient = Choice("down, gradient of its input and of the activation", fused, kernel)
     ups = [up] if up.kernel else [up, choice("up, then activation", "up_plain", copies.tokens_forward)]
     return copies, [
@@ -217,14 +217,14 @@ def _driver() -> str:
 def print_tables(target: Target) -> None:
     if target.gpu is None or not HAS_TRITON:
         print("Table: none, since a table belongs to a named GPU; a rule of thumb selects")
-    elif paths := tables.paths(target.gpu):
+    elif paths := measurements.paths(target.gpu):
         for path in paths:
-            print(f"Table: {path} ({len(tables.read(path).kernels)} kernels)")
+            print(f"Table: {path} ({len(measurements.read(path).kernels)} kernels)")
     else:
-        shipped = ", ".join(sorted(path.name for path in tables.SHIPPED.glob("*.json")))
-        wanted = tables.table_name(target.gpu)
+        shipped = ", ".join(sorted(path.name for path in measurements.SHIPPED.glob("*.json")))
+        wanted = measurements.table_name(target.gpu)
         print(f"Table: none: there is no {wanted}, only {shipped}; a rule of thumb selects")
-    print(f"Own tables: {tables.USER or 'switched off by MOE_KERNELS_TUNING'}")
+    print(f"Own tables: {measurements.USER or 'switched off by MOE_KERNELS_TUNING'}")
 
 
 def print_choices(layer: LayerForms, target: Target, format: str | None, precision: str | None = None) -> list[Choice]:

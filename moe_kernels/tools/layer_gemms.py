@@ -8,15 +8,16 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..gemm.activation_gradient import COLUMNS, ActivationGradientArguments
-from ..gemm.arguments import Arguments, GroupedGemmArguments, WgradArguments
-from ..gemm.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
+from ..gemm.arguments.activation_gradient import COLUMNS, ActivationGradientArguments
+from ..gemm.arguments.base import Arguments
+from ..gemm.arguments.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
+from ..gemm.arguments.decoding import DecodingGemmArguments, QuantizedMatrices
+from ..gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
 from ..gemm.kernel import device_cc
-from ..gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
-from ..gemm.selection import is_worth_aligning
+from ..gemm.rule import is_worth_aligning
 from ..quantization.quantize import quantize
 from ..reference_fp8 import BLOCK, quantize_blocks
-from ..runtime.memory import empty_aligned, empty_rows
+from ..runtime.row_layout import empty_aligned, empty_rows
 from ..runtime.triton import cdiv
 from ..specs import is_gated
 from ..testing import Case, make_inputs, make_permutation

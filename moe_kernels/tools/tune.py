@@ -20,14 +20,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..experts.fused import fused_experts
-from ..gemm import tables
-from ..gemm.arguments import Arguments, GroupedGemmArguments
+from ..gemm import measurements
+from ..gemm.arguments.base import Arguments
+from ..gemm.arguments.grouped import GroupedGemmArguments
+from ..gemm.arguments.jagged import JaggedGemmArguments
+from ..gemm.arguments.list import GroupedGemmListArguments
 from ..gemm.kernel import Kernel, PointerDesign
-from ..gemm.kernels.jagged import JaggedGemmArguments
-from ..gemm.kernels.list import GroupedGemmListArguments
-from ..gemm.ops.list import GroupedProblem
-from ..gemm.selection import Copies, best_first, copies_key, get_kernels, pin, pin_copies
-from ..gemm.tables import Table
+from ..gemm.measurements import Table
+from ..gemm.ops.grouped_gemm_list import GroupedProblem
+from ..gemm.rule import best_first
+from ..gemm.selection import Copies, copies_key, get_kernels, pin, pin_copies
 from ..gemm.verify import check_result
 from ..testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
 from .layer_gemms import NUM_FORMS, NUM_PRODUCTS, LayerForms
@@ -277,7 +279,7 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
         again: also measure entries that the table already has.
         fields: further fields of the file, such as versions.
     """
-    table = tables.read(path) if path.exists() else Table({}, {})
+    table = measurements.read(path) if path.exists() else Table({}, {})
     end = time.monotonic() + seconds
     with tqdm(total=sum(job.num_entries for job in jobs), unit="entry") as progress:
         for job in jobs:
@@ -287,7 +289,7 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
                     if time.monotonic() >= end:
                         return False
                     table = table.merged(entry.measure())
-                    tables.write(path, table, **fields)
+                    measurements.write(path, table, **fields)
                 progress.update()
             torch.cuda.empty_cache()  # the next operands have other sizes
     return True

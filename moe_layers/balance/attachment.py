@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels.runtime.pytorch import functorch_is_active
 
-from ..precision import autocast_is_enabled
+from ..autocast import autocast_is_enabled
 from ..routing.result import LayerRouting
 from .losses import attach_loss
 

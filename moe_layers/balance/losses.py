@@ -25,8 +25,8 @@ from torch.nn import functional
 from moe_kernels import RouterSpec, topk_routing
 from moe_kernels.runtime.pytorch import functorch_is_active
 
+from ..input import check_num_tokens, check_sequence_lengths
 from ..routing.result import SCORES, LayerRouting, spread_slots
-from ..routing.token_info import check_num_tokens, check_sequence_lengths
 
 # The experts whose slots `sequence_load_balancing_loss` counts.
 COUNTS = ("scores", "choices")

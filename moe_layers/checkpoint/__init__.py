@@ -1,16 +1,19 @@
 """Layer parameters in safetensors files, of this package or of published models."""
 
-from .load import load_layer, load_safetensors
-from .report import LoadedTensor, LoadReport
-from .save import save_layer, save_safetensors
-from .source import CheckpointSource
+from .layer.load import load_layer, load_safetensors
+from .layer.report import LoadedTensor, LoadReport
+from .layer.save import save_layer, save_safetensors
+from .layer.source import CheckpointSource
+from .model.repair import RepairReport, repair
 
 __all__ = [
     "CheckpointSource",
     "LoadReport",
     "LoadedTensor",
+    "RepairReport",
     "load_layer",
     "load_safetensors",
+    "repair",
     "save_layer",
     "save_safetensors",
 ]

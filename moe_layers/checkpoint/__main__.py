@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .convert import convert
-from .files import CONFIG, CheckpointFiles
-from .layouts import LAYOUTS
-from .lora import ADAPTER_LAYOUTS, ORIENTATIONS, read_peft_adapter, write_adapter
-from .lora_merge import merge_adapter
-from .repair import repair
-from .survey import BlockSurvey, survey
+from .adapters.adapter_files import ADAPTER_LAYOUTS, ORIENTATIONS, read_peft_adapter, write_adapter
+from .adapters.merge import merge_adapter
+from .files.directory import CONFIG, CheckpointFiles
+from .files.layouts import LAYOUTS
+from .model.convert import convert
+from .model.repair import repair
+from .model.survey import BlockSurvey, survey
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _COLUMNS = ("layer", "block", "layout", "experts", "d_model", "d_ff", "dtype", "quantisation", "MiB")

@@ -1,6 +1,6 @@
 """The experts of a layer, their low-rank adapters, and the dispatcher of one process."""
 
-from .lora import LoRA
+from .lora.adapters import LoRA
 from .quantization import dequantize_experts_, quantize_experts_
 
 __all__ = ["LoRA", "dequantize_experts_", "quantize_experts_"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_kernels import sort_by_expert
 
-from ..routing.capacity import Slots
+from ..routing.slots import Slots
 from .grouped import ExpertRows, GroupedExperts
 
 

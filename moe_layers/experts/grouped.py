@@ -28,14 +28,14 @@ from moe_kernels.runtime.pytorch import any_autocast_is_enabled
 from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 
+from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_positive
-from ..precision import call_with_autocast_rules
 from ..routing.router import TopKRouter
-from .fp8_weights import KeptForms
-from .lora import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
-from .lora_dropout import compute_with_dropout
-from .lora_merging import Unmerged
-from .quantized import QuantizedExperts
+from .kept_fp8 import KeptForms
+from .lora.adapters import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
+from .lora.dropout import compute_with_dropout
+from .lora.merging import Unmerged
+from .stored import QuantizedExperts
 
 
 class ChunkPlan(Protocol):

@@ -19,7 +19,7 @@ from moe_kernels.types import WeightFormat
 
 from ..checks import is_dtensor
 from .grouped import GroupedExperts
-from .quantized import QuantizedExperts, replace_weight, stored
+from .stored import QuantizedExperts, replace_weight, stored
 
 WEIGHTS = ("w_up", "w_down")
 

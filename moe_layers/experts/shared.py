@@ -10,8 +10,8 @@ from moe_kernels import Activation, RouterSpec, apply_activation, fused_experts,
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.specs import as_activation
 
+from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_positive
-from ..precision import call_with_autocast_rules
 
 _GATE = RouterSpec(score="sigmoid", normalize=False)  # for a single expert
 

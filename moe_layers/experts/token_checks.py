@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..precision import autocast_is_enabled
+from ..autocast import autocast_is_enabled
 from .grouped import GroupedExperts
 from .whole_op import is_called_as_written
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import any_autocast_is_enabled, num_dispatch_modes
 
-from ..precision import autocast, autocast_is_enabled
-from ..routing.capacity import differences
+from ..autocast import autocast, autocast_is_enabled
 from ..routing.router import TopKRouter
+from ..routing.slots import differences
 from .dispatcher import LocalDispatcher
 from .grouped import GroupedExperts
-from .lora import uses_dropout
+from .lora.adapters import uses_dropout
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple("_global" + name for name in _HOOKS)

@@ -12,7 +12,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]  # optional
 
 from .frameworks import enable_whole
-from .transformers.experts_forward import NAME
+from .transformers.experts.experts_forward import NAME
 from .versions import ENABLE, check_version
 
 __all__ = ["MoELayersPlugin"]

@@ -8,8 +8,8 @@ from torch import nn
 
 from ..checks import first_three
 from .transformers import EnableReport, disable, enable
-from .transformers.experts_forward import ATTRIBUTE
-from .transformers.replaced_forwards import has_other_forward
+from .transformers.experts.experts_forward import ATTRIBUTE
+from .transformers.experts.replaced_forwards import has_other_forward
 
 
 def enable_whole(owner: str, model: nn.Module) -> EnableReport:

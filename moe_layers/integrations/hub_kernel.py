@@ -21,7 +21,7 @@ __all__ = ["write_kernel"]
 
 NAME = "moe-layers-experts"
 _KERNELS = Path(__file__).parents[2] / "moe_kernels"
-_RECOGNITION = Path(__file__).parent / "transformers" / "recognition.py"
+_RECOGNITION = Path(__file__).parent / "transformers" / "experts" / "activation.py"
 _LEFT_OUT = ("tools", "__main__.py", "py.typed", "__pycache__")
 _NAMESPACE = re.compile(r'"moe_kernels(::|")|(?<=torch\.ops\.)moe_kernels\b')
 
@@ -162,7 +162,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 def _sources() -> dict[str, str]:
     """Return all files of the package by their path, with the imports that they have there."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
-    for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ...checks", "from .moe_kernels.errors")):
+    for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)
     files = {"__init__.py": _INIT, "layers.py": _LAYERS, "recognition.py": recognition}
     for path in sorted(_KERNELS.rglob("*")):

@@ -8,7 +8,7 @@ transformers then loads the model with these experts. It refuses models whose ex
 
 from __future__ import annotations
 
-from .transformers.experts_forward import NAME
+from .transformers.experts.experts_forward import NAME
 from .versions import ENABLE, check_version
 
 __all__ = ["NAME"]

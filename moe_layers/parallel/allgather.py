@@ -17,7 +17,7 @@ from moe_kernels.runtime.pytorch import disable_dynamo
 from ..checks import first_three
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
-from ..routing.capacity import Slots
+from ..routing.slots import Slots
 from .collectives import AsyncCollective, check_on_device, wait
 from .rank_dispatcher import (
     GRADIENTS,

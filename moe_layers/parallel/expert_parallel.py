@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..checks import check_choice, check_positive
 from ..experts.dispatcher import LocalDispatcher
 from ..experts.grouped import GroupedExperts
-from ..experts.lora import ExpertLoRA
+from ..experts.lora.adapters import ExpertLoRA
 from .allgather import AllGatherDispatcher, PaddedAllGatherDispatcher
 from .alltoall import AllToAllDispatcher
 from .collectives import Ranks

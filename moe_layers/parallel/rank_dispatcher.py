@@ -15,10 +15,10 @@ from moe_kernels import Activation
 from moe_kernels.quantization.ops import pack_rows, unpack_rows
 from moe_kernels.runtime.pytorch import disable_dynamo
 
+from ..autocast import autocast
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
-from ..precision import autocast
-from ..routing.capacity import Slots
+from ..routing.slots import Slots
 from .collectives import Packing, Ranks
 
 Chunk = tuple[Tensor, Slots]  # neighbouring tokens [T, D], in the dtype in which they are sent, and their slots

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_kernels import RouterSpec, Routing, routing_weights
 
-from .capacity import Slots
+from .slots import Slots
 
 
 class Assignment(ABC):

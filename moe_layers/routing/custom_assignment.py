@@ -13,7 +13,7 @@ from moe_kernels import RouterSpec, Routing
 
 from ..checks import check_positive
 from .assignment import Assignment
-from .capacity import Slots
+from .slots import Slots
 
 
 class TokenExpertPairs(NamedTuple):

@@ -12,8 +12,9 @@ from moe_kernels import RouterSpec, Routing
 
 from ..checks import check_choice, check_positive
 from .assignment import Assignment
-from .capacity import Slots, even_share, positive_ratio
+from .capacity import even_share, positive_ratio
 from .result import SCORES, spread_slots
+from .slots import Slots
 
 
 class _AcrossTokens(Assignment):

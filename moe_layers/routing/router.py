@@ -15,13 +15,13 @@ from moe_kernels.routing.routers import check_experts, is_one_op
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
+from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_kind, check_positive
-from ..precision import call_with_autocast_rules
 from .activation_checkpointing import add_once
 from .assignment import Assignment
-from .capacity import Slots
 from .custom_assignment import as_assignment
 from .noise import RouterNoise
+from .slots import Slots
 
 
 class TopKRouter(nn.Module):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import ARCHITECTURES, read_config
-from ..checkpoint.blocks import Block, check_names, find_blocks, matching_layouts
-from ..checkpoint.layouts import Layout, find_layout
-from ..checkpoint.save import layer_tensors, layout_to_write, prefix_of
+from ..checkpoint.files.blocks import Block, check_names, find_blocks, matching_layouts
+from ..checkpoint.files.layouts import Layout, find_layout
+from ..checkpoint.layer.save import layer_tensors, layout_to_write, prefix_of
 from ..checks import check_kind
-from ..experts.lora import active_adapters, joined
-from ..experts.lora_merging import add_adapters
-from ..experts.quantized import QuantizedExperts
+from ..experts.lora.adapters import active_adapters, joined
+from ..experts.lora.merging import add_adapters
+from ..experts.stored import QuantizedExperts
 from .engines import check_engine, check_layout, engine_layout
 from .values import LayerValue, Reader, Value, gathered, whole_layer
 

@@ -9,10 +9,11 @@ from benchmarks import rule_of_thumb
 from benchmarks.common import shapes
 from benchmarks.rule_of_thumb import WITHIN, main, summary
 from moe_kernels import get_kernels
-from moe_kernels.gemm.selection import Copies, best_first
-from moe_kernels.gemm.tables import Table, write
+from moe_kernels.gemm.measurements import Table, write
+from moe_kernels.gemm.rule import best_first
+from moe_kernels.gemm.selection import Copies
 from moe_kernels.runtime.triton import HAS_TRITON
-from moe_kernels.tools.table_keys import arguments_of
+from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import candidates
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_layers import MoEConfig, MoEFeedForward
 from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED, read_config
-from moe_layers.checkpoint.convert import convert
+from moe_layers.checkpoint.model.convert import convert
 
 from ..tiers import slow
 from .golden import FASTEST

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.__main__ import main
-from moe_layers.checkpoint.convert import convert
+from moe_layers.checkpoint.model.convert import convert
 
 from .golden import CASES, GOLDEN, Golden
 from .test_from_checkpoint import same_state

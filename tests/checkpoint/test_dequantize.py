@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moe_layers.checkpoint.dequantize import dequantize_float4, dequantize_float8, dequantize_mxfp4
+from moe_layers.checkpoint.files.dequantize import dequantize_float4, dequantize_float8, dequantize_mxfp4
 
 from .golden import Golden
 

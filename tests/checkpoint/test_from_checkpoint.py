@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.types import WeightFormat
 from moe_layers import MoEFeedForward
-from moe_layers.checkpoint.convert import convert
+from moe_layers.checkpoint.model.convert import convert
 
 from ..layers import moe_layer
 from .golden import FASTEST, GOLDEN, Golden

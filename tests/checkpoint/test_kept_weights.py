@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
-from moe_layers.experts.quantized import QuantizedExperts
+from moe_layers.experts.stored import QuantizedExperts
 
 from .golden import Golden
 from .test_from_checkpoint import copy_case

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_layers.checkpoint import repair as repairing
 from moe_layers.checkpoint.__main__ import main
-from moe_layers.checkpoint.repair import repair
+from moe_layers.checkpoint.model import repair as repairing
+from moe_layers.checkpoint.model.repair import repair
 
 from ..tiers import default_tier
 from .test_convert import read_model

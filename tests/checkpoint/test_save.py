@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from moe_kernels import Activation, RouterSpec
 from moe_layers import MoEFeedForward
-from moe_layers.checkpoint.convert import convert
-from moe_layers.checkpoint.layouts import LAYOUTS
+from moe_layers.checkpoint.files.layouts import LAYOUTS
+from moe_layers.checkpoint.model.convert import convert
 
 from ..layers import moe_layer
 from .golden import CASES, FASTEST, Golden

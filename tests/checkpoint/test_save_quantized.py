@@ -11,9 +11,9 @@ from moe_kernels import Activation, RouterSpec
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.types import WeightFormat
 from moe_layers import LoRA, MoEFeedForward
-from moe_layers.checkpoint.convert import convert
+from moe_layers.checkpoint.model.convert import convert
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
-from moe_layers.experts.quantized import QuantizedExperts, replace_weight
+from moe_layers.experts.stored import QuantizedExperts, replace_weight
 
 from ..layers import moe_layer
 from .golden import FASTEST

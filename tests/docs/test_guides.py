@@ -64,7 +64,7 @@ def source_of(words):
     assert spec is not None, f"there is no module {words[2]}"
     is_package = spec.submodule_search_locations is not None
     if words[2] == "moe_kernels":
-        return [ROOT / "moe_kernels" / "tools" / name for name in ("explain.py", "tables.py")]
+        return [ROOT / "moe_kernels" / "tools" / name for name in ("explain.py", "measure.py")]
     own = Path(spec.origin).parent / "__main__.py" if is_package else Path(spec.origin)
     shared = [ROOT / "benchmarks" / "common" / name for name in ("command.py", "shapes.py")]
     return [own, *shared] if words[2].startswith("benchmarks.") else [own]

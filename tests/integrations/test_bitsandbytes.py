@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_layers.checkpoint.lora import read_peft_adapter, write_adapter
+from moe_layers.checkpoint.adapters.adapter_files import read_peft_adapter, write_adapter
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_layers.integrations.transformers import disable
-from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE
+from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE
 
 from ..processes import run_python
 from ..tiers import slow

@@ -10,7 +10,7 @@ from moe_layers import RoutingReplay, observe
 
 from ..ops import CountedOps
 from .models import draw_tokens
-from .test_replay import captured
+from .test_replay_models import captured
 from .test_statistics import enabled, padded
 
 NUM_LAYERS = 2
@@ -49,7 +49,7 @@ def without_first(choice):
 
 
 def test_statistics_are_one_op_per_layer(device):
-    """It makes two launches: see tests/unit/test_routing_statistics.py."""
+    """It makes two launches: see tests/unit/routing/test_statistics_kernels.py."""
     assert added_ops(observed, device) == {"moe_layers::add_forward": NUM_LAYERS}
 
 

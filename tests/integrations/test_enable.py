@@ -17,7 +17,7 @@ from ..processes import run_python
 from ..tiers import default_tier, slow
 from .models import assert_same_step, build, config_of, draw_tokens, model_class, skip_old, step
 
-# The interpreter is slow; test_models.py and test_experts.py run the kernels.
+# The interpreter is slow; test_models.py and test_experts_of_models.py run the kernels.
 enable = partial(enable_with, implementation=FASTEST)
 MODELS = ["qwen3_moe", "gpt_oss", "llama4_text"]
 
@@ -152,7 +152,7 @@ def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, devic
 
 # The compiler itself reads gradients of tensors that pass between transformers' graphs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@slow  # test_experts.py compiles the experts alone
+@slow  # test_experts_of_models.py compiles the experts alone
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
 def test_compiled_model_is_the_same(model_type, device):
     model = build(model_type, device)
@@ -222,7 +222,7 @@ def test_blocks_that_we_cannot_compute_are_refused_by_name():
 
 def test_jetmoe_of_earlier_transformers_is_refused(monkeypatch):
     model = build("jetmoe")
-    monkeypatch.setattr("moe_layers.integrations.transformers.discovery.transformers.__version__", "5.17.0")
+    monkeypatch.setattr("moe_layers.integrations.transformers.experts.discovery.transformers.__version__", "5.17.0")
     with pytest.raises(ValueError, match=r"got unsupported .*JetMoeMoE"):
         enable(model)
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from moe_layers.integrations.transformers import enable
-from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE
+from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE
 
 from ..checkpoint.tiny_models import LATENT_ATTENTION, known_fields
 from ..tiers import default_tier

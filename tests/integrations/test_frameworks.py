@@ -13,7 +13,7 @@ import yaml
 
 from moe_kernels import reference
 from moe_layers.integrations.transformers import enable
-from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE, NAME
+from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE, NAME
 
 from ..markdown import blocks_of
 from ..processes import ROOT

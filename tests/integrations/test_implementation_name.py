@@ -11,13 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_layers.integrations.transformers import disable, enable
-from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE
+from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE
 
 from ..processes import run_python
 from ..tiers import default_tier, slow
 from .models import assert_same_step, build, config_of, step
 from .models import draw_tokens as draw_some
-from .test_experts import draw_routing, experts_of
+from .test_experts_of_models import draw_routing, experts_of
 
 # The interpreter is slow, and runs the kernels here: few tokens.
 draw_tokens = partial(draw_some, batch=1, length=3)

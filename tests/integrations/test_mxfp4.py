@@ -15,7 +15,7 @@ from ..tiers import slow
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from moe_layers.integrations.transformers import disable, enable  # noqa: E402
-from moe_layers.integrations.transformers.mxfp4 import _taken, keep_mxfp4  # noqa: E402
+from moe_layers.integrations.transformers.experts.mxfp4 import _taken, keep_mxfp4  # noqa: E402
 
 from .models import build, draw_tokens, step  # noqa: E402
 

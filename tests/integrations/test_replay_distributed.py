@@ -18,7 +18,7 @@ from moe_layers import (
     update_selection_bias,
 )
 from moe_layers.integrations.transformers import balance_routing, enable
-from moe_layers.integrations.transformers.attached_routers import hooked_routers
+from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
 from ..processes import make_test
 from ..tiers import slow

@@ -64,7 +64,7 @@ def assert_same_steps(model, reference, sizes=(2, 1), tolerance=2e-5):
 
 def fp8_experts(device):
     """transformers' FP8 experts, whose stored bytes and scales are sharded together."""
-    from .test_quantized import pair
+    from .test_quantized_models import pair
 
     stored, reference = pair()[0].train(), pair()[0].train()
     report = shard(enabled(stored), average_gradients=False)

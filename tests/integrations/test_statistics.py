@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from moe_layers import RoutingReplay, observe
 from moe_layers.integrations.transformers import disable, enable
-from moe_layers.integrations.transformers.model_forward import ModelForward
+from moe_layers.integrations.transformers.routers.model_forward import ModelForward
 from moe_layers.memory import saved_bytes
 
 from ..tiers import default_tier, slow

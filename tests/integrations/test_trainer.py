@@ -8,7 +8,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from moe_layers.checkpoint.repair import repair
+from moe_layers.checkpoint.model.repair import repair
 from moe_layers.integrations.transformers import enable as enable_with
 
 from ..checkpoint.golden import FASTEST

@@ -5,7 +5,7 @@ import torch
 
 from moe_layers import BalanceLosses
 from moe_layers.integrations.transformers import RoutingCallback, balance_routing
-from moe_layers.integrations.transformers.attached_routers import hooked_routers
+from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
 from .test_statistics import enabled
 

@@ -40,8 +40,8 @@ def counted(forward, spec=None):
 
 if ours == "True":
     from transformers.integrations.moe import ExpertsInterface
-    from moe_layers.integrations.transformers.blocks import SWAPS
-    from moe_layers.integrations.transformers.experts_forward import ATTRIBUTE, experts_forward
+    from moe_layers.integrations.transformers.experts.expert_classes import SWAPS
+    from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE, experts_forward
     chosen = counted(experts_forward)
     names = ("batched_mm", "grouped_mm")
     ExpertsInterface._global_mapping.update(dict.fromkeys(names, chosen))  # tests put others of the same names here

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec, sort_by_expert
-from moe_kernels.experts.rows import Rows
+from moe_kernels.experts.row_products import Rows
 from moe_layers import CapacityFactor, MoEFeedForward, RoundRobinAssignment
 
 from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x

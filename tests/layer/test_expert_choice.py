@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_kernels.experts.rows import Rows
+from moe_kernels.experts.row_products import Rows
 from moe_layers import (
     BalanceLosses,
     ExpertChoice,

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from moe_kernels import Activation, RouterSpec, apply_activation, sort_by_expert
 from moe_kernels.testing import assert_accurate
 from moe_layers import LoRA, MoEFeedForward, save_routing
-from moe_layers.experts import lora_dropout
 from moe_layers.experts.grouped import ExpertRows
-from moe_layers.experts.lora import ExpertLoRA
+from moe_layers.experts.lora import dropout as lora_dropout
+from moe_layers.experts.lora.adapters import ExpertLoRA
 
 from ..dtypes import DTYPES
 from ..layers import moe_layer
 from ..tiers import slow
-from .test_memory import seen_bytes
+from .test_saved_bytes import seen_bytes
 
 SIZES = {"d_model": 16, "d_ff": 12, "num_experts": 4, "top_k": 2}
 FACTORS = ["up_a", "up_b", "down_a", "down_b"]

@@ -20,7 +20,7 @@ from moe_layers import (
 
 from ..layers import moe_layer
 from ..tiers import default_tier
-from ..unit.test_router_presets import SPECS, draw
+from ..unit.routing.test_router_presets import SPECS, draw
 
 BIASED = RouterSpec.ernie(normalize=False)
 ROUTERS = {"plain": {}, "biased": {"router": BIASED}, "normed": {"router": RouterSpec.gemma4(1e-6)}}

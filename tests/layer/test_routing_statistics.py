@@ -14,7 +14,7 @@ from moe_layers.balance.routing_statistics import RoutingObserver
 from ..gpu import assert_never_waits, waiting_is_an_error
 from ..layers import moe_layer
 from ..ops import CountedOps
-from ..unit.test_router_presets import SPECS
+from ..unit.routing.test_router_presets import SPECS
 from .balance_cases import count
 
 BIASED = RouterSpec.ernie()

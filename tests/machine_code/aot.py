@@ -20,14 +20,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels as mk
-from moe_kernels.gemm.activation_gradient import COLUMNS, ActivationGradientArguments
-from moe_kernels.gemm.arguments import GemmArguments, GroupedGemmArguments, WgradArguments
-from moe_kernels.gemm.block_scaled import BlockScaledGemmArguments
+from moe_kernels.gemm.arguments.activation_gradient import COLUMNS, ActivationGradientArguments
+from moe_kernels.gemm.arguments.block_scaled import BlockScaledGemmArguments
+from moe_kernels.gemm.arguments.decoding import DecodingGemmArguments, QuantizedMatrices
+from moe_kernels.gemm.arguments.dense import GemmArguments
+from moe_kernels.gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
+from moe_kernels.gemm.arguments.list import GroupedGemmListArguments
 from moe_kernels.gemm.kernel import Kernel
-from moe_kernels.gemm.kernels import precision
-from moe_kernels.gemm.kernels.decoding import DecodingGemmArguments, QuantizedMatrices
-from moe_kernels.gemm.kernels.list import GroupedGemmListArguments, make_problem_table
-from moe_kernels.gemm.kernels.streaming_decoding import StreamingDecodingGemm
+from moe_kernels.gemm.kernels import float32_products
+from moe_kernels.gemm.kernels.hopper.streaming_decoding import StreamingDecodingGemm
+from moe_kernels.gemm.kernels.problem_table import make_problem_table
 from moe_kernels.quantization.formats import FORMATS
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.runtime.launch import CompiledArtifact, Launch, run_launch
@@ -79,7 +81,10 @@ def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, obje
 def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
     """Let CPU tensors stand for tensors of a GPU with this compute capability; nothing is computed inside."""
     obstacle = mock.patch("moe_kernels.runtime.dispatch.kernel_obstacle", return_value=None)
-    with obstacle, mock.patch.object(precision, "has_fast_float64", lambda device: cc in precision._FAST_FLOAT64):
+    with (
+        obstacle,
+        mock.patch.object(float32_products, "has_fast_float64", lambda device: cc in float32_products._FAST_FLOAT64),
+    ):
         yield
 
 

@@ -32,8 +32,8 @@ import moe_kernels
 from moe_kernels import GroupedGemmArguments, RouterSpec, get_kernels, grouped_gemm, permute, sort_by_expert
 from moe_kernels.experts.slot_values import launch_row_weights, launch_slot_sums
 from moe_kernels.gemm import selection
-from moe_kernels.gemm.epilogue import launch_bias_and_scale
 from moe_kernels.gemm.kernel import Design, PointerDesign, TmaDesign, device_cc
+from moe_kernels.gemm.passes import launch_bias_and_scale
 from moe_kernels.permutation.partial_sums import sum_shares
 from moe_kernels.quantization.ops import dequantize, pack_rows, quantize_rows, unpack_rows
 from moe_kernels.quantization.quantize import quantize
@@ -43,7 +43,7 @@ from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import quantize_experts_
 
 from ..layers import moe_layer
-from ..unit.kernel_arguments import KERNELS, supported_arguments
+from ..unit.gemm.kernel_arguments import KERNELS, supported_arguments
 
 FORMATS = ("fp8", "mxfp4", "nf4", "int8")
 

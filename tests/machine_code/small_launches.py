@@ -18,25 +18,25 @@ from moe_kernels.activation.ops import (
 from moe_kernels.experts import expert_bias
 from moe_kernels.experts.router_gradient import launch_combine_with_router
 from moe_kernels.experts.slot_values import launch_row_weights, launch_slot_sums
-from moe_kernels.gemm.epilogue import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.gemm.kernels.jagged import make_jagged_table
+from moe_kernels.gemm.passes import launch_bias_and_scale, launch_row_scale_backward
 from moe_kernels.permutation.partial_sums import launch_sum_shares
 from moe_kernels.quantization.formats import FORMATS
-from moe_kernels.quantization.kernels import launch_dequantize
-from moe_kernels.quantization.quantize import quantize
-from moe_kernels.quantization.scaling import (
+from moe_kernels.quantization.fp8_rows import (
     empty_scaled_rows,
     launch_dequantize_rows,
     launch_pack_rows,
     launch_quantize_rows,
     launch_unpack_rows,
 )
-from moe_kernels.quantization.weight_scaling import empty_checksums, launch_quantize_weight, launch_requantize
-from moe_kernels.routing.product import launch_product, launch_weight_gradient
+from moe_kernels.quantization.fp8_weights import empty_checksums, launch_quantize_weight, launch_requantize
+from moe_kernels.quantization.kernels import launch_dequantize
+from moe_kernels.quantization.quantize import quantize
+from moe_kernels.routing.linear_kernels import launch_product, launch_weight_gradient
 from moe_kernels.routing.scored import score_settings
 from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
 from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
-from moe_kernels.runtime.memory import empty_rows
+from moe_kernels.runtime.row_layout import empty_rows
 from moe_kernels.specs import ACTIVATION_KINDS
 
 

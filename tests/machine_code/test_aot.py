@@ -14,8 +14,8 @@ from ..tiers import slow
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"),
-    # Hundreds of compilations take minutes. In the default tier, tests/unit/test_launch.py compiles a kernel of every
-    # kind of launch.
+    # Hundreds of compilations take minutes. In the default tier, tests/unit/runtime/test_launch.py compiles a kernel of
+    # every kind of launch.
     slow,
 ]
 

@@ -26,11 +26,11 @@ def report(*hazards, shown=None):
 
 
 def first(kind, line, kernel=KERNEL):
-    return f"Error: Race reported between {kind} access at {kernel}+0x160 in grouped_gemm.py:{line}"
+    return f"Error: Race reported between {kind} access at {kernel}+0x160 in grouped_device.py:{line}"
 
 
 def other(kind, line, kernel=KERNEL):
-    return f"    and {kind} access at {kernel}+0xe770 in grouped_gemm.py:{line} [213 hazards]"
+    return f"    and {kind} access at {kernel}+0xe770 in grouped_device.py:{line} [213 hazards]"
 
 
 # As reported by an H200: one hazard on the word that names the function, one on a value that it needs.

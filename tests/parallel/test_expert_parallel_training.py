@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from moe_layers import ExpertParallel, MoEFeedForward, clip_grad_norm_, observe
-from moe_layers.checkpoint.files import CheckpointFiles
+from moe_layers.checkpoint.files.directory import CheckpointFiles
 
 from ..processes import eight_gpus, make_test
 from ..tiers import slow

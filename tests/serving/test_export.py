@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_layers.checkpoint.lora_merge import merge_adapter
+from moe_layers.checkpoint.adapters.merge import merge_adapter
 from moe_layers.serving import iter_weights
 
 from ..processes import ROOT

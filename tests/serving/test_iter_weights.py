@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="5.7", reason="tra
 
 from moe_layers.integrations.transformers import enable  # noqa: E402
 
-from ..integrations import test_mxfp4, test_quantized  # noqa: E402
+from ..integrations import test_mxfp4, test_quantized_models  # noqa: E402
 from ..integrations.models import build, config_of, initialise, skip_old  # noqa: E402
 from ..integrations.peft_models import WARNINGS, adapt, lora, peft  # noqa: E402
 from .engine_loaders import load  # noqa: E402
@@ -204,11 +204,11 @@ def test_dora_is_refused():
 
 
 def test_fp8_is_dequantised_or_kept():
-    stored, plain = test_quantized.pair()
+    stored, plain = test_quantized_models.pair()
     assert_same(dict(iter_weights(stored, "vllm")), dict(iter_weights(plain, "vllm")))
     kept = iter_weights(stored, "vllm", keep_quantized=True)
     parameters, _ = load(kept, "qwen3_moe", stored.config.num_experts)
-    for name, experts in test_quantized.experts_of(stored):
+    for name, experts in test_quantized_models.experts_of(stored):
         for key, target in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
             assert torch.equal(
                 parameters[f"{name}.{target}"].view(torch.uint8), getattr(experts, key).view(torch.uint8)

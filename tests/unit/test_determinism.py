@@ -8,8 +8,8 @@ from moe_layers import BalanceLosses, CapacityFactor, CustomAssignment, ExpertCh
 
 from ..layers import moe_layer
 from ..tiers import default_tier
-from .kernel_arguments import KERNELS, supported_arguments
-from .test_batch_invariance import FORMS, SIZES, make_tokens
+from .gemm.kernel_arguments import KERNELS, supported_arguments
+from .gemm.test_batch_invariance import FORMS, SIZES, make_tokens
 
 ON_GPU = torch.cuda.is_available()
 NUM_RUNS = 20 if ON_GPU else 2

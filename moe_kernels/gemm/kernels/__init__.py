@@ -1,24 +1,26 @@
 """The GEMM kernels, one file per design. Each file ends in the tuple of its catalog objects."""
 
 from .batched import BATCHED_KERNELS
-from .block_scaled import BLOCK_SCALED_KERNELS
-from .decoding import DECODING_KERNELS
+from .hopper.gated_gradient import WARP_SPECIALIZED_GRADIENT_KERNELS
+from .hopper.grouped import WARP_SPECIALIZED_KERNELS
+from .hopper.grouped_scaled import WARP_SPECIALIZED_SCALED_KERNELS
+from .hopper.streaming_decoding import STREAMING_DECODING_KERNELS
+from .hopper.wgrad import WARP_SPECIALIZED_WGRAD_KERNELS
 from .jagged import FLOAT32_WGRAD_KERNELS, JAGGED_KERNELS
 from .pointer import POINTER_KERNELS
+from .pointer_block_scaled import BLOCK_SCALED_KERNELS
+from .pointer_decoding import DECODING_KERNELS
 from .pointer_gemm import POINTER_GEMM_KERNELS
 from .pointer_list import POINTER_ARRAY_KERNELS
 from .pointer_wgrad import POINTER_WGRAD_KERNELS
 from .streaming import STREAMING_KERNELS
-from .streaming_decoding import STREAMING_DECODING_KERNELS
 from .tma import TMA_KERNELS
 from .tma_list import TMA_ARRAY_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
-from .warp_specialized import WARP_SPECIALIZED_KERNELS
-from .warp_specialized_gradient import WARP_SPECIALIZED_GRADIENT_KERNELS
-from .warp_specialized_scaled import WARP_SPECIALIZED_SCALED_KERNELS
 
 ALL_KERNELS = (
     *WARP_SPECIALIZED_KERNELS,
+    *WARP_SPECIALIZED_WGRAD_KERNELS,
     *STREAMING_KERNELS,
     *STREAMING_DECODING_KERNELS,
     *TMA_KERNELS,

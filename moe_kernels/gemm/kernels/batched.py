@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv
-from ..arguments import GemmArguments, GroupedGemmArguments, is_one_behind_another
+from ..arguments.base import is_one_behind_another
+from ..arguments.dense import GemmArguments
+from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GemmOperands, Status
-from .base import WrappedGroupedGemm, padded, plain_products
+from .families import WrappedGroupedGemm, padded, plain_products
+from .hopper.grouped import WARP_SPECIALIZED_KERNELS
 from .tma import TMA_KERNELS
-from .warp_specialized import WARP_SPECIALIZED_KERNELS
 
 _TABLE_LAUNCHES = 1e9  # multiplications that take as long as the launches that make a table
 

@@ -11,10 +11,10 @@ from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
-from ..arguments import GroupedGemmArguments
+from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, PointerDesign
-from .base import GroupedGemmKernel, kernel_name
-from .precision import add_product, dot_precision, zero_total
+from .families import GroupedGemmKernel, kernel_name
+from .float32_products import add_product, dot_precision, zero_total
 
 
 @triton.jit

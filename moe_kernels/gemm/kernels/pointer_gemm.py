@@ -8,11 +8,11 @@ from torch import Tensor
 from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
-from ..arguments import GemmArguments
+from ..arguments.dense import GemmArguments
 from ..kernel import SUPPORTED, GemmOperands, Kernel, KernelMetadata, Operand, PointerDesign, Status
-from .base import kernel_name, padded
+from .families import kernel_name, padded
+from .float32_products import dot_precision
 from .pointer import activate, multiply_tile, out_operand, plain_forward
-from .precision import dot_precision
 
 
 @triton.jit(do_not_specialize=["M"])

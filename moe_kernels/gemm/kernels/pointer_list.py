@@ -11,19 +11,12 @@ from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch
 from ...runtime.triton import tl, triton
+from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments
 from ..kernel import KernelMetadata, Operand, Status
-from .base import kernel_name
-from .list import (
-    NUM_FIELDS,
-    GroupedGemmListArguments,
-    GroupedGemmListKernel,
-    GroupedGemmListOperands,
-    PointerArrayDesign,
-    tile_origin,
-    triton_dtype,
-)
+from .families import kernel_name
+from .float32_products import dot_precision
 from .pointer import activate, multiply_tile, out_operand, plain_forward
-from .precision import dot_precision
+from .problem_table import GroupedGemmListKernel, GroupedGemmListOperands, PointerArrayDesign, tile_origin, triton_dtype
 
 
 @triton.jit

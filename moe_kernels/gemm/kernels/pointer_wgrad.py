@@ -6,11 +6,11 @@ import torch
 
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
-from ..arguments import WgradArguments
+from ..arguments.grouped import WgradArguments
 from ..kernel import KernelMetadata, Operand, PointerDesign, WgradOperands
-from .base import WgradKernel, kernel_name
+from .families import WgradKernel, kernel_name
+from .float32_products import add_product, dot_precision, zero_total
 from .pointer import out_operand
-from .precision import add_product, dot_precision, zero_total
 
 
 @triton.jit

@@ -12,11 +12,12 @@ import torch
 
 from ...activation.functions import EPILOGUES
 from ...runtime.launch import Launch
-from ...runtime.memory import alignment
+from ...runtime.row_layout import alignment
 from ...runtime.triton import cdiv, tl, triton
-from ..arguments import GroupedGemmArguments, rows_bucket
+from ..arguments.base import rows_bucket
+from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import SUPPORTED, GroupedGemmOperands, KernelMetadata, Operand, Status, StreamingDesign
-from .base import GroupedGemmKernel, kernel_name
+from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
 _TABLE_ROWS = 128  # tile height of a table that the kernel makes; it reads tables of any height

@@ -13,9 +13,9 @@ import torch
 from ...activation.functions import EPILOGUES
 from ...runtime.launch import DESCRIPTOR_BYTES, Launch
 from ...runtime.triton import tl, triton
-from ..arguments import GroupedGemmArguments
+from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, TmaDesign
-from .base import GroupedGemmKernel, kernel_name, num_programs
+from .families import GroupedGemmKernel, kernel_name, num_programs
 from .ragged import ragged_descriptor, store_ragged
 
 

@@ -10,18 +10,11 @@ import torch
 from ...runtime.dispatch import FLOAT8
 from ...runtime.launch import DESCRIPTOR_BYTES, Launch
 from ...runtime.triton import tl, triton
+from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments
 from ..kernel import KernelMetadata, Operand, Status
-from .base import kernel_name
-from .list import (
-    NUM_FIELDS,
-    GroupedGemmListArguments,
-    GroupedGemmListKernel,
-    GroupedGemmListOperands,
-    TmaArrayDesign,
-    tile_origin,
-    triton_dtype,
-)
+from .families import kernel_name
 from .pointer import out_operand
+from .problem_table import GroupedGemmListKernel, GroupedGemmListOperands, TmaArrayDesign, tile_origin, triton_dtype
 
 
 @triton.jit

@@ -6,9 +6,9 @@ import torch
 
 from ...runtime.launch import DESCRIPTOR_BYTES, Launch
 from ...runtime.triton import tl, triton
-from ..arguments import WgradArguments
+from ..arguments.grouped import WgradArguments
 from ..kernel import KernelMetadata, Operand, TmaDesign, WgradOperands
-from .base import WgradKernel, kernel_name, num_programs
+from .families import WgradKernel, kernel_name, num_programs
 from .ragged import load_ragged, ragged_descriptor
 
 

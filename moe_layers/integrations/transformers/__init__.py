@@ -4,13 +4,14 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .balancing import balance_routing
 from .enabling import EnableReport, disable, enable
+from .routers.balance import balance_routing
 
 if TYPE_CHECKING:
-    from .sharded_files import reading_shares, save_sharded
-    from .sharding import ShardReport, ignore_in_ddp, shard_experts
-    from .trainer_callback import RoutingCallback
+    from .experts.mxfp4 import keep_mxfp4
+    from .routers.trainer_callback import RoutingCallback
+    from .sharding.shard_model import ShardReport, ignore_in_ddp, shard_experts
+    from .sharding.sharded_files import reading_shares, save_sharded
 
 __all__ = [
     "EnableReport",
@@ -20,19 +21,22 @@ __all__ = [
     "disable",
     "enable",
     "ignore_in_ddp",
+    "keep_mxfp4",
     "reading_shares",
     "save_sharded",
     "shard_experts",
 ]
 
-# Modules that import the Trainer's part of transformers, or torch.distributed.tensor. They are imported on first use.
+# Modules that import the Trainer or the quantisers of transformers, or torch.distributed.tensor. They are imported on
+# first use.
 _ON_FIRST_USE = {
-    "RoutingCallback": "trainer_callback",
-    "ShardReport": "sharding",
-    "ignore_in_ddp": "sharding",
-    "reading_shares": "sharded_files",
-    "save_sharded": "sharded_files",
-    "shard_experts": "sharding",
+    "RoutingCallback": "routers.trainer_callback",
+    "ShardReport": "sharding.shard_model",
+    "ignore_in_ddp": "sharding.shard_model",
+    "keep_mxfp4": "experts.mxfp4",
+    "reading_shares": "sharding.sharded_files",
+    "save_sharded": "sharding.sharded_files",
+    "shard_experts": "sharding.shard_model",
 }
 
 
@@ -49,4 +53,4 @@ def _takes_implementations() -> bool:
 
 
 if _takes_implementations():
-    importlib.import_module(".expert_parallel", __name__)
+    importlib.import_module(".sharding.ep_implementation", __name__)

@@ -35,10 +35,9 @@ from moe_kernels.runtime.pytorch import called_while_traced
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
-from .attached_routers import release_routers
-from .discovery import Found, find_experts
-from .experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME, SHARING, TOLD
-from .peft_adapters import (
+from .experts.discovery import Found, find_experts
+from .experts.experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME, SHARING, TOLD
+from .experts.peft_adapters import (
     Place,
     find_places,
     replace_forwards,
@@ -47,7 +46,8 @@ from .peft_adapters import (
     restore_forwards,
     warn_of_missed_targets,
 )
-from .replaced_forwards import replace_forward, restore_forward
+from .experts.replaced_forwards import replace_forward, restore_forward
+from .routers.attached import release_routers
 
 __all__ = ["EnableReport", "disable", "enable"]
 

@@ -1,0 +1,144 @@
+"""The reference of `fused_experts` as one registered op, for tracers.
+
+The reference cuts rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
+data: they see this op, whose shapes are known. It runs the reference, and its backward runs the reference again to
+differentiate it. Without a tracer the reference runs by itself, differentiated by autograd, unless weights are
+quantised: autograd would save them dequantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference, reference_fp8
+from ..gemm.batch_invariance import token_by_token
+from ..quantization.decode import decode_weight
+from ..runtime.dispatch import without_autocast
+from ..runtime.registered_ops import Call, registered_op, save_for_backward, take_saved_tensors
+from ..types import ExpertAdapters, ExpertWeights, Permutation, QuantizedWeight
+from .steps import Adapters, Experts
+
+
+class ReferenceOperands(NamedTuple):
+    """Operands of forward and backward."""
+
+    tokens: Tensor  # [T, D]
+    topk_weights: Tensor  # [T, K]
+    experts: Experts
+    permutation: Permutation
+    batch_invariant: bool  # compute token by token
+    precision: str | None  # with "fp8" and "fp8_saved" operands of products are rounded
+
+
+class ReferenceGradients(NamedTuple):
+    """The gradients of the operands that need one."""
+
+    tokens: Tensor | None
+    topk_weights: Tensor | None
+    w_up: Tensor | None
+    w_down: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+    up_a: Tensor | None
+    up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+
+
+_DIFFERENTIABLE = ReferenceGradients._fields
+
+
+def run_reference(operands: ReferenceOperands) -> Tensor:  # [T, D]
+    """Compute `fused_experts` by the reference. Quantised weights are dequantised to the dtype of the tokens."""
+    tokens, topk_weights, experts, permutation, batch_invariant, precision = operands
+    *stored, b_up, b_down = experts.weights
+    w_up, w_down = (decode_weight(w, tokens.dtype) if isinstance(w, QuantizedWeight) else w for w in stored)
+    options = {"activation": experts.kind(), "weight_on_input": experts.weight_on_input, "b_up": b_up, "b_down": b_down}
+    if any(factor is not None for factor in experts.adapters):
+        options["adapters"] = ExpertAdapters(*experts.adapters)
+    run = reference.fused_experts
+    if precision is not None:
+        run = partial(reference_fp8.fused_experts, saves_fp8=precision == "fp8_saved")
+    run = partial(_run_by_token, run) if batch_invariant else run
+    with without_autocast(tokens):
+        return run(tokens, topk_weights, permutation, w_up, w_down, **options)
+
+
+def _run_by_token(
+    op: Callable[..., Tensor],
+    tokens: Tensor,
+    topk_weights: Tensor,
+    permutation: Permutation,
+    w_up: Tensor,
+    w_down: Tensor,
+    **options: Any,
+) -> Tensor:
+    experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True, out_int32=True)
+    experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
+
+    def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
+        own = reference.sort_by_expert(chosen, len(w_up))
+        return (op(token, weights, own, w_up, w_down, **options),)
+
+    (out,) = token_by_token(run, tokens, topk_weights, experts)
+    return out
+
+
+@registered_op("reference_experts")
+def reference_experts_op(operands: ReferenceOperands) -> Tensor:  # [T, D]
+    return run_reference(operands)
+
+
+@reference_experts_op.register_fake
+def _(operands):
+    return operands.tokens.new_empty(operands.tokens.shape)
+
+
+def _setup(ctx: Any, call: Call, output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    save_for_backward(ctx, call)
+
+
+def _backward(ctx: Any, dout: Tensor | None) -> dict[str, Tensor | None]:
+    if dout is None:
+        return {}
+    needed = reference_experts_op.needed(ctx)
+    is_needed = tuple([name in needed for name in _DIFFERENTIABLE])
+    (operands,), _ = reference_experts_op.saved(ctx, take_saved_tensors(ctx))
+    return _gradients_op(dout, operands, is_needed)._asdict()
+
+
+reference_experts_op.register_autograd(_backward, setup_context=_setup)
+
+
+@registered_op("reference_experts_gradients")
+def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool, ...]) -> ReferenceGradients:
+    given = _differentiable(operands)
+    names = [name for name, is_needed in zip(_DIFFERENTIABLE, needed, strict=True) if is_needed]
+
+    def run(*tensors: Tensor) -> Tensor:
+        tokens, topk_weights, *rest = (given | dict(zip(names, tensors, strict=True))).values()
+        experts = operands.experts._replace(weights=ExpertWeights(*rest[:4]), adapters=Adapters(*rest[4:]))
+        return run_reference(operands._replace(tokens=tokens, topk_weights=topk_weights, experts=experts))
+
+    # Autograd is off inside an op, torch.func is not.
+    differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
+    # Autograd's strides depend on the form, those of a fake must not.
+    gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
+    return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
+
+
+@_gradients_op.register_fake
+def _(dout, operands, needed):
+    pairs = zip(_differentiable(operands).values(), needed, strict=True)
+    return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else None for t, is_needed in pairs))
+
+
+def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # tensors, None where absent
+    tensors = operands.tokens, operands.topk_weights, *operands.experts.weights, *operands.experts.adapters
+    return dict(zip(_DIFFERENTIABLE, tensors, strict=True))

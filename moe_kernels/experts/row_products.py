@@ -1,0 +1,332 @@
+"""The products on one chunk's rows: gather or copy, form of the weight, kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
+from ..activation.ops import RowBias, launch_activation, launch_scaled_activation
+from ..gemm import rule, selection
+from ..gemm.arguments.activation_gradient import COLUMNS, ActivationGradientArguments
+from ..gemm.arguments.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
+from ..gemm.arguments.decoding import DecodingGemmArguments, QuantizedMatrices
+from ..gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
+from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
+from ..gemm.epilogue import launch_product
+from ..gemm.kernel import device_cc
+from ..gemm.kernels.pointer_decoding import MAX_ROWS
+from ..gemm.passes import launch_bias_and_scale
+from ..permutation.permute import launch_combine, launch_permute
+from ..quantization.fp8_rows import launch_quantize_rows
+from ..quantization.fp8_weights import launch_quantize_weight
+from ..quantization.kernels import launch_dequantize
+from ..runtime.row_layout import empty_aligned, empty_rows
+from ..runtime.triton import cdiv
+from ..specs import Activation
+from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
+from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
+from .slot_values import launch_row_weights, launch_slot_sums
+
+
+class ScaledMatrices(NamedTuple):
+    """A weight in e4m3 as the second operand of a GEMM of rows."""
+
+    values: Tensor  # [E, K, N], stored as [E, N, K]
+    scales: Tensor  # [E, K / 128, N / 128], rounded up
+    dtype: torch.dtype  # dtype of products
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+
+Matrices = Tensor | QuantizedMatrices | ScaledMatrices
+
+
+class Rows(NamedTuple):
+    """The integers of a permutation, and how kernels are chosen and launched on its rows."""
+
+    slot_to_row: Tensor  # [T, K] contiguous
+    row_to_token: Tensor  # [R] contiguous
+    table: TileTable
+    reserved_sms: int = 0  # SMs that persistent GEMMs leave free
+    assumed_rows: int | None = None  # per expert, for the choice of kernels; not None: batch-invariant
+
+    @classmethod
+    def of(cls, permutation: Permutation, *, reserved_sms: int, batch_invariant: bool = False) -> Rows:
+        slot_to_row, row_to_token = permutation.slot_to_row.contiguous(), permutation.row_to_token.contiguous()
+        assumed_rows = ASSUMED_ROWS if batch_invariant else None
+        return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
+
+    def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
+        """The tokens in the memory layout that the kernels read."""
+        return tokens if self.assumed_rows is None else canonical_layout(tokens)
+
+    def matrices(
+        self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
+    ) -> Matrices:  # [E, out, in], or [E, in, out]
+        """The weight as the second operand of a GEMM of rows. A quantised one stays so for few rows."""
+        if isinstance(weight, QuantizedWeight) and self.decodes(weight):
+            return QuantizedMatrices(weight, transposed)
+        if isinstance(weight, ScaledWeight):
+            return _scaled_matrices(weight, transposed)
+        dense = self.dense(weight, dtype)
+        if self._is_aligned_by_copy(dense):
+            dense = empty_aligned(dense, dense.device).copy_(dense)
+        return dense.transpose(1, 2) if transposed else dense
+
+    def dense(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """Return the weight, or a dequantised copy."""
+        return weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
+
+    def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
+        """Whether GEMMs read a copy of this weight, or write their result into one, with rows that start elsewhere."""
+        num_experts, cc = matrices.shape[0], device_cc(matrices.device) if matrices.is_cuda else 0
+        num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * num_experts
+        return rule.is_worth_aligning(matrices, num_rows, cc)
+
+    def decodes(self, weight: QuantizedWeight) -> bool:
+        """Whether GEMMs decode the weight while they load it, by the average number of rows. Dequantised weights have
+        the kernels of plain ones, which batch invariance needs."""
+        return self.assumed_rows is None and self.row_to_token.shape[0] < MAX_ROWS * weight.shape[0]
+
+    def gemm(
+        self,
+        a: Tensor | ScaledRows,
+        b: Matrices,
+        *,
+        bias: Tensor | None = None,  # [E, N]
+        gather: bool = False,
+        extra: tuple[Tensor, Tensor] | None = None,  # [R, r] and [E, r, N]
+    ) -> Tensor:  # [R, N]
+        """Multiply each row by its expert's matrix and add the bias. `gather` reads the rows of `a` by token.
+
+        The product of `extra` is added before rounding. With matrices in e4m3 `a` is quantised if it is not yet.
+        """
+        if isinstance(b, ScaledMatrices):
+            return self._scaled_gemm(a, b, bias, gather)
+        assert isinstance(a, Tensor)
+        extra_a, extra_b = extra or (None, None)
+        out = empty_rows(a, self.row_to_token.shape[0], b.shape[2])
+        index = self.row_to_token if gather else None
+        if isinstance(b, QuantizedMatrices):
+            operands = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
+            selection.run(DecodingGemmArguments.of(a, b, out, tile_table=self.table, **operands))
+            return out
+        args = GroupedGemmArguments(
+            a,
+            b,
+            out,
+            row_to_token=index,
+            tile_table=self.table,
+            zero_tail=False,
+            bias=bias,
+            extra_a=extra_a,
+            extra_b=extra_b,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        launch_product(args)
+        return out
+
+    def _scaled_gemm(
+        self, a: Tensor | ScaledRows, b: ScaledMatrices, bias: Tensor | None, gather: bool
+    ) -> Tensor:  # [R, N]
+        scaled = launch_quantize_rows(a) if isinstance(a, Tensor) else a
+        if gather and b.shape[2] >= COLUMNS_WORTH_A_COPY:
+            scaled, gather = self._permute_scaled(scaled), False
+        out = empty_rows(b.values, self.row_to_token.shape[0], b.shape[2], dtype=b.dtype)
+        args = BlockScaledGemmArguments(
+            scaled.values,
+            b.values,
+            out,
+            scaled.scales,
+            b.scales,
+            row_to_token=self.row_to_token if gather else None,
+            tile_table=self.table,
+            zero_tail=False,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        selection.run(args)
+        if bias is not None:
+            launch_bias_and_scale(out, bias, None, self.table)
+        return out
+
+    def activated_gemm(
+        self,
+        a: Tensor,
+        b: Matrices,
+        activation: Activation,
+        bias: Tensor | None,
+        *,
+        gather: bool,
+        extra: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | ScaledRows]:
+        """(product [R, 2F or F], the activation [R, F] of product plus bias), which is in e4m3 if the matrices are."""
+        if isinstance(b, ScaledMatrices):
+            preactivation = self.gemm(a, b, gather=gather)
+            return preactivation, launch_scaled_activation(preactivation, activation, self.row_bias(bias))
+        in_epilogue = activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
+        fusible = in_epilogue and activation.published and not activation.interleaved
+        if fusible and isinstance(b, Tensor) and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
+            return fused
+        preactivation = self.gemm(a, b, gather=gather, extra=extra)
+        out = empty_rows(a, preactivation.shape[0], preactivation.shape[1] // (1 + activation.gated))
+        return preactivation, launch_activation(preactivation, activation, self.row_bias(bias), out)
+
+    def _fused_gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        activation: Activation,
+        bias: Tensor | None,
+        gather: bool,
+        extra: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Product and activation from one kernel, or None if there is none for these arguments."""
+        extra_a, extra_b = extra or (None, None)
+        num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
+        preactivation = empty_rows(a, num_rows, num_columns)
+        args = GroupedGemmArguments(
+            a,
+            b,
+            empty_rows(a, num_rows, num_columns // (1 + activation.gated)),
+            row_to_token=self.row_to_token if gather else None,
+            tile_table=self.table,
+            epilogue=activation.name,
+            preactivation=preactivation,
+            zero_tail=False,
+            bias=bias,
+            extra_a=extra_a,
+            extra_b=extra_b,
+            reserved_sms=self.reserved_sms,
+            assumed_rows=self.assumed_rows,
+        )
+        return (preactivation, args.out) if selection.run_if_supported(args) else None
+
+    def activation_gradient(
+        self,
+        a: Tensor,
+        b: Matrices,
+        activation: Activation,
+        topk_weights: Tensor,  # [T, K] float32 contiguous
+        preactivation: Tensor,  # H [R, 2F]
+        *,
+        gather: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
+
+        Returns None where a product and a pass over it are faster. With `overwrite` dH is in the memory of H.
+        """
+        fusible = activation.gated and activation.published and not activation.interleaved
+        if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
+            return None
+        num_rows, d_ff = preactivation.shape[0], b.shape[2]
+        # Expanded tensors have the shape of the results without their memory.
+        dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
+        row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
+        args = ActivationGradientArguments(
+            a,
+            b,
+            dpreactivation,
+            preactivation,
+            weighted,
+            row_weights,
+            row_sums,
+            activation.name,
+            row_to_token=self.row_to_token if gather else None,
+            tile_table=self.table,
+            reserved_sms=self.reserved_sms,
+        )
+        if not rule.is_worth_fusing(args) or selection.find(args) is None:
+            return None
+        dpreactivation = preactivation if overwrite else empty_rows(preactivation, num_rows, 2 * d_ff)
+        weighted = empty_rows(preactivation, num_rows, d_ff)
+        launch_row_weights(topk_weights, self.slot_to_row, row_weights)
+        selection.run(dataclasses.replace(args, out=dpreactivation, weighted=weighted))
+        return dpreactivation, weighted, launch_slot_sums(row_sums, self.slot_to_row)
+
+    def wgrad(
+        self,
+        a: Tensor,
+        dout: Tensor,
+        *,
+        gather_a: bool = False,
+        gather_dout: bool = False,
+        add_to: Tensor | None = None,  # [E, K, N]
+    ) -> Tensor:
+        """a.T @ dout of every expert's rows, [E, K, N]. With `add_to` the result is that tensor."""
+        out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1]) if add_to is None else add_to
+        if add_to is None and self._is_aligned_by_copy(out):
+            out = empty_aligned(out, out.device)
+        args = WgradArguments(
+            a,
+            dout,
+            out,
+            a_row_to_token=self.row_to_token if gather_a else None,
+            dout_row_to_token=self.row_to_token if gather_dout else None,
+            tile_table=self.table,
+            reserved_sms=self.reserved_sms,
+            accumulate=add_to is not None,
+        )
+        selection.run(args)
+        return out.contiguous() if add_to is None else add_to
+
+    def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
+        """Return which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
+        d_ff, w_up = weights.w_down.shape[2], weights.w_up
+        if isinstance(w_up, ScaledWeight):
+            return selection.Copies(False, False, False)
+        if isinstance(w_up, QuantizedWeight):
+            if self.decodes(w_up):
+                return selection.Copies(False, False, False)
+            w_up = w_up.shape
+        elif self._is_aligned_by_copy(w_up):
+            w_up = empty_aligned(w_up, torch.device("meta"))
+        return selection.choose_copies(tokens, w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
+
+    def permute(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
+        """Each token, times the slot's weight, copied to its rows."""
+        rows = empty_rows(tokens, self.row_to_token.shape[0], tokens.shape[1])
+        launch_permute(tokens, topk_weights, self.slot_to_row, rows)
+        return rows
+
+    def _permute_scaled(self, tokens: ScaledRows) -> ScaledRows:  # [T, K] -> [R, K]
+        values = tokens.values.new_empty(self.row_to_token.shape[0], tokens.values.shape[1])
+        whole = torch.int64  # 8 numbers at once
+        launch_permute(tokens.values.view(whole), None, self.slot_to_row, values.view(whole))
+        return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
+
+    def combine(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
+        """Return the weighted sum of each token's rows."""
+        return launch_combine(rows, topk_weights, self.slot_to_row)
+
+    def row_bias(self, bias: Tensor | None) -> RowBias | None:
+        return None if bias is None else RowBias(bias, self.row_experts())
+
+    def row_experts(self) -> Tensor:  # [R] int32
+        return row_to_expert(self.table.bounds, len(self.row_to_token))
+
+    def slot_experts(self) -> Tensor:  # [T, K] int32
+        return slot_to_expert(self.row_experts(), self.slot_to_row)
+
+    def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
+        """The sum over each expert's rows of weight * token."""
+        ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
+        row_weights = None if ones is None else self.permute(ones, topk_weights)
+        return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
+
+
+def _scaled_matrices(weight: ScaledWeight, transposed: bool) -> ScaledMatrices:
+    """[E, out, in], or [E, in, out] if transposed. The reduction is contiguous in what is stored."""
+    values, scales = (weight.values, weight.scales) if transposed else (weight.turned, weight.turned_scales)
+    if values is None or scales is None:
+        made = launch_quantize_weight(weight.master, as_is=transposed, transposed=not transposed)
+        ((values, scales),) = ((form.values, form.scales) for form in made if form is not None)
+    return ScaledMatrices(values.mT, scales.mT, weight.dtype)

@@ -1,0 +1,143 @@
+"""The base of the catalog's argument classes, and the parts of their keys.
+
+Tensors may be any objects with `__dlpack__`; they are used without a copy. `error` reports shapes, dtypes and devices
+that no kernel supports. The requirements of a single kernel are in its metadata.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ...runtime.row_layout import LINE_BYTES
+from ...types import TileTable
+
+
+def rows_bucket(num_rows: int, num_groups: int) -> int:
+    """Return the rows per group, rounded up to a power of two."""
+    rows = -(-num_rows // (num_groups or 1))
+    return 1 << (rows - 1).bit_length() if rows else 1
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the dtype, which axes are contiguous, whether the copy engine's 16-byte alignment holds, and whether all
+    rows longer than a cache line start at one."""
+    return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: torch.dtype, strides: tuple[int, ...], aligned: bool) -> tuple[Any, ...]:
+    contiguous = tuple(stride == 1 for stride in strides)
+    pitches = [stride * dtype.itemsize for stride in strides if stride != 1]
+    has_lines = all(pitch <= LINE_BYTES or pitch % LINE_BYTES == 0 for pitch in pitches)
+    return dtype, contiguous, aligned and all(pitch % 16 == 0 for pitch in pitches), has_lines
+
+
+def is_one_behind_another(matrices: Tensor) -> bool:
+    """Return whether the matrices of a batch [L, M, C] follow one another without a gap."""
+    num_batches, num_rows, _ = matrices.shape
+    return num_batches <= 1 or matrices.stride(0) == num_rows * matrices.stride(1)
+
+
+def sized_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_n: int, num_rows: int) -> str:
+    rows = rows_bucket(num_rows, num_groups)
+    return f"{form} {str(dtype)[6:]} G={num_groups} K={size_k} N={size_n} rows={rows}"
+
+
+def index_form(index: Tensor | None) -> bool | None:
+    """Return None without an index, else whether kernels can read it."""
+    return None if index is None else index.is_contiguous()
+
+
+def epilogue_key(epilogue: str | None) -> str:
+    return "" if epilogue is None else f" epilogue={epilogue}"
+
+
+_PLAIN_TENSORS = frozenset((Tensor, Parameter, type(None)))
+
+
+class Arguments(abc.ABC):
+    """Base of the argument classes: A, the operands by name, and the checks that hold for all kernels."""
+
+    A: Tensor
+    out: Tensor
+    accumulator_type: torch.dtype
+    epilogue: str | None  # an activation that the kernel applies to the product
+    tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
+    operand_names: ClassVar[tuple[str, ...]]  # fields that KernelMetadata.operands describes
+    tile_table: TileTable | None  # always None for forms without one
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
+
+    def __post_init__(self) -> None:
+        fields = self.__dict__
+        if not _PLAIN_TENSORS.issuperset(map(type, map(fields.get, self.tensors))):
+            for name in self.tensors:
+                if not isinstance(fields[name], Tensor | None):
+                    object.__setattr__(self, name, torch.from_dlpack(fields[name]))
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.operand_names}
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Return the tensors that a kernel writes."""
+        return [self.out]
+
+    def error(self) -> str | None:
+        """Return why no kernel supports these arguments, naming the operand; None if they are valid."""
+        for name in self.tensors:
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.A.device:
+                return f"Operand `{name}`: expected device {self.A.device} as A, got {tensor.device}"
+        return self.shape_error()
+
+    @abc.abstractmethod
+    def shape_error(self) -> str | None:
+        """Return the error in shapes and dtypes, naming the operand; None if they are valid."""
+
+    @abc.abstractmethod
+    def selection_key(self) -> tuple[Any, ...]:
+        """Return all that support and speed depend on. Arguments with equal keys get the same kernel. Numbers of rows
+        are rounded up to a power of two; no rows are a separate case."""
+
+    @abc.abstractmethod
+    def table_key(self) -> str:
+        """Return the key in tables of measured kernels: the layouts and sizes that decide which kernel is fastest."""
+
+    def _layouts(self) -> tuple[Any, ...]:
+        return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
+
+    def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
+        """Return the error of an optional tensor's shape and dtype, or None."""
+        tensor = getattr(self, name)
+        if tensor is None:
+            return None
+        if tensor.shape != shape:
+            return f"Operand `{name}`: expected shape {list(shape)}, got {list(tensor.shape)}"
+        if dtype is not None and tensor.dtype != dtype:
+            return f"Operand `{name}`: expected {dtype}, got {tensor.dtype}"
+        return None
+
+    def _expect_rank(self, name: str, *ranks: int) -> str | None:
+        tensor = getattr(self, name)
+        if tensor.dim() not in ranks:
+            return f"Operand `{name}`: expected {' or '.join(map(str, ranks))} axes, got shape {list(tensor.shape)}"
+        return None
+
+    def _expect_contiguous(self, *names: str) -> str | None:
+        for name in names:
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                return f"Operand `{name}`: expected contiguous, got strides {tensor.stride()}"
+        return None
+
+    def _expect_one_of(self, *names: str) -> str | None:
+        if all(getattr(self, name) is None for name in names):
+            return f"Operand `{names[0]}`: expected it or {names[1]}, got neither"
+        return None

@@ -1,0 +1,76 @@
+"""Arguments of packed rows of several groups times one shared matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.triton import next_power_of_2
+from ...types import TileTable
+from .base import Arguments
+from .grouped import GroupedGemmArguments
+
+
+@dataclass(frozen=True, eq=False)
+class JaggedGemmArguments(Arguments):
+    """out = A @ B for rows group_offsets[0] to group_offsets[-1], zeros for all other rows.
+
+    Shapes: A [R, K], B [K, N], out [R, N], group_offsets [G + 1] int32 or int64.
+    """
+
+    tensors = ("A", "B", "out", "group_offsets")
+    operand_names = ("A", "B", "out")
+
+    A: Tensor  # [R, K]
+    B: Tensor  # [K, N]
+    out: Tensor  # [R, N]
+    group_offsets: Tensor  # [G + 1] int32 or int64
+    accumulator_type: torch.dtype = torch.float32
+    tile_table: TileTable | None = None  # made by `make_jagged_table`, which then has also written the zeros
+    epilogue: str | None = None  # no kernel applies one so far
+
+    def shape_error(self) -> str | None:
+        if error := self._expect_rank("A", 2) or self._expect_rank("B", 2) or self._expect_rank("out", 2):
+            return error
+        if self.group_offsets.dim() != 1 or len(self.group_offsets) < 2:
+            return f"Operand `group_offsets`: expected shape [G + 1], got {list(self.group_offsets.shape)}"
+        num_rows, depth = self.A.shape
+        num_columns = self.B.shape[1]
+        return self._expect("B", depth, num_columns) or self._expect("out", num_rows, num_columns)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_offsets) - 1
+
+    def grouped(self, num_groups: int) -> GroupedGemmArguments:
+        """Return the same product as a grouped GEMM, with B repeated for each group."""
+        (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
+        # The stride of a single group is never used, but TMA must accept it.
+        group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
+        b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
+        return GroupedGemmArguments(
+            self.A, b, self.out, self.accumulator_type, tile_table=self.tile_table, zero_tail=False
+        )
+
+    def selection_key(self) -> tuple[Any, ...]:
+        """Return all properties that support and speed depend on; the number of rows rounded up to a power of two."""
+        aligned = tuple(
+            tensor.data_ptr() % 16 == 0
+            and all(stride == 1 or stride * tensor.element_size() % 16 == 0 for stride in tensor.stride())
+            for tensor in self.operands.values()
+        )
+        contiguous = tuple(stride == 1 for tensor in self.operands.values() for stride in tensor.stride())
+        dtypes = self.A.dtype, self.B.dtype, self.A.device
+        return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
+
+    def table_key(self) -> str:
+        """Return the key of a table of measured kernels."""
+        layout = "row" if self.B.stride(1) == 1 else "column"
+        size_k, size_n = self.B.shape
+        return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"
+
+    def _rows(self) -> int:
+        return next_power_of_2(max(len(self.A), 1))

@@ -1,0 +1,212 @@
+"""Arguments of independent products in one launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.triton import cdiv
+from .base import Arguments, epilogue_key
+
+# Fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; then 1 for A stored by
+# columns, plus 2 for B; the first tile and the end tile. The number is even, so that the tile list after the rows is
+# aligned to 16 bytes.
+NUM_FIELDS = 12
+
+
+class Problem(NamedTuple):
+    """One product. Operands are stored by rows or by columns; the leading dimension is the other axis's stride."""
+
+    pointers: tuple[int, int, int]  # A, B, out
+    sizes: tuple[int, int, int]  # M, N, K
+    leading_dimensions: tuple[int, int, int]  # A, B, out
+    by_columns: tuple[bool, bool]  # A, B
+
+    def num_tiles(self, block_m: int, block_n: int) -> int:
+        return cdiv(self.sizes[0], block_m) * cdiv(self.sizes[1], block_n)
+
+
+class ProblemTable(NamedTuple):
+    """The table that the kernels read. It is valid as long as the tensors whose addresses it holds."""
+
+    problems: Tensor  # [G, NUM_FIELDS] int64
+    tile_to_problem: Tensor  # [tiles] int32
+    tile_shape: tuple[int, int]  # rows and columns of out
+
+    @property
+    def pointers(self) -> Tensor:  # [G, 3] int64: A, B, out
+        return self.problems[:, 0:3]
+
+    @property
+    def sizes(self) -> Tensor:  # [G, 3] int64: M, N, K
+        return self.problems[:, 3:6]
+
+    @property
+    def leading_dimensions(self) -> Tensor:  # [G, 3] int64: A, B, out
+        return self.problems[:, 6:9]
+
+
+class Survey(NamedTuple):
+    """Properties of all problems together, for selection and kernels. Only `problems` counts those without an
+    output."""
+
+    problems: list[Problem]
+    num_filled: int
+    layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
+    aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
+    whole: bool  # the contiguous axes are multiples of 16 bytes, too
+    separate: bool  # no row of an operand overlaps the next
+    largest: tuple[int, int, int]  # M, N, K
+    depths: frozenset[int]
+    area: int  # sum of M * N
+    work: int  # sum of M * N * K
+
+
+def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
+    """Return the leading dimension and whether the matrix is stored by columns; None if neither axis is contiguous."""
+    row_stride, column_stride = matrix.stride()
+    if column_stride == 1 or matrix.shape[1] <= 1:
+        return row_stride, False
+    if row_stride == 1 or matrix.shape[0] <= 1:
+        return column_stride, True
+    return None
+
+
+def _matrix_error(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> str | None:
+    if matrix.dtype != dtype:
+        return f"expected {dtype}, got {matrix.dtype}"
+    if matrix.device != device:
+        return f"expected device {device}, got {matrix.device}"
+    if leading_dimension(matrix) is None:
+        return f"expected one contiguous axis, got {matrix.stride()}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedGemmListArguments(Arguments):
+    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero.
+
+    Shapes: A_list [M, K] each, B_list [K, N] each, out_list [M, N] each.
+    """
+
+    tensors = ()
+    operand_names = ("A", "B", "out")
+
+    A_list: Sequence[Tensor]  # [M, K] each
+    B_list: Sequence[Tensor]  # [K, N] each
+    out_list: Sequence[Tensor]  # [M, N] each
+    accumulator_type: torch.dtype = torch.float32
+    table: ProblemTable | None = None  # table of these tensors; None: the kernel makes it
+    epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
+
+    def __post_init__(self) -> None:
+        for name in ("A_list", "B_list", "out_list"):
+            matrices = getattr(self, name)
+            if not all(isinstance(matrix, Tensor) for matrix in matrices):
+                taken = [m if isinstance(m, Tensor) else torch.from_dlpack(m) for m in matrices]
+                object.__setattr__(self, name, taken)
+
+    @property
+    def A(self) -> Tensor:
+        """The first A. All operands are on its device."""
+        return self.A_list[0]
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """Operands of the first problem with an output. The other problems differ only in their sizes."""
+        lists = (
+            self.A_list,
+            self.B_list,
+            self.out_list,
+        )  # lists of different lengths are reported as an error later, so they must not crash here
+        filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
+        shown = next(filled, None) or next(zip(*lists, strict=False), ())
+        return dict(zip(self.operand_names, shown, strict=False))
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return list(self.out_list)
+
+    def shape_error(self) -> str | None:
+        return self._error
+
+    @functools.cached_property
+    def _error(self) -> str | None:
+        if not len(self.A_list) == len(self.B_list) == len(self.out_list):
+            return f"as many A as B and out, got {len(self.A_list)}, {len(self.B_list)} and {len(self.out_list)}"
+        if not self.A_list:
+            return "expected at least one problem, got none"
+        dtypes = self.A_list[0].dtype, self.A_list[0].dtype, self.out_list[0].dtype
+        for g, matrices in enumerate(zip(self.A_list, self.B_list, self.out_list, strict=True)):
+            a, b, out = (tuple(matrix.shape) for matrix in matrices)
+            if not len(a) == len(b) == 2 or a[1] != b[0] or out != (a[0], b[1]):
+                return f"problem {g}: expected [M, K] @ [K, N] and [M, N], got {a} @ {b} and {out}"
+            for name, matrix, dtype in zip(("A", "B", "out"), matrices, dtypes, strict=True):
+                if error := _matrix_error(matrix, dtype, self.A.device):
+                    return f"Operand `{name}` of problem {g}: {error}"
+            if matrices[2].shape[1] > 1 and matrices[2].stride(1) != 1:
+                return f"Operand `out` of problem {g}: expected rows contiguous, got strides {matrices[2].stride()}"
+            if out[0] > 1 and matrices[2].stride(0) < out[1]:
+                return f"Operand `out` of problem {g}: expected rows that do not overlap, got {matrices[2].stride()}"
+        return None
+
+    @functools.cached_property
+    def survey(self) -> Survey:
+        """One pass over the problems, which must be free of errors. It is a call's main cost on the CPU."""
+        problems, num_filled, by_columns, depths = [], 0, set(), set()
+        address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
+        separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()
+        for a, b, out in zip(self.A_list, self.B_list, self.out_list, strict=True):
+            m, k = a.shape
+            n = b.shape[1]
+            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)  # pyright: ignore[reportGeneralTypeIssues]  # free of errors
+            ldo = out.stride(0)
+            pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            problems.append(Problem(pointers, (m, n, k), (lda, ldb, ldo), (a_columns, b_columns)))
+            if not (m and n):
+                continue
+            num_filled += 1
+            by_columns.add((a_columns, b_columns))
+            depths.add(k)
+            a_line, b_line = m if a_columns else k, k if b_columns else n  # lengths of the contiguous axes
+            address_bits |= pointers[0] | pointers[1] | pointers[2] | (lda | ldb) * item | ldo * out_item
+            size_bits |= (a_line | b_line) * item | n * out_item
+            separate = separate and lda >= a_line and ldb >= b_line
+            largest_m, largest_n, largest_k = max(m, largest_m), max(n, largest_n), max(k, largest_k)
+            area += m * n
+            work += m * n * k
+        a_layout, b_layout = (_layout({columns[operand] for columns in by_columns}) for operand in (0, 1))
+        largest = largest_m, largest_n, largest_k
+        aligned, whole = address_bits % 16 == 0, size_bits % 16 == 0
+        return Survey(
+            problems, num_filled, (a_layout, b_layout), aligned, whole, separate, largest, frozenset(depths), area, work
+        )
+
+    def selection_key(self) -> tuple[Any, ...]:
+        """Return what support and speed depend on, with sizes rounded to powers of two. Problems must have no
+        errors."""
+        s = self.survey
+        static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
+        return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
+
+    def table_key(self) -> str:
+        """Return the key of a table of measured kernels."""
+        groups, m, n, k, area = self._size_class()
+        layouts = "A={} B={}".format(*self.survey.layouts)
+        form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"
+        return f"{form} G={groups} M={m} N={n} K={k} area={area}"
+
+    def _size_class(self) -> tuple[int, ...]:
+        """Return the number of problems, largest M, N and K, and the sum of M * N, each rounded up to a power of
+        two."""
+        s = self.survey
+        return tuple(1 << max(size - 1, 0).bit_length() for size in (s.num_filled, *s.largest, s.area))
+
+
+def _layout(by_columns: set[bool]) -> str:
+    return "mixed" if len(by_columns) > 1 else "column" if by_columns == {True} else "row"

@@ -1,0 +1,125 @@
+"""The warp-specialised kernel with the gradient of a gated activation in its epilogue as catalog objects."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ....runtime.gluon import OBSTACLE, compiler_options, gradient_registers
+from ....runtime.launch import Launch
+from ....runtime.triton import cdiv
+from ...arguments.activation_gradient import COLUMNS, ActivationGradientArguments
+from ...kernel import GroupedGemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
+from ..families import RowTileKernel, kernel_name, num_programs, tma_status
+from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
+
+if OBSTACLE is None:
+    from .activations import BACKWARD
+    from .gated_gradient_device import activation_gradient_kernel
+
+_ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # `hopper/activations.py` has their gradients
+_PIECES = 4  # pieces of a finished tile's gradient, each computed during one reduction step
+_SPACING = 3  # reduction steps from one piece to the next
+_LEAST_STEPS = _PIECES * _SPACING
+
+
+class WarpSpecializedActivationGradient(RowTileKernel):
+    """Rows of A contiguous or gathered."""
+
+    arguments_class = ActivationGradientArguments
+    obstacle = OBSTACLE
+    epilogues = _ACTIVATIONS
+
+    def supports_design(self, args: ActivationGradientArguments) -> Status:
+        for name in ("preactivation", "weighted"):
+            if error := operand_error(self.metadata.operands.out, getattr(args, name)):
+                return Status(f"Operand `{name}`: {error}")
+        if error := self._index_error(args):
+            return Status(f"Operand `row_to_token`: {error}")
+        d_ff, depth = args.weighted.shape[1], args.A.shape[1]
+        if d_ff % 8:
+            return Status(f"Operand `preactivation`: expected halves of rows of whole 16 bytes, got {2 * d_ff} columns")
+        block_k = self.metadata.design.tile_shape[2]
+        if cdiv(depth, block_k) < _LEAST_STEPS:
+            return Status(f"Operand `A`: expected at least {(_LEAST_STEPS - 1) * block_k + 1} columns, got {depth}")
+        return tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+    def launch(self, args: ActivationGradientArguments) -> Launch | None:
+        design, table = self.metadata.design, self.tile_table(args)
+        block_m, block_n, block_k = design.tile_shape
+        _, depth, d_ff = args.B.shape
+        piece = block_m // 2, block_n // _PIECES
+        if design.gather:
+            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
+        else:
+            a = (plain_descriptor(args.A, block_m, block_k), None, None, None, None)
+        return Launch(
+            activation_gradient_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                *a,
+                descriptor(args.B, _b_form(args.B.shape, args.B.stride(), (block_n, block_k))),
+                ragged_descriptor(args.preactivation, piece, split=2),
+                ragged_descriptor(args.out, piece, split=2),
+                ragged_descriptor(args.weighted, piece),
+                args.row_weights,
+                args.row_sums,
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                len(args.out),
+                cdiv(d_ff, block_n),
+                cdiv(depth, block_k),
+            ),
+            _options(self),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _b_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int]) -> dict[str, Any]:
+    num_groups, depth, d_ff = shape
+    stride_g, stride_k, stride_n = strides
+    block_n, block_k = block
+    if stride_k == 1:
+        return form([num_groups, d_ff, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
+    return form([num_groups, depth, d_ff], [stride_g, stride_k, 1], [1, block_k, block_n])
+
+
+@functools.cache
+def _options(kernel: WarpSpecializedActivationGradient) -> dict[str, Any]:
+    design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
+    block_m, block_n, block_k = design.tile_shape
+    return {
+        "B_COLUMN": kernel.metadata.operands.B.layout == "column",
+        "BACKWARD": BACKWARD[epilogue],
+        "PIECES": _PIECES,
+        "SPACING": _SPACING,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **gradient_registers(design.gather),
+        **compiler_options(),
+        "num_warps": 4,
+    }
+
+
+def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
+    # Wider tiles leave no memory for five buffers, and gain nothing with fewer.
+    design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
+    tma = Operand(dtype, "row", 16)
+    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    epilogue, cls = _ACTIVATIONS[0], WarpSpecializedActivationGradient
+    name = kernel_name("activation_gradient", "ws", dtype, design, f"b_{b_layout}", epilogue)
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90))
+
+
+WARP_SPECIALIZED_GRADIENT_KERNELS = tuple(
+    _kernel(dtype, layout, gather)
+    for dtype in (torch.bfloat16, torch.float16)
+    for layout in ("row", "column")
+    for gather in (False, True)
+)

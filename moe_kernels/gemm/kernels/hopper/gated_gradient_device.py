@@ -1,0 +1,253 @@
+"""Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
+
+The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
+Some of the next tile's first steps each compute one piece of its columns. The steps between leave the tensor cores
+enough work for the time of a piece. A consumer has two buffers for pieces of H, overwrites a piece there with dH, and
+sends it. The last step before the next piece asks for the piece after that one. The first two pieces of a tile are
+asked for before the tile is finished.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from ....runtime.gluon import aggregate, tma_load, tma_store
+from .finished import piece_of
+from .operand_blocks import accumulator, multiply, produce
+from .ring import ROW_BOUND, buffers, gather_buffers, make_ring, packed, release_previous, unpacked
+from .tiles import Tiles, tile_at
+
+
+@aggregate
+class Staged:
+    """A consumer's two pieces of a tile in shared memory."""
+
+    gate: gl.shared_memory_descriptor  # gate columns of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
+    up: gl.shared_memory_descriptor
+    weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
+    arrived: gl.shared_memory_descriptor  # barriers: H is there
+
+    @gluon.constexpr_function
+    def __init__(self, gate, up, weighted, arrived):
+        self.gate = gate
+        self.up = up
+        self.weighted = weighted
+        self.arrived = arrived
+
+
+@gluon.jit
+def _make_staged(h_desc, weighted_desc):
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(arrived.index(i), count=1)
+    return Staged(buffers(h_desc, 2), buffers(h_desc, 2), buffers(weighted_desc, 2), arrived)
+
+
+@gluon.jit
+def _fetch(staged, h_desc, row, end, column_tile, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """Start the copies of a piece of H, once what its buffers held before is sent."""
+    N: gl.constexpr = h_desc.block_type.shape[4]
+    column = (column_tile * PIECES + PIECE) * N
+    arrived = staged.arrived.index(PIECE % 2)
+    tma.store_wait(0)
+    mbarrier.expect(arrived, 2 * h_desc.block_type.nbytes)
+    tma_load(h_desc, [ROW_BOUND, end, row, 0, column], arrived, staged.gate.index(PIECE % 2))
+    tma_load(h_desc, [ROW_BOUND, end, row, 1, column], arrived, staged.up.index(PIECE % 2))
+
+
+@gluon.jit
+def _differentiate(
+    kept,
+    weight,
+    sums,
+    staged,
+    dh_desc,
+    weighted_desc,
+    row,
+    end,
+    column_tile,
+    BACKWARD: gl.constexpr,
+    PIECE: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """Compute a piece of dH and of the weighted activation and start to send both. Return the rows' sums with those of
+    the piece.
+
+    For rows past the group's end H is zero and the product arbitrary; nothing of these rows is written.
+    """
+    dtype: gl.constexpr = weighted_desc.dtype
+    grad = unpacked(piece_of(kept, PIECE, PIECES), dtype).to(gl.float32)
+    M: gl.constexpr = grad.shape[0]
+    N: gl.constexpr = grad.shape[1]
+    grad = gl.convert_layout(grad, accumulator(N), assert_trivial=True)
+    gate_buffer = staged.gate.index(PIECE % 2)
+    up_buffer = staged.up.index(PIECE % 2)
+    weighted_buffer = staged.weighted.index(PIECE % 2)
+    # Each buffer serves two pieces of a tile. The wait also keeps the compiler from mixing what follows with the
+    # products, which would then wait for it.
+    mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
+    gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
+    up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
+    activated, dgate, dup = BACKWARD(gate, up, grad * weight[:, None])
+    gate_buffer.reshape([M, N]).store(dgate.to(dtype))
+    up_buffer.reshape([M, N]).store(dup.to(dtype))
+    weighted_buffer.reshape([M, N]).store((activated * weight[:, None]).to(dtype))
+    column = (column_tile * PIECES + PIECE) * N
+    fence_async_shared()
+    tma_store(dh_desc, [ROW_BOUND, end, row, 0, column], gate_buffer)
+    tma_store(dh_desc, [ROW_BOUND, end, row, 1, column], up_buffer)
+    tma_store(weighted_desc, [ROW_BOUND, end, row, column], weighted_buffer)
+    return sums + gl.sum(grad * activated, 1)
+
+
+@gluon.jit
+def _write_sums(sums, sums_ptr, row, end, column_tile, num_column_tiles):
+    r = end - (ROW_BOUND - row) + gl.arange(0, sums.shape[0], layout=sums.type.layout)
+    gl.store(sums_ptr + r.to(gl.int64) * num_column_tiles + column_tile, sums, mask=r < end)
+
+
+@gluon.jit
+def _consume(
+    tiles,
+    ring,
+    h_desc,
+    dh_desc,
+    weighted_desc,
+    weights_ptr,
+    sums_ptr,
+    staged,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    BACKWARD: gl.constexpr,
+    PIECES: gl.constexpr,
+    SPACING: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    HALF_M: gl.constexpr = tiles.block_m // 2
+    dtype: gl.constexpr = weighted_desc.dtype
+    by_row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N // PIECES))
+    r = gl.arange(0, HALF_M, layout=by_row)
+    total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
+    kept = packed(total.to(dtype))  # belongs to the finished tile, as everything named `last`
+    # No tile is finished yet. At the bound of the rows the hardware clips everything.
+    last_row = gl.to_tensor(0x40000000)
+    last_end = gl.to_tensor(0)
+    last_column = gl.to_tensor(0)
+    last_weight = gl.zeros((HALF_M,), gl.float32, by_row)
+    for piece in gl.static_range(2):
+        _fetch(staged, h_desc, last_row, last_end, last_column, piece, PIECES)
+    step = 0
+    for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        _, first_row, end, column = tile_at(tiles, tile)
+        first_row += WARPGROUP * HALF_M
+        row = 0x40000000 - (end - first_row)
+        sums = gl.zeros((HALF_M,), gl.float32, by_row)
+        for part in gl.static_range(PIECES * SPACING):
+            total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+            if part % SPACING == 0:
+                sums = _differentiate(
+                    kept, last_weight, sums, staged, dh_desc, weighted_desc, last_row, last_end, last_column,
+                    BACKWARD, part // SPACING, PIECES,
+                )  # fmt: skip
+            elif part % SPACING == SPACING - 1:
+                if part // SPACING + 2 < PIECES:
+                    _fetch(staged, h_desc, last_row, last_end, last_column, part // SPACING + 2, PIECES)
+                else:
+                    _fetch(staged, h_desc, row, end, column, part // SPACING + 2 - PIECES, PIECES)
+            total = warpgroup_mma_wait(1, deps=(total,))
+            release_previous(ring, step, pred=part > 0)
+            step += 1
+        _write_sums(sums, sums_ptr, last_row, last_end, last_column, tiles.num_column_tiles)
+        last_weight = gl.load(weights_ptr + first_row + r, mask=first_row + r < end, other=0.0)
+        last_row = row
+        last_end = end
+        last_column = column
+        for _ in range(PIECES * SPACING, tiles.num_steps):
+            total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+            total = warpgroup_mma_wait(1, deps=(total,))
+            release_previous(ring, step)
+            step += 1
+        total = warpgroup_mma_wait(0, deps=(total,))
+        release_previous(ring, step)
+        kept = packed(total.to(dtype))
+    sums = gl.zeros((HALF_M,), gl.float32, by_row)
+    for piece in gl.static_range(PIECES):
+        sums = _differentiate(
+            kept, last_weight, sums, staged, dh_desc, weighted_desc, last_row, last_end, last_column,
+            BACKWARD, piece, PIECES,
+        )  # fmt: skip
+        if piece + 2 < PIECES:
+            _fetch(staged, h_desc, last_row, last_end, last_column, piece + 2, PIECES)
+    _write_sums(sums, sums_ptr, last_row, last_end, last_column, tiles.num_column_tiles)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_column_tiles", "num_steps"])
+def activation_gradient_kernel(
+    a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
+    a_ptr,  # [T, K]; like the next three, only if the rows are gathered
+    a_stride,
+    row_to_token_ptr,  # [R]
+    depth,  # K
+    b_desc,  # [G, F, K] or [G, K, F]
+    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of a half
+    dh_desc,  # like h_desc
+    weighted_desc,  # ragged [R, F], block [BLOCK_M / 2, BLOCK_N / PIECES]
+    weights_ptr,  # [R]
+    sums_ptr,  # [R, column tiles]
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    num_rows,  # R
+    num_column_tiles,
+    num_steps,  # steps of the reduction, at least PIECES * SPACING
+    B_COLUMN: gl.constexpr,
+    BACKWARD: gl.constexpr,
+    PIECES: gl.constexpr,  # pieces of a finished tile: 4, two for each buffer
+    SPACING: gl.constexpr,  # steps from one piece to the next, at least 2
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """Each program computes every num_programs-th tile of the product. Grid: (number of SMs,)."""
+    num_row_tiles = gl.load(num_tiles_ptr)
+    tiles = Tiles(
+        tiles_ptr, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, None
+    )
+    GATHER: gl.constexpr = a_desc is None
+    a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
+    ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
+    staged_0 = _make_staged(h_desc, weighted_desc)
+    staged_1 = _make_staged(h_desc, weighted_desc)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    tiles, ring, h_desc, dh_desc, weighted_desc, weights_ptr, sums_ptr, staged_0, 0,
+                    B_COLUMN, BACKWARD, PIECES, SPACING, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tiles, ring, h_desc, dh_desc, weighted_desc, weights_ptr, sums_ptr, staged_1, 1,
+                    B_COLUMN, BACKWARD, PIECES, SPACING, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                produce,
+                (
+                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, None, None, None, None,
+                    None, 0, B_COLUMN, False, BLOCK_N, BLOCK_K,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""The warp-specialised grouped GEMM as catalog objects, with the reasons for unsupported arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....runtime.gluon import OBSTACLE, compiler_options, registers
+from ....runtime.launch import Launch
+from ....runtime.triton import cdiv
+from ....specs import is_gated
+from ...arguments.grouped import GroupedGemmArguments
+from ...kernel import (
+    SUPPORTED,
+    GroupedGemmOperands,
+    KernelMetadata,
+    Operand,
+    Status,
+    WarpSpecializedDesign,
+)
+from ..families import GroupedGemmKernel, kernel_name, num_programs
+from ..pointer import EXTRA
+from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
+
+if OBSTACLE is None:
+    from .activations import FORWARD
+    from .grouped_device import grouped_gemm_kernel
+
+
+_MOST_WALKED = 32  # groups: the number of lanes in `hopper/tiles.py`
+_PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, before the parts of its activation
+
+
+def _pieces(epilogue: str | None) -> int:
+    """Return the number of pieces in which a finished tile's activation is computed, each during one reduction step.
+
+    A step lasts as long as four multiplications of both warpgroups. In that time a thread computes about 16 values, or
+    64 without an exponential. A gated activation has half as many values.
+    """
+    if epilogue is None:
+        return 0
+    if is_gated(epilogue):
+        return 4
+    return 2 if epilogue in ("relu", "relu_squared") else 8
+
+
+def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
+    if bias.dtype not in dtypes:
+        return Status(f"Operand `bias`: expected {' or '.join(map(str, dtypes))}, got {bias.dtype}")
+    if bias.stride(-1) != 1:
+        return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {bias.stride()}")
+    return SUPPORTED
+
+
+class WarpSpecializedGroupedGemm(GroupedGemmKernel):
+    """Rows of A contiguous or gathered. With an epilogue, `preactivation` is the product and `out` its activation."""
+
+    obstacle = OBSTACLE
+
+    def supports_design(self, args: GroupedGemmArguments) -> Status:
+        if not (status := super().supports_design(args)):
+            return status
+        pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
+        if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
+            # Padding the reduction with empty steps would take longer than a separate activation pass.
+            least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
+            rule = f"expected at least {least} columns with {self.metadata.epilogue}"
+            return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")
+        if args.bias is not None:
+            gated = is_gated(self.metadata.epilogue)
+            if args.bias.shape[-1] % (16 if gated else 8):
+                return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
+            # Registers do not suffice for a float32 bias together with a gated activation.
+            return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
+        return status
+
+    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+        design = self.metadata.design
+        block_m, block_n, block_k = design.tile_shape
+        if self._walks(args):
+            table, num_groups = (args.offsets, None, None), args.B.shape[0]
+        else:
+            made = self.tile_table(args)
+            table, num_groups = (made.bounds, made.tiles, made.num_tiles), None
+        _, depth, num_columns = args.B.shape
+        half = (block_m // 2, block_n // 2)
+        gated = is_gated(self.metadata.epilogue)
+        pieces = _pieces(self.metadata.epilogue)
+        extra_steps = 0 if args.extra_a is None else cdiv(args.extra_a.shape[1], block_k)
+        out_desc, activated_desc = ragged_descriptor(args.out, half), None
+        if pieces:
+            out_desc, activated_desc = ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
+        if design.gather:
+            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
+        else:
+            a = (plain_descriptor(args.A, block_m, block_k), None, None, None, None)
+        return Launch(
+            grouped_gemm_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                *a,
+                descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
+                *self._extra(args),
+                args.bias,
+                None if args.bias is None else args.bias.stride(0),
+                out_desc,
+                activated_desc,
+                *table,
+                args.out.shape[0],
+                num_columns,
+                cdiv(num_columns, block_n),
+                # A finished tile is written in parts, during the first steps of the next tile.
+                max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
+            ),
+            _options(self, args.zero_tail, num_groups, extra_steps),
+        )
+
+    def _extra(self, args: GroupedGemmArguments) -> tuple[Any, ...]:
+        """Return the kernel's arguments for the second pair of operands."""
+        if args.extra_a is None:
+            return (None,) * 5
+        block_m, _, block_k = self.metadata.design.tile_shape
+        b_desc = descriptor(args.extra_b, _b_form(self, args.extra_b.shape, args.extra_b.stride()))
+        if self.metadata.design.gather:
+            return None, args.extra_a, args.extra_a.stride(0), args.extra_a.shape[1], b_desc
+        return plain_descriptor(args.extra_a, block_m, block_k), None, None, None, b_desc
+
+    def metadata_bytes(self, args: GroupedGemmArguments) -> int:
+        return 0 if self._walks(args) else super().metadata_bytes(args)
+
+    def with_metadata(
+        self, args: GroupedGemmArguments, memory: Tensor | None, *, write: bool = True
+    ) -> GroupedGemmArguments:
+        return args if self._walks(args) else super().with_metadata(args, memory, write=write)
+
+    def _walks(self, args: GroupedGemmArguments) -> bool:
+        """Return whether the kernel walks the offsets: for few groups that is faster than the launch of a table."""
+        if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
+            return False
+        return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tuple[int, ...]) -> dict[str, Any]:
+    _, block_n, block_k = kernel.metadata.design.tile_shape
+    num_groups, depth, num_columns = shape
+    stride_g, stride_k, stride_n = strides
+    if is_gated(kernel.metadata.epilogue):
+        d_ff = num_columns // 2
+        split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+        return form(*split, [1, 2, block_n // 2, block_k])
+    if kernel.metadata.operands.B.layout == "column":
+        return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
+    return form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+
+
+@functools.cache
+def _options(
+    kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None, extra_steps: int
+) -> dict[str, Any]:
+    design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
+    block_m, block_n, block_k = design.tile_shape
+    pieces = _pieces(epilogue)
+    return {
+        "NUM_GROUPS": num_groups,
+        "ZERO_TAIL": int(zero_tail),
+        "EXTRA_STEPS": extra_steps,
+        "B_COLUMN": kernel.metadata.operands.B.layout == "column",
+        "FORWARD": FORWARD[epilogue] if pieces else None,
+        "GATED": is_gated(epilogue),
+        "PIECES": pieces,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **registers(design.gather, pieces),
+        **compiler_options(),
+        "num_warps": 4,
+    }
+
+
+def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, epilogue: str | None):
+    tma = Operand(dtype, "row", 16)
+    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
+    # A gather together with an activation leaves no registers for a bias.
+    optional = EXTRA if design.gather and epilogue is not None else ("bias", *EXTRA)
+    cls = WarpSpecializedGroupedGemm
+    return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))
+
+
+def warp_specialized_design(tile: tuple[int, int, int], num_stages: int, group_tiles: int, gather: bool = False):
+    return WarpSpecializedDesign(tile, 12, num_stages, gather, persistent=True, tma=True, group_tiles=group_tiles)
+
+
+DTYPES = (torch.bfloat16, torch.float16)
+_FORWARD = (
+    warp_specialized_design((128, 256, 64), 4, 8),
+    warp_specialized_design((128, 128, 64), 5, 8),
+    warp_specialized_design((128, 256, 64), 4, 8, gather=True),
+)
+
+WARP_SPECIALIZED_KERNELS = (
+    *(_forward(dtype, design, layout, None) for dtype in DTYPES for design in _FORWARD for layout in ("column", "row")),
+    *(
+        _forward(dtype, design, "column", epilogue)
+        for dtype in DTYPES
+        for design in _FORWARD
+        for epilogue in (("swiglu",) if design.gather else ("swiglu", "relu"))
+    ),
+)

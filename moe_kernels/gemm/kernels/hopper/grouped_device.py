@@ -1,0 +1,230 @@
+"""Warp-specialised, persistent grouped GEMM: rows contiguous or gathered, with or without an activation."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+
+from .finished import Bias, Finished, load_bias, num_parts, plus_bias, unchanged, waiting, write_last, write_part
+from .operand_blocks import accumulator, multiply, produce
+from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
+from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
+
+LONG_REDUCTION = gl.constexpr(16)  # steps
+
+
+@gluon.jit
+def _reduce_tile(
+    total,
+    ring,
+    step,
+    num_steps,
+    group,
+    column_tile,
+    bias,
+    left,
+    right,
+    at,  # Finished
+    out_desc,
+    activated_desc,
+    buffer,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """Return (sum of a tile's steps, plus bias unless an activation follows; the step after them). Writes the finished
+    tile during the first steps."""
+    PARTS: gl.constexpr = num_parts(PIECES)
+    for part in gl.static_range(PARTS):
+        total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+        write_part(part, left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        release_previous(ring, step, pred=part > 0)
+        step += 1
+    if bias is not None and PIECES == 0:
+        # Loaded during the remaining multiplications, into the registers freed by the finished tile. Rows are multiples
+        # of 8 values; this tells the compiler.
+        loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
+    for _ in range(PARTS, num_steps):
+        total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        release_previous(ring, step)
+        step += 1
+    total = warpgroup_mma_wait(0, deps=(total,))
+    release_previous(ring, step)
+    if bias is not None and PIECES == 0:
+        total = plus_bias(total, loaded)
+    return total, step
+
+
+@gluon.jit
+def _consume(
+    tiles,
+    num_all_row_tiles,
+    num_columns,
+    ring,
+    bias_ptr,
+    bias_stride,
+    out_desc,
+    activated_desc,
+    buffer,
+    WARPGROUP: gl.constexpr,
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    tiles = with_walk(tiles)
+    bias = None if bias_ptr is None else Bias(bias_ptr, bias_stride, num_columns)
+    PARTS: gl.constexpr = num_parts(PIECES)
+    HALF_M: gl.constexpr = tiles.block_m // 2
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
+    left, right = halves(total.to(out_desc.dtype))
+    half_layout: gl.constexpr = left.type.layout
+    if PIECES:
+        left, right = packed(left), packed(right)
+    # No tile is finished yet. At the bound of the rows the hardware clips everything.
+    at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
+    # A program that ends a tile early no longer reads data at the same time as the programs that share it. With a long
+    # reduction, the L2 cache does not hold the data until then, which costs more than the early end saves.
+    keeps_step = tiles.num_steps >= LONG_REDUCTION
+    step = 0
+    num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
+    halves_tiles = num_tiles // gl.num_programs(0) * tiles.num_steps < LONG_WORK
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
+        if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
+            # A last column tile that is at most half full needs only half the multiplications.
+            if not GATED and BLOCK_N == 256 and halves_tiles and num_columns - tile_column * BLOCK_N <= HALF_N:
+                narrow = gl.zeros((HALF_M, HALF_N), gl.float32, accumulator(HALF_N))  # [HALF_M, HALF_N]
+                narrow, step = _reduce_tile(
+                    narrow, ring, step, tiles.num_steps, group, tile_column, bias,
+                    left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                if PIECES:
+                    left = packed(gl.convert_layout(narrow.to(out_desc.dtype), half_layout))
+                else:
+                    left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
+            else:
+                total, step = _reduce_tile(
+                    total, ring, step, tiles.num_steps, group, tile_column, bias,
+                    left, right, at, out_desc, activated_desc, buffer,
+                    WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                left, right = waiting(total.to(out_desc.dtype), PIECES)
+            at = Finished(group, 0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
+        else:
+            # The tile has no rows for this warpgroup, so the other warpgroup gets all of the tensor cores.
+            for _ in range(tiles.num_steps):
+                slot = wait_step(ring, step)
+                mbarrier.arrive(ring.empty.index(slot), count=1)
+                step += 1
+    write_last(left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
+    left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N)).to(out_desc.dtype))
+    if PIECES:
+        left, right = packed(left), packed(right)
+    ZEROS: gl.constexpr = None if FORWARD is None else unchanged
+    for tile in range(num_tiles + gl.program_id(0), num_all_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
+        group, tile_row, end = row_tile_at(tiles, tile // tiles.num_column_tiles)
+        row = 0x40000000 - (end - tile_row) + WARPGROUP * HALF_M
+        for part in gl.static_range(PARTS):
+            at = Finished(group, row, end, tile % tiles.num_column_tiles)
+            write_part(part, left, right, at, None, out_desc, activated_desc, buffer, ZEROS, GATED, PIECES)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
+def grouped_gemm_kernel(
+    a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
+    a_ptr,  # [T, K]; like the next three, only if the rows are gathered
+    a_stride,
+    row_to_token_ptr,  # [R]
+    depth,  # K
+    b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
+    extra_a_desc,  # [R, r] of a second pair of operands, or None; like all of it, without EXTRA_STEPS
+    extra_a_ptr,  # [R, r] instead, if the rows of A are gathered
+    extra_a_stride,
+    extra_depth,  # r
+    extra_b_desc,  # like b_desc, r instead of K
+    bias_ptr,  # [G, N], or None; with an activation, the activation's bias
+    bias_stride,
+    out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
+    activated_desc,  # ragged [R, F] with an activation, else None
+    bounds_ptr,  # [G + 2]; offsets [G] if there is no table
+    tiles_ptr,  # [capacity, 2], or None; the next likewise
+    num_tiles_ptr,  # [2]
+    num_rows,  # R
+    num_columns,  # N
+    num_column_tiles,
+    num_steps,  # steps of the reduction, at least the number of parts of a finished tile
+    NUM_GROUPS: gl.constexpr,  # G without a table, else None
+    ZERO_TAIL: gl.constexpr,
+    EXTRA_STEPS: gl.constexpr,  # last steps of the reduction, of the second pair of operands
+    B_COLUMN: gl.constexpr,
+    FORWARD: gl.constexpr,  # activation, or None
+    GATED: gl.constexpr,
+    PIECES: gl.constexpr,  # pieces of the activation, each computed during one step
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
+    if NUM_GROUPS is None:
+        entries = tiles_ptr
+        num_row_tiles = gl.load(num_tiles_ptr)
+        num_all_row_tiles = gl.load(num_tiles_ptr + ZERO_TAIL)
+    else:
+        entries = bounds_ptr
+        tile_ends, ends = walk(bounds_ptr, num_rows, BLOCK_M, NUM_GROUPS)
+        num_row_tiles = gl.max(tile_ends, 0)
+        num_all_row_tiles = num_row_tiles
+        if ZERO_TAIL:
+            num_all_row_tiles += (num_rows - gl.max(ends, 0) + BLOCK_M - 1) // BLOCK_M
+    tiles = Tiles(
+        entries, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, NUM_GROUPS
+    )
+    GATHER: gl.constexpr = a_desc is None
+    a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
+    ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
+    staged = out_desc if activated_desc is None else activated_desc  # its blocks have no axis for the halves
+    buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
+    buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, out_desc,
+                    activated_desc, buffer_0, 0, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tiles, num_all_row_tiles, num_columns, ring, bias_ptr, bias_stride, out_desc,
+                    activated_desc, buffer_1, 1, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
+                ),
+            ),
+            (
+                produce,
+                (
+                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, extra_a_desc,
+                    extra_a_ptr, extra_a_stride, extra_depth, extra_b_desc, EXTRA_STEPS,
+                    B_COLUMN, GATED, BLOCK_N, BLOCK_K,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

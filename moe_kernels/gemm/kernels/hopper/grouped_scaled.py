@@ -1,0 +1,107 @@
+"""The warp-specialised kernel of e4m3 operands with block scales as catalog objects."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ....reference_fp8 import BLOCK
+from ....runtime.dispatch import FLOAT8
+from ....runtime.gluon import OBSTACLE, compiler_options, scaled_registers
+from ....runtime.launch import Launch
+from ....runtime.triton import cdiv
+from ...arguments.block_scaled import BlockScaledGemmArguments, are_stored_as_read
+from ...kernel import GroupedGemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
+from ..families import kernel_name, num_programs
+from ..pointer_block_scaled import BlockScaledKernel
+from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
+
+if OBSTACLE is None:
+    from .grouped_scaled_device import block_scaled_gemm_kernel
+
+
+class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
+    """Rows of A contiguous or gathered."""
+
+    obstacle = OBSTACLE
+
+    def supports_design(self, args: BlockScaledGemmArguments) -> Status:
+        if not (status := super().supports_design(args)):
+            return status
+        if not are_stored_as_read(args):
+            return Status(
+                "Operand `scale_a`: expected scales stored by columns, and those of B as [G, N / 128, K / 128], got "
+                f"strides {args.scale_a.stride()} and {args.scale_b.stride()}"
+            )
+        return status
+
+    def launch(self, args: BlockScaledGemmArguments) -> Launch | None:
+        design, table = self.metadata.design, self.tile_table(args)
+        block_m, block_n, _ = design.tile_shape
+        _, depth, num_columns = args.B.shape
+        if design.gather:
+            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
+        else:
+            a = (plain_descriptor(args.A, block_m, BLOCK), None, None, None, None)
+        return Launch(
+            block_scaled_gemm_kernel,
+            (num_programs(args.A, args.reserved_sms),),
+            (
+                *a,
+                descriptor(args.B, _b_form(args.B.shape, args.B.stride(), block_n)),
+                args.scale_a,
+                args.scale_a.stride(1),
+                args.scale_b,
+                ragged_descriptor(args.out, (block_m // 2, BLOCK)),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                args.out.shape[0],
+                cdiv(num_columns, BLOCK),
+                cdiv(num_columns, block_n),
+                cdiv(depth, BLOCK),
+            ),
+            _options(self, args.zero_tail),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _b_form(shape: torch.Size, strides: tuple[int, ...], block_n: int) -> dict[str, Any]:
+    num_groups, depth, num_columns = shape
+    stride_g, _, stride_n = strides
+    return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, BLOCK], bits=8)
+
+
+@functools.cache
+def _options(kernel: WarpSpecializedBlockScaledGemm, zero_tail: bool) -> dict[str, Any]:
+    design = kernel.metadata.design
+    block_m, block_n, _ = design.tile_shape
+    return {
+        "ZERO_TAIL": int(zero_tail),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "NUM_BUFFERS": design.num_stages,
+        "GROUP_TILES": design.group_tiles,
+        **scaled_registers(design.gather),
+        **compiler_options(),
+        "num_warps": 4,
+    }
+
+
+def _kernel(design: WarpSpecializedDesign) -> WarpSpecializedBlockScaledGemm:
+    a, b = Operand(FLOAT8, "row", 16), Operand(FLOAT8, "column", 16)
+    operands = GroupedGemmOperands(a, b, Operand(torch.bfloat16, "row", 16, other_dtypes=(torch.float16,)))
+    name, cls = kernel_name("block_scaled_gemm", "ws", FLOAT8, design), WarpSpecializedBlockScaledGemm
+    return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90))
+
+
+# Tiles of 256 columns read fewer bytes per product, and have as many scales of B as columns have blocks.
+_TILES = (((128, 256, 128), 4), ((128, 128, 128), 6))
+
+WARP_SPECIALIZED_SCALED_KERNELS = tuple(
+    _kernel(WarpSpecializedDesign(tile, 12, stages, gather, persistent=True, tma=True))
+    for tile, stages in _TILES
+    for gather in (False, True)
+)

@@ -1,0 +1,156 @@
+"""Grouped GEMM of quantised weights and few rows per group, as catalog objects.
+
+`streaming_decoding_device.py` holds the kernel. With few rows per group, reading and decoding the weights takes most of
+the time. These kernels decode them in the registers that multiply them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from ....runtime.gluon import OBSTACLE
+from ....runtime.launch import Launch
+from ....runtime.triton import cdiv
+from ...arguments.decoding import DecodingGemmArguments
+from ...kernel import SUPPORTED, Design, Kernel, KernelMetadata, Operand, Status, StreamingDesign
+from ..families import kernel_name
+from ..pointer_decoding import DecodingGemmOperands
+from .descriptors import descriptor, form
+
+if OBSTACLE is None:
+    from .streaming_decoding_device import streaming_kernel, values_per_64_bytes
+
+_REGISTERS = 128  # per thread, so that an SM runs 16 warps; without spills for 8 rows
+_READING = 100  # multiplications of a row that take as long as reading and decoding one value of a weight
+
+
+def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
+    """Return the cost of one group and one step of the reduction.
+
+    A group is read once for each tile of its rows. Most groups have fewer rows than twice the deviation above average.
+    If groups have one row, there are few of them, and narrow tiles occupy more SMs.
+    """
+    rows, columns, _ = design.tile_shape
+    passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)
+    narrow = columns < 128
+    return max(passes, 1) * (_READING + 2 * rows + (5 if narrow != (rows_per_group <= 1) else 0)) * num_columns
+
+
+class StreamingDecodingGemm(Kernel):
+    """`DecodingGemmArguments` with B[g] the transpose of a quantised matrix, without adapters."""
+
+    arguments_class = DecodingGemmArguments
+    obstacle = OBSTACLE
+    form: str
+    values_per_byte = 1
+    cost = 1.0  # measured beside the estimate of `DecodingGemm`
+
+    def supports_design(self, args: DecodingGemmArguments) -> Status:
+        if args.format.name != self.form:
+            return Status(f"decodes {self.form}, got {args.format.name}")
+        if not args.transposed:
+            return Status("reads weights [G, out, in] along `in`, got a reduction along `out`")
+        if args.extra_a is not None:
+            return Status("Operand `extra_a`: this kernel takes none")
+        if args.bias is not None and args.bias.stride(-1) != 1:
+            return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {args.bias.stride()}")
+        row_bytes = args.shape[2] // self.values_per_byte
+        if args.values.data_ptr() % 16 or row_bytes % 16 or not args.values.numel() or not args.A.numel():
+            return Status(f"expected weights in rows of whole 16 bytes, aligned to 16, got {row_bytes} bytes")
+        return self.supports_scales(args)
+
+    def supports_scales(self, args: DecodingGemmArguments) -> Status:
+        return SUPPORTED
+
+    def estimate(self, args: DecodingGemmArguments) -> float:
+        return self.cost * _estimate(self.metadata.design, args.rows_per_group, args.B.shape[2])
+
+    def launch(self, args: DecodingGemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        assert args.tile_table is not None
+        table, design = args.tile_table, self.metadata.design
+        num_groups, size_out, size_in = args.shape
+        rows, block_out, _ = design.tile_shape
+        chunks = design.tile_shape[2] // values_per_64_bytes(self.form)
+        stored = _stored_form(num_groups, size_out, size_in // self.values_per_byte, block_out, chunks)
+        # Triton has no e8m0.
+        is_e8m0 = args.scales.dtype == torch.float8_e8m0fnu
+        return Launch(
+            streaming_kernel,
+            (table.tiles.shape[0] * cdiv(size_out, block_out),),
+            (
+                args.A,
+                args.A.stride(0),
+                args.row_to_token,
+                descriptor(args.values, stored),
+                args.scales.view(torch.uint8) if is_e8m0 else args.scales,
+                args.bias,
+                0 if args.bias is None else args.bias.stride(0),
+                args.out,
+                args.out.stride(0),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                num_groups,
+            ),
+            {
+                "OUT": size_out,
+                "IN": size_in,
+                "FORM": self.form,
+                "NAN_255": is_e8m0,
+                "TILE_ROWS": table.block_rows,
+                "BLOCK_OUT": block_out,
+                "ROWS": rows,
+                "CHUNKS": chunks,
+                "STAGES": design.num_stages,
+                "num_warps": design.num_warps,
+                **({"maxnreg": _REGISTERS} if rows == 8 else {}),
+            },
+        )
+
+
+class StreamingFp8Gemm(StreamingDecodingGemm):
+    form = "fp8"
+
+    def supports_scales(self, args: DecodingGemmArguments) -> Status:
+        if args.format.block != (128, 128) or args.scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return Status(f"takes floating-point scales of 128x128 blocks, got {args.scales.dtype} of {args.format}")
+        return SUPPORTED
+
+
+class StreamingMxfp4Gemm(StreamingDecodingGemm):
+    form = "mxfp4"
+    values_per_byte = 2
+    cost = 0.65
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_form(num_groups: int, size_out: int, row_bytes: int, block_out: int, chunks: int) -> dict[str, Any]:
+    """Return all fields of the stored weight's descriptor except its tensor."""
+    shape, strides = [num_groups, size_out, row_bytes], [size_out * row_bytes, row_bytes, 1]
+    return form(shape, strides, [1, block_out, 64 * chunks], 8, 64 * chunks)
+
+
+def _decoding(cls: type[StreamingDecodingGemm], design: StreamingDesign) -> StreamingDecodingGemm:
+    operands = DecodingGemmOperands(Operand(torch.bfloat16, "row", 16), Operand(torch.bfloat16, "row"))
+    name = kernel_name("decoding_gemm", "streaming", torch.bfloat16, design, cls.form)
+    return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90, optional_operands=("bias",)))
+
+
+def _designs(values: int, *tiles: tuple[int, int, int, int]) -> list[StreamingDesign]:
+    """Return designs of (rows, columns, stages, warps) with this many values of the reduction per step."""
+    return [StreamingDesign((rows, columns, values), warps, stages, tma=True) for rows, columns, stages, warps in tiles]
+
+
+_FP8 = _designs(128, (8, 64, 4, 2), (8, 128, 3, 4), (16, 128, 4, 4))
+_MXFP4 = _designs(128, (8, 64, 4, 2), (16, 64, 4, 2))
+
+STREAMING_DECODING_KERNELS = (
+    *(_decoding(StreamingFp8Gemm, design) for design in _FP8),
+    *(_decoding(StreamingMxfp4Gemm, design) for design in _MXFP4),
+)

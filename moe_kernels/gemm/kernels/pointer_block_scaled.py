@@ -1,0 +1,159 @@
+"""Grouped GEMM of e4m3 operands with block scales through pointers: any size, stride and GPU that multiplies e4m3.
+
+Tensor cores sum e4m3 products with about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2). The sum of each 128
+products is scaled and added to a float32 total.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...reference_fp8 import BLOCK
+from ...runtime.dispatch import FLOAT8, FLOAT8_CC
+from ...runtime.launch import Launch
+from ...runtime.triton import INTERPRET as _INTERPRET
+from ...runtime.triton import cdiv, tl, triton
+from ..arguments.block_scaled import BlockScaledGemmArguments
+from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, PointerDesign, Status
+from .families import RowTileKernel, kernel_name, tma_status
+
+INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
+
+
+@triton.jit(do_not_specialize=["num_row_tiles"])
+def _block_scaled_kernel(
+    a_ptr,
+    a_strides,  # [R or T, K]
+    scale_a_ptr,
+    scale_a_strides,  # [R or T, cdiv(K, 128)]
+    row_to_token_ptr,  # [R], or None
+    b_ptr,
+    b_strides,  # [G, K, N]
+    scale_b_ptr,
+    scale_b_strides,  # [G, cdiv(K, 128), cdiv(N, 128)]
+    out_ptr,
+    out_strides,  # [R, N]
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    num_row_tiles,  # capacity
+    G,
+    K,
+    N,
+    EVEN_K: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # divides 128
+    BLOCK_K: tl.constexpr,  # 128
+):
+    """One program writes one [BLOCK_M, BLOCK_N] tile of out. Grid: (capacity * cdiv(N, BLOCK_N),)."""
+    num_column_tiles = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first_tile = program // (GROUP_TILES * num_column_tiles) * GROUP_TILES
+    tiles_here = tl.minimum(num_row_tiles - first_tile, GROUP_TILES)
+    local = program % (GROUP_TILES * num_column_tiles)
+    tile = first_tile + local % tiles_here
+    if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
+        return
+    group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
+    row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = row < tl.load(bounds_ptr + group + 1)
+    row = row.to(tl.int64)
+    first_column = local // tiles_here * BLOCK_N
+    column = (first_column + tl.arange(0, BLOCK_N)).to(tl.int64)
+    column_mask = column < N
+    a_row = row
+    if row_to_token_ptr is not None:
+        a_row = tl.load(row_to_token_ptr + row, mask=row_mask, other=0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_ptrs = a_ptr + a_row[:, None] * a_strides[0] + k[None, :] * a_strides[1]
+    b_ptrs = b_ptr + group * b_strides[0] + k[:, None] * b_strides[1] + column[None, :] * b_strides[2]
+    scale_a_ptrs = scale_a_ptr + a_row * scale_a_strides[0]
+    scale_b_ptr += group * scale_b_strides[0] + (first_column // 128).to(tl.int64) * scale_b_strides[2]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
+    for first in range(0, tl.where(group < G, K, 0), BLOCK_K):  # the tail has no matrix: its rows become zeros
+        a_mask, b_mask = row_mask[:, None], column_mask[None, :]
+        if not EVEN_K:
+            a_mask &= (first + k < K)[None, :]
+            b_mask &= (first + k < K)[:, None]
+        product = _product(tl.load(a_ptrs, mask=a_mask, other=0.0), tl.load(b_ptrs, mask=b_mask, other=0.0))
+        scale = tl.load(scale_a_ptrs, mask=row_mask, other=0.0) * tl.load(scale_b_ptr)
+        total += product * scale[:, None]
+        a_ptrs += BLOCK_K * a_strides[1]
+        b_ptrs += BLOCK_K * b_strides[1]
+        scale_a_ptrs += scale_a_strides[1]
+        scale_b_ptr += scale_b_strides[1]
+    out_ptrs = out_ptr + row[:, None] * out_strides[0] + column[None, :] * out_strides[1]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@triton.jit
+def _product(a, b):
+    if INTERPRET:  # it cannot multiply e4m3
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b)
+
+
+class BlockScaledKernel(RowTileKernel):
+    """Kernels that compute `BlockScaledGemmArguments`."""
+
+    arguments_class = BlockScaledGemmArguments
+
+    def supports_design(self, args: BlockScaledGemmArguments) -> Status:
+        if error := self._index_error(args):
+            return Status(f"Operand `row_to_token`: {error}")
+        return tma_status(self.metadata.design, len(args.out), args.A, args.B)
+
+
+class PointerBlockScaledGemm(BlockScaledKernel):
+    """One program per tile."""
+
+    def launch(self, args: BlockScaledGemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        design = self.metadata.design
+        table = self.tile_table(args)
+        num_groups, depth, num_columns = args.B.shape
+        capacity = table.tiles.shape[0]
+        return Launch(
+            _block_scaled_kernel,
+            (capacity * cdiv(num_columns, design.tile_shape[1]),),
+            (
+                args.A,
+                args.A.stride(),
+                args.scale_a,
+                args.scale_a.stride(),
+                args.row_to_token,
+                args.B,
+                args.B.stride(),
+                args.scale_b,
+                args.scale_b.stride(),
+                args.out,
+                args.out.stride(),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+                capacity,
+                num_groups,
+                depth,
+                num_columns,
+            ),
+            {"EVEN_K": depth % BLOCK == 0, "ZERO_TAIL": int(args.zero_tail), **design.tile_options},
+        )
+
+
+def _kernel(design: PointerDesign) -> PointerBlockScaledGemm:
+    out = Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
+    operands = GroupedGemmOperands(Operand(FLOAT8), Operand(FLOAT8), out)
+    name = kernel_name("block_scaled_gemm", "pointer", FLOAT8, design)
+    return PointerBlockScaledGemm(KernelMetadata(name, PointerBlockScaledGemm, FLOAT8_CC, operands, design))
+
+
+# Tiles fit the shared memory of the smallest GPU that multiplies e4m3 (99 KiB).
+_TILES = [((128, 128, 128), 8, 3), ((64, 128, 128), 4, 3)]
+
+BLOCK_SCALED_KERNELS = tuple(
+    _kernel(PointerDesign(*tile, gather=gather)) for tile in _TILES for gather in (False, True)
+)

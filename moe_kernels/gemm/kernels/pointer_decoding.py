@@ -1,0 +1,221 @@
+"""Grouped GEMM of few rows that decodes quantised weights while it loads them.
+
+With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes, and only
+those of experts that have rows. A decoded value has the bits of `dequantize` in the dtype of the rows; products are
+accumulated in float32 and rounded once. Many rows are faster with a dequantised weight: every tile of rows decodes the
+weight again, and the fastest GEMMs need operands that the copy engine can load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...quantization.kernels import decode_tile, form_of, kernel_arguments
+from ...runtime.launch import Launch
+from ...runtime.triton import cdiv, tl, triton
+from ..arguments.decoding import DecodingGemmArguments
+from ..kernel import SUPPORTED, Kernel, KernelMetadata, Operand, PointerDesign, Status
+from .families import kernel_name
+from .float32_products import add_product, dot_precision, zero_total
+from .pointer import multiply_tile, with_strides
+
+# Average rows per expert from which weights are dequantised. By arithmetic, writing a weight once and reading it takes
+# 0.4 of the GEMM's time there, and less with more rows.
+MAX_ROWS = 512
+
+# Multiplications of a tile that take as long as decoding one of its values: about 6 instructions of 128 lanes.
+_DECODING = 40
+_CACHE_LINE = 128  # values of 8 bits
+
+
+@triton.jit
+def _decoding_gemm_kernel(
+    a_ptr,
+    a_strides,  # [R or T, K]
+    row_to_token_ptr,  # [R], or None
+    values_ptr,
+    scales_ptr,
+    codes_ptr,
+    nested_codes_ptr,
+    nested_scales_ptr,
+    nested_offset_ptr,
+    out_ptr,
+    out_strides,  # [R, N]
+    bias_ptr,  # [G, N], or None
+    bias_strides,
+    extra_a_ptr,  # [R, EXTRA_K], or None
+    extra_a_strides,
+    extra_b_ptr,  # [G, EXTRA_K, N], or None
+    extra_b_strides,
+    bounds_ptr,  # [G + 2]
+    tiles_ptr,  # [capacity, 2]
+    num_tiles_ptr,  # [2]
+    OUT: tl.constexpr,  # rows of the stored matrices
+    IN: tl.constexpr,
+    FORM: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXTRA_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,  # rows of a tile in the table
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program writes BLOCK_N columns of the rows of one tile of the table, BLOCK_M rows after another.
+    Grid: (capacity * cdiv(N, BLOCK_N),)."""
+    N: tl.constexpr = OUT if TRANSPOSED else IN
+    K: tl.constexpr = IN if TRANSPOSED else OUT
+    NUM_COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // NUM_COLUMN_TILES
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    first_column = tl.program_id(0) % NUM_COLUMN_TILES * BLOCK_N
+    group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
+    start = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * TILE_ROWS
+    end = tl.minimum(tl.load(bounds_ptr + group + 1), start + TILE_ROWS)
+    column = first_column + tl.arange(0, BLOCK_N)
+    column_mask = column < N
+    k = tl.arange(0, BLOCK_K)
+    for first_row in range(start, end, BLOCK_M):
+        row = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        row_mask = row < end
+        a_row = row
+        if row_to_token_ptr is not None:
+            a_row = tl.load(row_to_token_ptr + row, mask=row_mask, other=0).to(tl.int64)
+        a_ptrs = a_ptr + a_row[:, None] * a_strides[0] + k[None, :] * a_strides[1]
+        total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
+        for first_k in range(0, K, BLOCK_K):
+            a = tl.load(a_ptrs, mask=row_mask[:, None] & (first_k + k < K)[None, :], other=0.0)
+            b = decode_tile(
+                values_ptr,
+                scales_ptr,
+                codes_ptr,
+                nested_codes_ptr,
+                nested_scales_ptr,
+                nested_offset_ptr,
+                group,
+                first_column if TRANSPOSED else first_k,
+                first_k if TRANSPOSED else first_column,
+                OUT,
+                IN,
+                FORM,
+                BLOCK_N if TRANSPOSED else BLOCK_K,
+                BLOCK_K if TRANSPOSED else BLOCK_N,
+                a.dtype,
+            )
+            total = add_product(a, tl.trans(b) if TRANSPOSED else b, total, end, PRECISION)
+            a_ptrs += BLOCK_K * a_strides[1]
+        total = total.to(tl.float32)
+        if extra_a_ptr is not None:
+            wide_k = k.to(tl.int64)
+            wide_column = column.to(tl.int64)
+            total += multiply_tile(
+                extra_a_ptr + row[:, None] * extra_a_strides[0] + wide_k[None, :] * extra_a_strides[1],
+                extra_a_strides[1],
+                row_mask,
+                extra_b_ptr
+                + group * extra_b_strides[0]
+                + wide_k[:, None] * extra_b_strides[1]
+                + wide_column[None, :] * extra_b_strides[2],
+                extra_b_strides[1],
+                column_mask,
+                EXTRA_K,
+                EXTRA_K % BLOCK_K == 0,
+                PRECISION,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + group * bias_strides[0] + column * bias_strides[1]
+            total += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        out_ptrs = out_ptr + row[:, None] * out_strides[0] + column[None, :] * out_strides[1]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@dataclass(frozen=True)
+class DecodingGemmOperands:
+    """out[start:end] = A[start:end] @ the decoded B[g]."""
+
+    A: Operand
+    out: Operand
+
+
+class DecodingGemm(Kernel):
+    """`DecodingGemmArguments` of any format, gathered or not; one program per tile of the table and of columns."""
+
+    arguments_class = DecodingGemmArguments
+
+    def supports_design(self, args: DecodingGemmArguments) -> Status:
+        return SUPPORTED
+
+    def estimate(self, args: DecodingGemmArguments) -> float:
+        """Return the cost of one group and one step of the reduction. Each tile of rows decodes the weight again, and
+        parts of rows shorter than a cache line are loaded more slowly."""
+        block_m, block_n, block_k = self.metadata.design.tile_shape
+        row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
+        decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
+        return row_tiles * (block_m + decoding) * cdiv(args.B.shape[2], block_n) * block_n
+
+    def launch(self, args: DecodingGemmArguments) -> Launch | None:
+        if not args.out.numel():
+            return None
+        table, design = args.tile_table, self.metadata.design
+        assert table is not None
+        weight, num_columns = args.B.weight, args.out.shape[1]
+        block_m, block_n, block_k = design.tile_shape
+        return Launch(
+            _decoding_gemm_kernel,
+            (table.tiles.shape[0] * cdiv(num_columns, block_n),),
+            (
+                args.A,
+                args.A.stride(),
+                args.row_to_token,
+                *kernel_arguments(weight),
+                args.out,
+                args.out.stride(),
+                *with_strides(args.bias),
+                *with_strides(args.extra_a),
+                *with_strides(args.extra_b),
+                table.bounds,
+                table.tiles,
+                table.num_tiles,
+            ),
+            {
+                "OUT": args.shape[1],
+                "IN": args.shape[2],
+                "FORM": form_of(weight),
+                "TRANSPOSED": args.transposed,
+                "EXTRA_K": 0 if args.extra_a is None else args.extra_a.shape[1],
+                "PRECISION": _precision(args.A),
+                "TILE_ROWS": table.block_rows,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "num_warps": design.num_warps,
+                "num_stages": design.num_stages,
+            },
+        )
+
+
+def _precision(a: Tensor) -> str | None:
+    """Return how rows are multiplied. Triton up to 3.8 cannot compile float64 products of operands made from bytes."""
+    precision = dot_precision(a)
+    return "float32" if precision == "float64" else precision
+
+
+_HALF = [((16, 64, 64), 4, 4), ((16, 64, 128), 4, 4), ((64, 64, 64), 4, 3), ((128, 128, 64), 8, 3)]
+_TILES = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: [((16, 32, 32), 4, 2)]}
+
+
+def _kernel(dtype: torch.dtype, design: PointerDesign) -> DecodingGemm:
+    operands = DecodingGemmOperands(Operand(dtype), Operand(dtype))
+    name = kernel_name("decoding_gemm", "pointer", dtype, design)
+    optional = ("bias", "extra_a", "extra_b")
+    return DecodingGemm(KernelMetadata(name, DecodingGemm, 80, operands, design, optional_operands=optional))
+
+
+DECODING_KERNELS = tuple(_kernel(dtype, PointerDesign(*tile)) for dtype, tiles in _TILES.items() for tile in tiles)

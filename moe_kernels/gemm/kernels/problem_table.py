@@ -1,0 +1,165 @@
+"""The table of independent products that kernels walk in one launch.
+
+Every problem has its own sizes, addresses and leading dimensions. The table holds them on the device, together with the
+problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long reductions are
+first in the list, so that the last tiles to finish are short.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...runtime.dispatch import FLOAT8
+from ...runtime.triton import cdiv, tl, triton
+from ...runtime.upload import upload
+from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
+from ..kernel import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
+from .families import num_programs
+
+
+def make_problem_table(
+    args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None, *, write: bool = True
+) -> ProblemTable:
+    """Return the table of these arguments for tiles of one shape: one upload, no host synchronisation.
+
+    Args:
+        memory: [problem_table_bytes] uint8 on the device for the table; None allocates.
+        write: False leaves the table uninitialised.
+    """
+    problems = args.survey.problems
+    order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
+    counts = [problems[g].num_tiles(block_m, block_n) for g in order]
+    ends = list(accumulate(counts))
+    rows = [()] * len(problems)
+    for g, count, end in zip(order, counts, ends, strict=True):
+        pointers, sizes, leading, by_columns = problems[g]
+        rows[g] = *pointers, *sizes, *leading, by_columns[0] + 2 * by_columns[1], end - count, end
+    on_host = functools.partial(torch.tensor, device="cpu")
+    described = on_host([field for row in rows for field in row], dtype=torch.int64)
+    tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
+    # One copy: the problems, followed by the tiles in pairs.
+    paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
+    values = torch.cat([described, paired])
+    if memory is None:
+        memory = torch.empty(values.nbytes, dtype=torch.uint8, device=args.A.device)
+    both = memory[: values.nbytes].view(torch.int64)
+    if write:
+        upload("grouped_gemm_list", values, both)
+    tiles = both[len(described) :].view(torch.int32)[: ends[-1]]
+    return ProblemTable(both[: len(described)].view(-1, NUM_FIELDS), tiles, (block_m, block_n))
+
+
+def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
+    problems = args.survey.problems
+    num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in problems)
+    return 8 * (len(problems) * NUM_FIELDS + cdiv(num_tiles, 2))
+
+
+@dataclass(frozen=True)
+class GroupedGemmListOperands:
+    """out_list[g] = A_list[g] @ B_list[g]. Each A and B is stored by rows or by columns, each out by rows."""
+
+    A: Operand
+    B: Operand
+    out: Operand
+
+
+@dataclass(frozen=True)
+class PointerArrayDesign(PointerDesign):
+    """Addresses from a table. Each SM runs `programs_per_sm` programs, or fewer if there are fewer tiles."""
+
+    programs_per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class TmaArrayDesign(TmaDesign):
+    """Descriptors made on the device from a table, once per program and problem."""
+
+    programs_per_sm: int = 1
+
+
+class GroupedGemmListKernel(Kernel):
+    """Kernels that compute `GroupedGemmListArguments`."""
+
+    arguments_class = GroupedGemmListArguments
+
+    def __init__(self, metadata: KernelMetadata, compiled_as: Kernel | None = None):
+        super().__init__(metadata)
+        # The kernel whose code this one runs, if they differ only in the number of programs.
+        self.compiled_as = compiled_as or self
+
+    def supports_design(self, args: GroupedGemmListArguments) -> Status:
+        if self.metadata.operands.A.alignment_bytes == 1:
+            return Status()
+        for name, layout in zip(("A", "B"), args.survey.layouts, strict=True):
+            if layout == "mixed":
+                return Status(f"Operand `{name}`: expected one layout for all problems, got both")
+        if not args.survey.aligned:
+            return Status("expected addresses and leading dimensions of whole 16 bytes for all problems")
+        return self.supports_aligned(args)
+
+    @abc.abstractmethod
+    def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
+        """Return whether a kernel that needs alignment supports the arguments, beyond their alignment."""
+
+    def table(
+        self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
+    ) -> ProblemTable:
+        """Return the arguments' table for this kernel's tiles, or make one."""
+        if self._has_table(args):
+            return args.table
+        return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory, write=write)
+
+    def _has_table(self, args: GroupedGemmListArguments) -> bool:
+        return args.table is not None and args.table.tile_shape == self.metadata.design.tile_shape[:2]
+
+    def metadata_bytes(self, args: GroupedGemmListArguments) -> int:
+        return 0 if self._has_table(args) else problem_table_bytes(args, *self.metadata.design.tile_shape[:2])
+
+    def with_metadata(
+        self, args: GroupedGemmListArguments, memory: Tensor | None, *, write: bool = True
+    ) -> GroupedGemmListArguments:
+        return dataclasses.replace(args, table=self.table(args, memory, write=write))
+
+    def num_programs(self, args: GroupedGemmListArguments) -> int:
+        """Return one program per tile, up to the design's number of programs per SM."""
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
+
+    def estimate(self, args: GroupedGemmListArguments) -> float:
+        """Return the multiplications of the SM with most tiles, including each tile's work before its reduction.
+
+        Programs that share an SM overlap this work with each other's reductions.
+        """
+        block_m, block_n, _ = self.metadata.design.tile_shape
+        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)
+        programs_here = cdiv(programs, num_sms)
+        tiles_here = programs_here * cdiv(num_tiles, programs)
+        resident = 12 // self.metadata.design.num_warps
+        before = (512 if self.metadata.design.tma else 256) / min(programs_here, resident)
+        return tiles_here * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before)
+
+
+@triton.jit
+def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return first row and column of a problem's tile. GROUP_TILES rows of tiles walk the columns together."""
+    num_row_tiles = tl.cdiv(M, BLOCK_M)
+    band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
+    first = local // band * GROUP_TILES
+    height = tl.minimum(num_row_tiles - first, GROUP_TILES)
+    return (first + local % band % height) * BLOCK_M, local % band // height * BLOCK_N
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return tl.float8e4nv if dtype == FLOAT8 else getattr(tl, str(dtype)[6:])

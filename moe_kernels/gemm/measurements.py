@@ -1,0 +1,99 @@
+"""Files of measured kernels: the tables shipped in the package, and the user's tables, which `tune` writes.
+
+MOE_KERNELS_TUNING names the folder of the user's tables; "off" disables them. Default: moe_kernels in the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+SHIPPED = Path(__file__).parent.parent / "measurements"
+
+
+class Table(NamedTuple):
+    """Measurements of one GPU model."""
+
+    kernels: dict[str, str]  # by `Arguments.table_key`
+    copies: dict[str, list[bool]]  # by `copies_key`
+    milliseconds: dict[str, float] | None = None  # times of the kernels by the same keys, if recorded
+
+    def merged(self, other: Table) -> Table:
+        """Return the entries of both tables; `other` wins for keys in both."""
+        # A time belongs to the kernel it was measured for.
+        milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
+        return Table(
+            self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})
+        )
+
+
+def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
+    """Return the folder of the user's tables, or None if they are disabled.
+
+    Args:
+        setting: the value of MOE_KERNELS_TUNING.
+        cache_home: the value of XDG_CACHE_HOME.
+    """
+    if setting == "off":
+        return None
+    if setting:
+        return Path(setting).expanduser()
+    return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
+
+
+# Read once: the selection of a process does not follow later changes of its environment.
+USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
+
+
+def table_name(gpu: str) -> str:
+    """Return the file name of a GPU model's table."""
+    return f"{gpu.lower().replace(' ', '_')}.json"
+
+
+def paths(gpu: str) -> list[Path]:
+    """Return the existing tables of a GPU model; later tables override earlier ones."""
+    return [path for folder in _folders() if (path := folder / table_name(gpu)).exists()]
+
+
+def all_paths() -> list[Path]:
+    """Return the existing tables of all GPU models, the shipped ones first."""
+    return [path for folder in _folders() for path in sorted(folder.glob("*.json"))]
+
+
+def _folders() -> list[Path]:
+    return [SHIPPED] if USER is None else [SHIPPED, USER]
+
+
+def merged_table(gpu: str) -> Table:
+    """Return all entries for a GPU model."""
+    table = Table({}, {})
+    for path in paths(gpu):
+        table = table.merged(read(path))
+    return table
+
+
+def read(path: Path) -> Table:
+    """Read a table file.
+
+    Raises:
+        ValueError: the file holds no table.
+    """
+    try:
+        return Table(**json.loads(path.read_text())["table"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"tuning: {path} must hold a table, got {error!r}; delete it or tune anew") from error
+
+
+def write(path: Path, table: Table, **fields: str) -> None:
+    """Replace a table in one step, so that other processes read either the old or the new table.
+
+    Args:
+        fields: further fields of the file, such as versions.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {name: value for name, value in table._asdict().items() if value is not None}
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps({"table": entries, **fields}, indent=1) + "\n")
+    unfinished.replace(path)

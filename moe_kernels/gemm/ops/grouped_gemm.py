@@ -1,0 +1,390 @@
+"""Grouped GEMM over contiguous row ranges, its input gradient and its weight gradient.
+
+    grouped_gemm:        out[start:end] = a[start:end] @ b[g]              rows are ragged
+    its input gradient:  the same with b transposed, by strides, not in memory
+    grouped_gemm_wgrad:  out[g] = a[start:end].T @ dout[start:end]         the reduction is ragged
+
+with `start, end = offsets[g - 1], offsets[g]`, the convention of `torch.nn.functional.grouped_mm`. The kernels are in
+`gemm/kernels`; `selection.select` chooses one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...reference_fp8 import BLOCK, dequantize_blocks
+from ...runtime.checks import check_float8, check_no_gradient
+from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, is_traced, without_autocast
+from ...runtime.registered_ops import registered_op
+from .. import selection
+from ..arguments.block_scaled import BlockScaledGemmArguments
+from ..arguments.grouped import GroupedGemmArguments, WgradArguments
+from ..epilogue import launch_block_scaled_gemm, launch_epilogue_backward, launch_grouped_gemm
+from ..kernel import device_cc
+from ..passes import launch_row_scale_backward
+from .grouped_checks import check_out, check_product, check_values, check_wgrad, has_block_scales
+from .reference_ops import multiply_groups_op, wgrad_op
+
+
+def grouped_gemm(
+    a: Tensor,  # [R, K]
+    b: Tensor,  # [G, K, N]
+    offsets: Tensor,  # [G] int32, exclusive END row of each group
+    *,
+    bias: Tensor | None = None,  # [G, N]
+    row_scale: Tensor | None = None,  # [R] float32
+    activation: str | None = None,
+    scale_a: Tensor | None = None,  # [R] or [R, ceil(K / 128)] float32
+    scale_b: Tensor | None = None,  # [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32
+    out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
+    out_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+) -> Tensor:  # as out
+    """Multiply each group of rows by its own matrix:
+
+        out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
+
+    A routing weight passed as `row_scale` also scales the bias, as in the weighted sum of the experts' outputs.
+    Operands may have any strides: a stored [G, N, K] weight is passed as `.transpose(-2, -1)` without a copy.
+    Accumulates in float32. Float8 products are accumulated every 128 products, which the tensor cores sum with about 14
+    bits. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past `offsets[-1]` are zeros in the result and are
+    never read, so NaN there reaches neither the result nor a gradient. Deterministic, without host synchronisation.
+
+    Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s storage
+    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for its
+    GEMMs.
+
+    Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
+    128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F]; result as out.
+
+    Args:
+        offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
+            non-decreasing sequence within [0, R].
+        bias: in the dtype of `a` or of the result, or float32.
+        activation: the name of a gated activation. It applies to the gate columns [0, F) and the up columns [F, 2F),
+            after they are rounded to `out_dtype`. Default: none.
+        scale_a: scale of each row of float8 values in `a`, or of its blocks of 128 values.
+        scale_b: scales of the columns of float8 values in `b`, or of its blocks of 128 x 128 values. Both operands have
+            blocks, or none. The fastest kernels read scales of `a` stored by columns, and `b` and its scales as
+            transposed views of contiguous tensors: the results of `quantize_rows` and `quantize`.
+        out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
+        out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32,
+            float8 (e4m3) operands float16, bfloat16 and float32.
+        implementation: "triton", "reference", or None to choose by device.
+
+    Raises:
+        ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
+            not sorted within [0, R], `out` is expanded, or an input requires a gradient with `out` or float8
+            operands.
+        NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
+    """
+    out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
+    check_values("grouped_gemm", "offsets", offsets, a.shape[0])
+    if out is not None:
+        check_out("grouped_gemm", out, a, b, bias, row_scale, scale_a, scale_b)
+    elif a.dtype == FLOAT8:
+        check_no_gradient("grouped_gemm", "float8 operands", a, b, bias, row_scale, scale_a, scale_b)
+    options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
+    if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
+        with without_autocast(a):
+            if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
+                a = dequantize_blocks(a, scale_a, 1, BLOCK, torch.float32)
+                b = dequantize_blocks(b, scale_b, BLOCK, BLOCK, torch.float32)
+                scale_a = scale_b = None
+            others = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b, "activation": activation}
+            others["multiply"] = multiply_groups_op if is_traced(a) else reference.multiply_groups
+            return reference.grouped_gemm(a, b, offsets, bias=bias, **others, out=out, out_dtype=out_dtype)
+    if a.dtype == FLOAT8 and a.is_cuda:
+        check_float8("grouped_gemm", device_cc(a.device))
+    if out is not None:
+        _grouped_gemm_out_op(a, b, offsets, *options[:5], out)
+        return out
+    if activation is not None:
+        return _gated_gemm_op(a, b, offsets, *options)[0]
+    return _grouped_gemm_op(a, b, offsets, bias, row_scale, scale_a, scale_b, out_dtype)
+
+
+def grouped_gemm_wgrad(
+    a: Tensor,  # [R, K]
+    dout: Tensor,  # [R, N]
+    offsets: Tensor,  # [G] int32, exclusive END row of each group
+    *,
+    out: Tensor | None = None,  # [G, K, N]
+    out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+    implementation: str | None = None,
+) -> Tensor:  # [G, K, N]
+    """Return the weight gradient of `grouped_gemm`: each group's `a.T @ dout`, with exact zeros for empty groups.
+
+    Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
+    Differentiable in `a` and `dout`.
+
+    Shapes: a [R, K], dout [R, N], offsets [G] int32, out [G, K, N]; result [G, K, N].
+
+    Args:
+        out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
+        out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
+        accumulate: add to `out`, rounded once, as for a float32 gradient of several backward passes. Default: False.
+
+    Raises:
+        ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` lacks `out`.
+    """
+    out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
+    if accumulate and out is None:
+        raise ValueError("grouped_gemm_wgrad: accumulate needs out, got none")
+    check_values("grouped_gemm_wgrad", "offsets", offsets, a.shape[0])
+    if out is not None:
+        check_out("grouped_gemm_wgrad", out, a, dout)
+    if choose("grouped_gemm_wgrad", implementation, a) == "reference":
+        with without_autocast(a):
+            if is_traced(a):
+                dtype = torch.promote_types(a.dtype, out_dtype)
+                matrices = wgrad_op(a.to(dtype), dout.to(dtype), offsets)
+                matrices = (matrices + out if accumulate and out is not None else matrices).to(out_dtype)
+                return matrices if out is None else out.copy_(matrices)
+            options = {"out": out, "out_dtype": out_dtype, "accumulate": accumulate}
+            return reference.grouped_gemm_wgrad(a, dout, offsets, **options)
+    if out is not None:
+        _wgrad_out_op(a, dout, offsets, out, accumulate)
+        return out
+    return _wgrad_op(a, dout, offsets, False, out_dtype)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+    preactivation: Tensor | None = None,
+) -> None:
+    if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
+        product = out if preactivation is None else preactivation
+        args = BlockScaledGemmArguments(a, b, product, scale_a, scale_b, offsets=offsets)
+        launch_block_scaled_gemm(args, bias, row_scale, activation, out)
+        return
+    launch_grouped_gemm(
+        GroupedGemmArguments(
+            a,
+            b,
+            out,
+            offsets=offsets,
+            epilogue=activation,
+            preactivation=preactivation,
+            bias=bias,
+            row_scale=row_scale,
+            scale_a=scale_a,
+            scale_b=scale_b,
+        )
+    )
+
+
+@registered_op("grouped_gemm_out", mutates=("out",))
+def _grouped_gemm_out_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+) -> None:
+    preactivation = None if activation is None else out.new_empty(a.shape[0], b.shape[2])
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, preactivation)
+
+
+@registered_op("grouped_gemm")
+def _grouped_gemm_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, None, out)
+    return out
+
+
+@_grouped_gemm_op.register_fake
+def _(a, b, offsets, bias=None, row_scale=None, scale_a=None, scale_b=None, out_dtype=None):
+    return a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype)
+
+
+def _grouped_gemm_setup(ctx, inputs, output):
+    # `inputs` lacks trailing defaults.
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*(*inputs, None, None)[:5])
+
+
+def _grouped_gemm_backward(ctx, dout):
+    return _product_backward(ctx, dout, *ctx.saved_tensors)
+
+
+_grouped_gemm_op.register_autograd(_grouped_gemm_backward, setup_context=_grouped_gemm_setup)
+
+
+@registered_op("gated_grouped_gemm")
+def _gated_gemm_op(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # out [R, F], preactivation [R, 2F]
+    out, preactivation = _empty_gated(a, b, out_dtype)
+    _launch(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, preactivation)
+    return out, preactivation
+
+
+def _empty_gated(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    num_rows, num_columns = a.shape[0], b.shape[2]
+    return a.new_empty(num_rows, num_columns // 2, dtype=dtype), a.new_empty(num_rows, num_columns, dtype=dtype)
+
+
+@_gated_gemm_op.register_fake
+def _(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out_dtype):
+    return _empty_gated(a, b, out_dtype)
+
+
+def _gated_gemm_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.num_inputs, ctx.activation = len(inputs), inputs[7]
+    ctx.save_for_backward(*inputs[:5], output[1])
+
+
+def _gated_gemm_backward(ctx, dout, _):
+    if dout is None:
+        return (None,) * 9
+    *inputs, preactivation = ctx.saved_tensors
+    if inputs[4] is not None:
+        # The gradient of a row's scale sums over the columns, so rounding them first would be visible.
+        preactivation, dout = preactivation.float(), dout.float()
+    dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
+    return _product_backward(ctx, dpreactivation, *inputs)
+
+
+_gated_gemm_op.register_autograd(_gated_gemm_backward, setup_context=_gated_gemm_setup)
+
+
+def _product_backward(
+    ctx,
+    dout: Tensor,  # [R, N] gradient of row_scale * (a @ b + bias)
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs; only a, b, bias and row_scale have one."""
+    needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
+    da = db = dbias = drow_scale = None
+    if row_scale is not None:
+        dout, drow_scale = _row_scale_backward_op(dout, a, b, offsets, bias, row_scale, needs_scale)
+    dout = dout.to(a.dtype)
+    if needs_a:
+        da = _grouped_gemm_op(dout, b.transpose(1, 2), offsets)
+    if needs_b:
+        db = _wgrad_op(a, dout, offsets, _is_transposed(b))
+    if bias is not None and needs_bias:
+        # The sum of each group's rows equals their product with ones.
+        ones = dout.new_ones(1, 1).expand(len(dout), 1)
+        dbias = _wgrad_op(ones, dout, offsets, False).squeeze(1).to(bias.dtype)
+    gradients = (da, db, None, dbias, drow_scale if needs_scale else None)
+    return (*gradients, None, None, None, None)[: ctx.num_inputs]
+
+
+@registered_op("row_scale_backward")
+def _row_scale_backward_op(
+    dout: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor,
+    needs_scale: bool,
+) -> tuple[Tensor, Tensor]:  # gradient of what was scaled [R, N] in a's dtype, drow_scale [R]; empty unless needed
+    rows = None
+    if needs_scale:
+        # Recomputed in float32; otherwise forward would have to save it in addition to the result.
+        rows = a.new_empty(dout.shape, dtype=torch.float32)
+        launch_grouped_gemm(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
+    drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)
+    return drows, row_scale.new_empty(0) if drow_scale is None else drow_scale
+
+
+@_row_scale_backward_op.register_fake
+def _(dout, a, b, offsets, bias, row_scale, needs_scale):
+    return dout.new_empty(dout.shape, dtype=a.dtype), row_scale.new_empty(row_scale.shape if needs_scale else 0)
+
+
+def _is_transposed(b: Tensor) -> bool:
+    """Return whether b [G, K, N] is stored as [G, N, K]."""
+    return b.stride(1) < b.stride(2)
+
+
+def empty_wgrad(
+    like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return an unwritten [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
+    if transposed:
+        return like.new_empty(num_groups, size_n, size_k, dtype=dtype).transpose(1, 2)
+    return like.new_empty(num_groups, size_k, size_n, dtype=dtype)
+
+
+@registered_op("grouped_gemm_wgrad_out", mutates=("out",))
+def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool) -> None:
+    _launch_wgrad(a, dout, offsets, out, accumulate)
+
+
+def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    # The fastest kernels write rows, so a transposed result gets the transposed product.
+    operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
+    selection.run(WgradArguments(*operands, offsets=offsets, accumulate=accumulate))
+
+
+@registered_op("grouped_gemm_wgrad")
+def _wgrad_op(
+    a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    out = empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+    _launch_wgrad(a, dout, offsets, out)
+    return out
+
+
+@_wgrad_op.register_fake
+def _(a, dout, offsets, transposed, out_dtype=None):
+    return empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+
+
+def _wgrad_setup(ctx, inputs, output):
+    ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _wgrad_backward(ctx, dmatrices):
+    a, dout, offsets = ctx.saved_tensors
+    needs_a, needs_dout, *_ = ctx.needs_input_grad
+    dmatrices = dmatrices.to(a.dtype)  # [G, K, N]
+    da = _grouped_gemm_op(dout, dmatrices.transpose(1, 2), offsets) if needs_a else None
+    ddout = _grouped_gemm_op(a, dmatrices, offsets) if needs_dout else None
+    return (da, ddout, None, None, None)[: ctx.num_inputs]
+
+
+_wgrad_op.register_autograd(_wgrad_backward, setup_context=_wgrad_setup)

@@ -1,0 +1,181 @@
+"""Adds the adapters of experts and linear layers to the weights of a checkpoint, shard by shard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_kernels import ExpertAdapters
+
+from ...architectures import read_config
+from ...checks import first_three
+from ..files.directory import CONFIG, CheckpointFiles, read_json
+from ..files.layouts import Sizes, published_layouts
+from ..files.quantization_config import float8_block
+from ..files.recognition import block_of_module, stack_of
+from ..files.stored_weights import Stored, describe, group_names
+from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
+from ..model.convert import ExpertReader, Output, copy_other_files, copy_output, only_layout
+from ..model.survey import BlockSurvey, survey
+from .adapter_files import ROOT, AdapterReport, PeftAdapter, read_peft_adapter
+from .linear import LinearAdapter, linear_adapters, merged_weight
+from .peft_config import check_mergeable
+
+
+def merge_adapter(
+    source: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    orientation: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[list[Output]], Iterable[Output]] = iter,
+) -> AdapterReport:
+    """Write the model in `source` to `target` with PEFT's adapter added to the weights of experts and linear layers.
+
+    Each sum is computed in float32 and rounded once to the dtype of the weight. Names, layout and all other tensors
+    stay as they are. Memory holds the adapter, one output shard and one matrix of the source.
+
+    Args:
+        orientation: of the adapter, as in `read_peft_adapter`.
+        progress: wraps the list of tensors to be written, as tqdm does.
+
+    Raises:
+        ValueError: the adapter holds more than experts and linear layers, or does not fit the model; the model is
+            quantised; or `target` already holds files.
+        NotImplementedError: the experts' tensors also hold zero experts.
+    """
+    with CheckpointFiles(source) as files:
+        values = read_json(files.directory / CONFIG)
+        interleaved = published_layouts(read_config(values, 0).model_type)[0] == "interleaved"
+        loaded = read_peft_adapter(adapter, orientation=orientation, interleaved=interleaved)
+        outputs = _outputs(files, values, loaded)
+        writer = ShardWriter(target, max_shard_bytes)
+        for output in progress(outputs):
+            writer.make_room(output.num_bytes)
+            writer.add(output.name, output.make(files))
+        writer.finish(values)
+        copy_other_files(files.directory, writer.directory)
+    return loaded.report
+
+
+@dataclass(frozen=True)
+class _MergedReader(ExpertReader):
+    """Reads parts of experts with their adapters added."""
+
+    adapters: ExpertAdapters
+
+    def part(self, files: CheckpointFiles, part: str, expert: int, *, bias: bool) -> Tensor:  # [rows, columns]
+        weight = super().part(files, part, expert, bias=bias)
+        up_a, up_b, down_a, down_b, scale = self.adapters
+        a, b = (down_a, down_b) if part == "down" else (up_a, up_b)
+        if bias or a is None or b is None:
+            return weight
+        b = b[expert]
+        if part != "down" and self.layout.gated:
+            b = b.chunk(2)[("gate", "up").index(part)]
+        return merged_weight(weight, a[expert], b, scale)
+
+
+def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[Output]:
+    """Return all tensors of the merged checkpoint. All errors are found here, before anything is written."""
+    check_mergeable(loaded.config)
+    experts, stacks = _expert_outputs(survey(files), loaded.layers)
+    linear = _by_stored_name(linear_adapters(loaded), stacks)
+    if twice := sorted(linear.keys() & experts.keys()):
+        raise ValueError(f"lora: a weight must be changed by one adapter, got several of {first_three(twice)}")
+    float8 = float8_block(values, read_config(values, 0))
+    outputs, problems = [], []
+    for name, group in sorted(group_names(files.file_of).items()):
+        stored = describe(files, name, group, float8, problems)
+        if stored is None:
+            continue
+        is_changed = name in experts or name in linear
+        if stored.encoding != "plain" or (is_changed and not stored.dtype.is_floating_point):
+            kind = stored.dtype if stored.encoding == "plain" else stored.encoding
+            raise ValueError(f"lora: the model must not be quantised, got {name} in {kind}; convert it first")
+        if name in linear:
+            outputs.append(_merged_linear(stored, linear.pop(name)))
+        else:
+            outputs.append(experts.get(name) or copy_output(stored, stored.dtype))
+    if problems:
+        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
+    if linear:
+        raise ValueError(
+            f"lora: {files.directory} must hold the weights that the adapter changes, got no {first_three(linear)}"
+        )
+    return outputs
+
+
+def _expert_outputs(
+    surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
+) -> tuple[dict[str, Output], dict[str, str]]:
+    """Return the changed weights of experts by name, and the names of stacks of layers on disk by those of PEFT."""
+    blocks = {found.block.prefix: found for found in surveys}
+    outputs: dict[str, Output] = {}
+    stacks: dict[str, str] = {}
+    for key, adapters in layers.items():
+        module = key.removeprefix(ROOT)
+        prefix = block_of_module(list(blocks), module)
+        stack, stored_stack = stack_of(module), stack_of(prefix)
+        changed = {output.name: output for output in _merged(blocks[prefix], adapters)}
+        if changed.keys() & outputs.keys() or stacks.setdefault(stack, stored_stack) != stored_stack:
+            raise ValueError(
+                "lora: a block must have the adapters of one module, and a stack of layers those of one stack; "
+                f"got {key} for {prefix}, which has others"
+            )
+        outputs |= changed
+    return outputs, stacks
+
+
+def _by_stored_name(adapters: dict[str, LinearAdapter], stacks: dict[str, str]) -> dict[str, LinearAdapter]:
+    """Rename the weights of adapters as the stacks of layers that hold them."""
+    found: dict[str, LinearAdapter] = {}
+    for key, adapter in adapters.items():
+        name = key.removeprefix(ROOT)
+        stack = stack_of(name)
+        stored_name = stacks.get(stack, stack) + name.removeprefix(stack)
+        if stored_name in found:
+            raise ValueError(f"lora: {stored_name} must be changed by one adapter, got {key} and another")
+        found[stored_name] = adapter
+    return found
+
+
+def _merged_linear(stored: Stored, adapter: LinearAdapter) -> Output:
+    a, b, scale = adapter
+    if stored.shape != (len(b), a.shape[1]):
+        raise ValueError(f"lora: the adapter of {stored.name} {list(stored.shape)} is of {[len(b), a.shape[1]]}")
+
+    def make(files: CheckpointFiles) -> Tensor:
+        return merged_weight(stored.read(files, None, "cpu"), a, b, scale)
+
+    return Output(stored.name, stored.shape, stored.dtype, make)
+
+
+def _merged(found: BlockSurvey, adapters: ExpertAdapters) -> Iterator[Output]:
+    layout, sizes = only_layout(found)
+    _check_sizes(found, sizes, adapters, layout.gated)
+    reader = _MergedReader(found, layout, sizes, adapters)
+    for key in layout.select(bias=False):
+        for number in range(sizes.num_experts) if key.per_expert else (None,):
+            short = key.name.replace("{e}", str(number))
+            stored = found.experts[short]
+            if stored.shape != key.shape(sizes):
+                raise NotImplementedError(f"lora: {stored.name} holds zero experts, with which no adapter is merged")
+            full_name = found.block.weights[short][0]
+            yield Output(full_name, stored.shape, stored.dtype, reader.maker(key, number, stored.dtype))
+
+
+def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gated: bool) -> None:
+    d_up = sizes.d_ff * (2 if gated else 1)
+    wanted = {"up": (sizes.num_experts, d_up, sizes.d_model), "down": (sizes.num_experts, sizes.d_model, sizes.d_ff)}
+    pairs = {"up": (adapters.up_a, adapters.up_b), "down": (adapters.down_a, adapters.down_b)}
+    for name, (a, b) in pairs.items():
+        if a is not None and b is not None and (len(a), b.shape[1], a.shape[2]) != wanted[name]:
+            raise ValueError(
+                f"lora: the adapter of {found.block.prefix} must be of {name} weights {list(wanted[name])}, "
+                f"got {[len(a), b.shape[1], a.shape[2]]}"
+            )

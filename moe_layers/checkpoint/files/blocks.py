@@ -1,0 +1,202 @@
+"""MoE blocks of a checkpoint, found by their tensor names."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .layouts import LAYOUTS, Key, Layout
+from .stored_weights import Group, group_names
+
+# Names below the block. "../" is the layer that holds the block.
+ROUTER_WEIGHT = (
+    "gate.weight",
+    "router.weight",
+    "router.layer.weight",
+    "router.gate.weight",
+    "gate.wg.weight",
+    "router.classifier.weight",
+    "router.proj.weight",
+)
+OTHER_NAMES = {
+    "router.weight": ROUTER_WEIGHT,
+    "router.bias": ("router.bias",),
+    "router.selection_bias": (
+        "gate.e_score_correction_bias",
+        "e_score_correction_bias",
+        "moe_statics.e_score_correction_bias",
+        "gate.moe_statics.e_score_correction_bias",
+        "expert_bias",
+        "experts.e_score_correction_bias",
+        "gate.bias",
+        "gate.expert_bias",
+        "router.expert_bias",
+        "router_bias",
+        "router.e_score_correction_bias",
+        "../moe.router.expert_bias",
+    ),
+    "router.input_scale": ("router.scale",),
+    "router.per_expert_scale": ("router.per_expert_scale",),
+    "shared_expert.w_gate": ("shared_expert_gate.weight",),
+    "w_latent_in": ("fc1_latent_proj.weight",),
+    "w_latent_out": ("fc2_latent_proj.weight",),
+}
+_SHARED_AT = (
+    "shared_expert.",
+    "shared_experts.",
+    "shared_mlp.",
+    "../shared_expert.",
+    "../shared_mlp.",
+    "../share_expert.",
+)
+_NAMES = (*_SHARED_AT, *(name for names in OTHER_NAMES.values() for name in names))
+_BESIDE = tuple(name.removeprefix("../") for name in _NAMES if name.startswith("../"))
+_GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
+_SHARED_KEYS = (
+    (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
+    # transformers 5.23 saves HY-V4's shared experts so.
+    (True, (Key("linear_gate.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
+    (True, (Key("gate_up_proj.weight", _BOTH), Key("down_proj.weight", _DOWN))),
+    (True, (Key("w1.weight", _GATE), Key("w3.weight", _UP), Key("w2.weight", _DOWN))),
+    (True, (Key("input_linear.weight", _BOTH), Key("output_linear.weight", _DOWN))),
+    (False, (Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
+)
+# Tensors below these names belong to a block that has no name of its own, only the layer's.
+_OWN_NAMES = ("experts.", "router.", "gate.", "shared_experts.")
+_EXPERT_NUMBER = re.compile(r"(experts\.(?:expert_)?)(\d+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """An MoE block: its position and its weights.
+
+    Attributes:
+        prefix: prefix of its tensor names, with the last dot.
+        layer: number of its layer in the model.
+        weights: by name below the block ("../" for tensors of the layer): full name, encoding, tensors.
+    """
+
+    prefix: str
+    layer: int
+    weights: dict[str, tuple[str, Group]]
+
+    def patterns(self) -> set[str]:
+        """Return the names with "{e}" in place of the expert's number."""
+        return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
+
+    def tensors(self, experts: range) -> list[str]:
+        """Return the full names of the tensors on disk, without those that hold one other expert."""
+        matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
+        return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
+
+    def expert_numbers(self) -> set[int]:
+        found = (_EXPERT_NUMBER.match(name) for name in self.weights)
+        return {int(match[2]) for match in found if match}
+
+
+def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
+    """Return the possible key tables of a shared expert, with names below the block."""
+    return [
+        tuple(Key(at + key.name, key.parts) for key in keys)
+        for at in _SHARED_AT
+        for key_gated, keys in _SHARED_KEYS
+        if key_gated == gated
+    ]
+
+
+def check_names(prefix: str, layout: Layout) -> None:
+    """Raise ValueError if tensors with the layout's names would not be recognised as the block's."""
+    if not all(_may_hold(prefix, key.name) for key in layout.keys):
+        raise ValueError(
+            f"checkpoint: layout {layout.name!r} has no names for experts that lie below {prefix or '(top)'} itself, "
+            'they must begin with "experts."'
+        )
+
+
+def find_blocks(names: Iterable[str]) -> list[Block]:
+    """Return all MoE blocks, in the order of their layers.
+
+    A block is a prefix of both a tensor of experts and the weight of a router.
+    """
+    weights = group_names(names)
+    prefixes = _prefixes(weights)
+    blocks_in: dict[str, list[str]] = defaultdict(list)
+    for prefix in prefixes:
+        blocks_in[_layer_of(prefix)].append(prefix)
+    below: dict[str, dict[str, tuple[str, Group]]] = defaultdict(dict)
+    for name, group in sorted(weights.items()):
+        for prefix, relative in _holders(name, prefixes, blocks_in):
+            below[prefix][relative] = (name, group)
+    blocks = [Block(prefix, _layer_number(prefix), below[prefix]) for prefix in prefixes]
+    return sorted(blocks, key=lambda block: (block.layer, block.prefix))
+
+
+def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
+    """Return the layouts whose weights all exist in the block. If one layout contains another, only the larger."""
+    patterns = block.patterns()
+    encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
+    found = [
+        layout
+        for layout in LAYOUTS
+        if gated in (None, layout.gated)
+        and {key.name for key in layout.select(bias=False)} <= patterns
+        and (layout.encoding == "mxfp4") == ("mxfp4" in encodings)
+    ]
+    names = [{key.name for key in layout.select(bias=False)} for layout in found]
+    return [layout for layout, own in zip(found, names, strict=True) if not any(own < other for other in names)]
+
+
+def _prefixes(weights: Iterable[str]) -> set[str]:
+    """Return the prefixes of blocks: those of a router's weight that also have experts."""
+    keys = {key.name.replace("{e}", "0") for layout in LAYOUTS for key in layout.keys if not key.bias}
+    weights = set(weights)
+    routers = {
+        name.removesuffix(suffix)
+        for name in weights
+        if name.endswith(ROUTER_WEIGHT)
+        for suffix in ROUTER_WEIGHT
+        if name == suffix or name.endswith("." + suffix)
+    }
+    experts = set()
+    for name in weights:
+        at = name.find("experts.")
+        if at >= 0 and name[:at] not in experts and _EXPERT_NUMBER.match(name, at):
+            experts.add(name[:at])
+    return {prefix for prefix in routers if prefix in experts or any(prefix + key in weights for key in keys)}
+
+
+def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """Yield each block that a tensor belongs to, with the tensor's name below the block."""
+    end = 0
+    while True:
+        prefix, relative = name[:end], name[end:]
+        if prefix in prefixes and _may_hold(prefix, relative):
+            yield prefix, relative
+        if prefix in blocks_in and relative.startswith(_BESIDE):
+            for block in blocks_in[prefix]:
+                if not name.startswith(block):
+                    yield block, "../" + relative
+        end = name.find(".", end) + 1
+        if not end:
+            return
+
+
+def _may_hold(prefix: str, relative: str) -> bool:
+    """Return whether a tensor with this name below a block's prefix belongs to the block."""
+    return not _is_layer(prefix) or relative.startswith(_OWN_NAMES)
+
+
+def _layer_of(prefix: str) -> str:
+    """Return the prefix of the layer that holds a named block."""
+    return prefix[: prefix.rstrip(".").rfind(".") + 1]
+
+
+def _is_layer(prefix: str) -> bool:
+    return prefix == "" or prefix.rstrip(".").rsplit(".", 1)[-1].isdigit()
+
+
+def _layer_number(prefix: str) -> int:
+    """Return the first number in the prefix: 0 for "encoder.block.0.layer.1.mlp."."""
+    return next((int(part) for part in prefix.split(".") if part.isdigit()), 0)

@@ -1,0 +1,193 @@
+"""The tensors of a checkpoint directory: one safetensors file, or shards and their index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...checks import first_three
+from .host_memory import memory_of
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's entry in the header of a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object. Raise ValueError if the file is missing or holds something else."""
+    if not path.is_file():
+        raise ValueError(f"checkpoint: {path.parent} must hold {path.name}, which is missing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint: {path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+class CheckpointFiles:
+    """Names, shapes and bytes of a checkpoint; a context manager that closes the files.
+
+    Opening a checkpoint reads only names; the first use of a file's tensors reads its header. Shards whose tensors are
+    not used may be missing: `require` checks the others.
+
+    Raises:
+        ValueError: no weights, a damaged file, or a file that lacks a tensor listed in the index.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory = Path(directory)
+        self._open: dict[str, safe_open] = {}
+        self._raw: dict[str, FileIO] = {}
+        self._first_bytes: dict[str, dict[str, int]] = {}
+        self._names_in: dict[str, set[str]] = {}
+        if (self.directory / SINGLE).is_file():
+            with self._opened(SINGLE) as file:
+                self.file_of = dict.fromkeys(file.keys(), SINGLE)
+        elif (self.directory / INDEX).is_file():
+            self.file_of = self._read_index()
+        else:
+            raise ValueError(f"checkpoint: {self.directory} must hold {SINGLE} or {INDEX}, got neither")
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files. The next use opens them again."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+        while self._raw:
+            self._raw.popitem()[1].close()
+
+    @property
+    def num_files(self) -> int:
+        return len(set(self.file_of.values()))
+
+    def info(self, name: str) -> TensorInfo:
+        with self._handle(name) as file:
+            entry = file.get_slice(name)
+            dtype = entry.get_dtype()
+            if dtype not in DTYPES:
+                raise ValueError(f"checkpoint: the dtype of {name} must be one of {first_three(DTYPES)}, got {dtype}")
+            return TensorInfo(tuple(entry.get_shape()), DTYPES[dtype])
+
+    def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
+        """Return the tensor, or a range of its first axis. Only the bytes of the range are read.
+
+        The bytes are read, not mapped: each page of a mapped file costs a fault, several times the copy.
+
+        Args:
+            into: contiguous host memory for this many elements of this dtype; None allocates.
+        """
+        shape, dtype = self.info(name)
+        size = shape[0] if shape else 1
+        start, stop, _ = (rows or slice(None)).indices(size)
+        if into is None:
+            into = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype, device="cpu")
+        assert into.dtype == dtype and into.is_contiguous() and into.numel() * size == (stop - start) * prod(shape)
+        if into.numel():
+            first = self._first_byte(name) + start * (into.nbytes // max(stop - start, 1))
+            self._read_bytes(self.file_of[name], first, memory_of(into))
+        return into
+
+    def _first_byte(self, name: str) -> int:
+        """Return the tensor's offset in its file (https://github.com/huggingface/safetensors#format)."""
+        file_name = self.file_of[name]
+        if file_name not in self._first_bytes:
+            with (self.directory / file_name).open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._first_bytes[file_name] = {key: 8 + length + at["data_offsets"][0] for key, at in header.items()}
+        return self._first_bytes[file_name][name]
+
+    def _read_bytes(self, file_name: str, first: int, memory: memoryview) -> None:
+        path = self.directory / file_name
+        if file_name not in self._raw:
+            self._raw[file_name] = path.open("rb", buffering=0)
+        file = self._raw[file_name]
+        file.seek(first)
+        while memory:
+            num_bytes = file.readinto(memory)
+            if not num_bytes:
+                raise ValueError(f"checkpoint: {path} is damaged or truncated: it ended {len(memory)} bytes early")
+            memory = memory[num_bytes:]
+
+    def _read_index(self) -> dict[str, str]:
+        weight_map = read_json(self.directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"checkpoint: {self.directory / INDEX} must hold a weight_map from tensors to files")
+        return weight_map
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise ValueError if files that hold these tensors are missing."""
+        example_in: dict[str, str] = {}
+        for name in names:
+            example_in.setdefault(self.file_of[name], name)
+        missing = sorted(file for file in example_in if not (self.directory / file).is_file())
+        if missing:
+            raise ValueError(
+                f"checkpoint: {self.directory / INDEX} names files that do not exist: {first_three(missing)} "
+                f"(for instance for {example_in[missing[0]]})"
+            )
+
+    @contextmanager
+    def _opened(self, file_name: str) -> Iterator[safe_open]:
+        path = self.directory / file_name
+        try:
+            if file_name not in self._open:
+                self._open[file_name] = safe_open(path, framework="pt").__enter__()
+            yield self._open[file_name]
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint: {path} is damaged or truncated: {error}") from error
+
+    @contextmanager
+    def _handle(self, name: str) -> Iterator[safe_open]:
+        file_name = self.file_of[name]
+        with self._opened(file_name) as file:
+            if file_name not in self._names_in:
+                self._names_in[file_name] = set(file.keys())
+            if name not in self._names_in[file_name]:
+                raise ValueError(f"checkpoint: the index puts {name} into {file_name}, which does not hold it")
+            yield file

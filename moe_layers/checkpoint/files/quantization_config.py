@@ -1,0 +1,55 @@
+"""The quantisation of a checkpoint according to its `config.json`."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_kernels.types import WeightFormat
+
+from ...architectures import NESTED, ModelConfig
+
+_FLOAT8_BLOCK = [128, 128]
+
+
+def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
+    """Return the number of rows and columns that share a scale.
+
+    Raises:
+        ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.
+    """
+    quantization = values.get("quantization_config") or config.values.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ValueError(f"checkpoint: quantization_config in config.json must hold an object, got {quantization!r}")
+    method = quantization.get("quant_method")
+    if method not in (None, "fp8", "mxfp4"):
+        raise ValueError(f"checkpoint: quant_method must be 'fp8' or 'mxfp4', got {method!r}")
+    block = quantization.get("weight_block_size") or _FLOAT8_BLOCK
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise ValueError(f"checkpoint: weight_block_size must be two positive integers, got {block!r}")
+    return block[0], block[1]
+
+
+def without_quantization(values: dict) -> dict:
+    """Return the configuration of the dequantised model, including the parts of a composite model."""
+    return {
+        name: without_quantization(value) if name in NESTED and isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in ("quantization_config", "expert_dtype")  # the latter is DeepSeek-V4's
+    }
+
+
+def with_quantization(values: dict, format: WeightFormat, dtype: torch.dtype) -> dict:
+    """Return the configuration of a model whose experts are in a format, and whose other parameters have a dtype."""
+    kept = without_quantization(_without_dtype(values))
+    quantization: dict = {"quant_method": format.name}
+    if format.name == "fp8":
+        quantization["weight_block_size"] = list(format.block)
+    return {**kept, "quantization_config": quantization, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _without_dtype(values: dict) -> dict:
+    return {
+        name: _without_dtype(value) if name in NESTED and isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in ("dtype", "torch_dtype")
+    }

@@ -1,0 +1,156 @@
+"""Selection of a checkpoint's block, and of the layout of its experts."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from ...checks import first_three
+from .blocks import Block, find_blocks, matching_layouts
+from .directory import CheckpointFiles
+from .layouts import LAYOUTS, Layout, Sizes
+
+# Names have any of these words in front of a layer's number. Others tell parts of a model that count their own layers.
+_COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
+_COMMON |= {"layers", "layer", "blocks", "block", "h"}
+_FIRST = {"thinker", "encoder"}  # the parts in which a number alone counts the layers
+
+
+def is_main(block: Block) -> bool:
+    """Return whether a block is of the language model or encoder, which the configuration describes."""
+    return _part(block.prefix) <= _FIRST
+
+
+def select_block(files: CheckpointFiles, layer: int | str) -> Block:
+    """Return the block of a layer, or the one with the given prefix.
+
+    A number counts the layers of the language model; in an encoder-decoder, those of the encoder.
+
+    Raises:
+        ValueError: there is no such block, or more than one.
+    """
+    blocks = find_blocks(files.file_of)
+    if isinstance(layer, str):
+        found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]
+    else:
+        main = list(filter(is_main, blocks))
+        found = [block for block in main or blocks if block.layer == layer]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        prefixes = first_three(block.prefix for block in found)
+        raise ValueError(f"checkpoint: layer {layer} must name one MoE block; say which by its prefix: {prefixes}")
+    where = first_three(block.prefix for block in blocks) or "none"
+    raise ValueError(f"checkpoint: {files.directory} has no MoE block in layer {layer!r}; its MoE blocks: {where}")
+
+
+def block_of_module(prefixes: list[str], module: str) -> str:
+    """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
+
+    transformers renames some parts of the names on disk. So the block may have another name in the same layer, else the
+    same number in a stack of layers whose name differs in common words.
+
+    Raises:
+        ValueError: there is no such block, or more than one.
+    """
+    name = module[: module.rfind(".") + 1]
+    numbered = [prefix for prefix in prefixes if _numbers(prefix) == _numbers(name)]
+    layer = [prefix for prefix in numbered if stack_of(prefix) == stack_of(name)]
+    number = [prefix for prefix in numbered if _part(prefix) == _part(name)]
+    found = [prefix for prefix in layer if prefix == name] or layer or number
+    if len(found) != 1:
+        raise ValueError(
+            f"checkpoint: {module} must have the stack of layers and the number of one MoE block, "
+            f"got a checkpoint with {first_three(found or prefixes) or 'none'}"
+        )
+    return found[0]
+
+
+def stack_of(name: str) -> str:
+    """Return the name of a stack of layers: "model.layers" for "model.layers.0.mlp."."""
+    return ".".join(takewhile(lambda part: not part.isdigit(), name.split(".")))
+
+
+def _numbers(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.isdigit()]
+
+
+def _part(name: str) -> set[str]:
+    return set(stack_of(name).split(".")) - _COMMON
+
+
+def choose_layout(
+    block: Block,
+    shapes: dict[str, tuple[int, ...]],
+    sizes: Sizes,
+    *,
+    gated: bool,
+    published: tuple[str, ...],
+    recorded: str | None,
+) -> Layout:
+    """Return the layout of the block's experts. Shapes resolve ambiguous names, `published` resolves ambiguous shapes.
+
+    Args:
+        shapes: shapes of the block's weights that hold all experts.
+        published: the layouts of this architecture, among layouts with equal names.
+        recorded: the layout that `convert` and `save_checkpoint` wrote into the configuration.
+
+    Raises:
+        ValueError: no layout has these names, or several fit and nothing decides between them.
+    """
+    candidates = _candidates(block, gated, recorded)
+    if not candidates:
+        return _most_similar(block, gated, published)
+    if len(candidates) == 1:
+        return candidates[0]
+    fitting = [layout for layout in candidates if _fits(layout, shapes, sizes)]
+    if not fitting:
+        return next((layout for layout in candidates if layout.name in published), candidates[0])
+    if (layout := _only_one(fitting, sizes, published)) is not None:
+        return layout
+    held = first_three(f"{block.prefix}{name} {shape}" for name, shape in sorted(shapes.items()))
+    raise ValueError(
+        f"checkpoint: the layout of {held} is ambiguous, it may be {' or '.join(layout.name for layout in fitting)}"
+    )
+
+
+def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]:
+    """Return the layouts with the names of the block's tensors; with a record, only the recorded layout."""
+    candidates = matching_layouts(block, gated=gated)
+    if recorded is None or not candidates:
+        return candidates
+    candidates = [layout for layout in candidates if layout.name == recorded]
+    if not candidates:
+        raise ValueError(
+            f"checkpoint: config.json records layout {recorded!r} for {block.prefix}, whose tensors have another"
+        )
+    return candidates
+
+
+def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
+    """Return the layout that the architecture publishes, else the only layout of these sizes, else None."""
+    stated = [layout for layout in fitting if layout.name in published]
+    if stated:
+        return stated[0] if len(stated) == 1 else None
+    distinct = sizes.d_model not in (sizes.d_ff, 2 * sizes.d_ff) and "interleaved" not in published
+    plain = [layout for layout in fitting if layout.name != "interleaved"]
+    return plain[0] if distinct and len(plain) == 1 else None
+
+
+def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> bool:
+    stacked = [key for key in layout.select(bias=False) if not key.per_expert]
+    return all(shapes.get(key.name) == key.shape(sizes) for key in stacked)
+
+
+def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
+    """Return the layout with most tensors present, to name the missing ones."""
+    patterns = block.patterns()
+
+    def likeness(layout: Layout) -> tuple[int, bool]:
+        return sum(key.name in patterns for key in layout.keys), layout.name in published
+
+    best = max((layout for layout in LAYOUTS if layout.gated == gated), key=likeness)
+    if not likeness(best)[0]:
+        names = first_three(sorted(patterns))
+        kind = "gated" if gated else "plain"
+        raise ValueError(f"checkpoint: no known layout of {kind} experts has the tensors below {block.prefix}: {names}")
+    return best

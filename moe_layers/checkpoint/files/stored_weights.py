@@ -1,0 +1,160 @@
+"""Stored weights: plain, or quantised as one tensor of numbers and one of scales."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .dequantize import MXFP4_GROUP, dequantize_float4, dequantize_float8, dequantize_mxfp4
+from .directory import CheckpointFiles, TensorInfo
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_E8M0_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, *_E8M0_DTYPES)
+_EXPERT_SCALE = re.compile(r"experts\.\d+\.\w+\.scale$")  # DeepSeek-V4 names all scales ".scale"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight of the checkpoint.
+
+    Attributes:
+        encoding: "plain", "float8", "float4" or "mxfp4".
+        names: the tensors on disk: the weight, or its numbers and their scales.
+        shape: shape of the weight.
+        dtype: dtype of the numbers on disk.
+    """
+
+    name: str
+    encoding: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: tuple[int, int] = (0, 0)
+    num_bytes: int = 0
+
+    def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
+        """Return the weight, or a range of its first axis, on `device`. Quantised weights are dequantised to
+        float32."""
+        if self.encoding == "plain":
+            return files.read(self.names[0], rows)
+        numbers, scales = (files.read(name, rows).to(device) for name in self.names)
+        if self.encoding == "float4":
+            return dequantize_float4(numbers, scales, self.name)
+        if self.encoding == "float8":
+            return dequantize_float8(numbers, scales, self.block, self.name)
+        return dequantize_mxfp4(numbers, scales, self.name)
+
+
+Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors on disk
+
+
+def group_names(names: Iterable[str]) -> dict[str, Group]:
+    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may not exist.
+
+    A "float8" weight of int8 numbers is packed float4, which `describe` finds.
+    """
+    names = set(names)
+    suffixes = {"_scale_inv": ""}
+    if any(map(_EXPERT_SCALE.search, names)):
+        suffixes[".scale"] = ".weight"
+    weights: dict[str, Group] = {name: ("plain", (name,)) for name in names}
+    for name in names:
+        for suffix, replacement in suffixes.items():
+            weight = name.removesuffix(suffix) + replacement
+            if name.endswith(suffix) and weight in names:
+                weights[weight] = ("float8", (weight, name))
+                del weights[name]
+        weight = name.removesuffix("_blocks")
+        if weight != name and (f"{weight}_scales" in names or "experts." in name):
+            weights[weight] = ("mxfp4", (name, f"{weight}_scales"))
+            del weights[name]
+            weights.pop(f"{weight}_scales", None)
+    return weights
+
+
+def describe(
+    files: CheckpointFiles, name: str, group: Group, block: tuple[int, int], problems: list[str]
+) -> Stored | None:
+    """Read a weight's shape from the headers. On errors, append them to `problems` and return None.
+
+    Args:
+        block: rows and columns of a float8 weight that share a scale.
+    """
+    encoding, names = group
+    missing = [part for part in names if part not in files.file_of]
+    if missing:
+        problems.extend(f"missing: {part}" for part in missing)
+        return None
+    infos = [files.info(part) for part in names]
+    if encoding == "float8" and infos[0].dtype == torch.int8:
+        encoding = "float4"
+    shape, wrong = _ENCODINGS[encoding](name, names, infos, block)
+    problems.extend(wrong)
+    if shape is None:
+        return None
+    return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
+
+
+# The shape of a weight, None if it cannot be read, and the errors of its tensors.
+_Finding = tuple[tuple[int, ...] | None, list[str]]
+
+
+def _describe_plain(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    (numbers,) = infos
+    if numbers.dtype in _FLOAT8:
+        return None, [f"missing: {name}_scale_inv, the scales of {name}, which is {_short(numbers.dtype)}"]
+    return numbers.shape, []
+
+
+def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    numbers, scales = infos
+    shape, wrong = numbers.shape, []
+    expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
+    if numbers.dtype not in _FLOAT8 or scales.dtype not in _SCALE_DTYPES:
+        wrong.append(f"wrong dtype: {names[0]} is {_short(numbers.dtype)}, its scales {_short(scales.dtype)}")
+    if len(shape) < 2 or scales.shape != expected:
+        wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {shape}")
+    return shape, wrong
+
+
+def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    numbers, scales = infos
+    shape = (*numbers.shape[:-1], 2 * numbers.shape[-1]) if numbers.shape else ()
+    expected = (*shape[:-1], shape[-1] // MXFP4_GROUP) if shape else ()
+    wrong = []
+    if scales.dtype not in _E8M0_DTYPES:
+        wrong.append(f"wrong dtype: {names[1]}, the scales of packed float4, is {_short(scales.dtype)}, must be e8m0")
+    if len(shape) < 2 or shape[-1] % MXFP4_GROUP or scales.shape != expected:
+        wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {numbers.shape}")
+    return shape, wrong
+
+
+def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+    numbers, scales = infos
+    shape, wrong = numbers.shape, []
+    groups, num_bytes = shape[-2:] if len(shape) > 2 else (0, 0)
+    if {numbers.dtype, scales.dtype} != {torch.uint8}:
+        wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {_short(numbers.dtype)}")
+    if not groups or num_bytes != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
+        wrong.append(
+            f"wrong shape: {names[0]} is {shape} with scales {scales.shape}, "
+            f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"
+        )
+    return (*shape[:-2], groups * MXFP4_GROUP), wrong
+
+
+_ENCODINGS = {
+    "plain": _describe_plain,
+    "float8": _describe_float8,
+    "float4": _describe_float4,
+    "mxfp4": _describe_mxfp4,
+}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""One layer from a checkpoint, and back."""

@@ -1,0 +1,316 @@
+"""Building a layer from the block of a published model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...architectures import RECORD, ModelConfig, read_config
+from ...checks import first_three, whole_state
+from ...config import MoEConfig
+from ...experts.stored import QuantizedExperts
+from ..files.directory import CONFIG, CheckpointFiles, read_json
+from ..files.host_memory import prefer_huge_pages
+from ..files.hub import HubModel
+from ..files.layouts import Sizes, copy_expert, published_layouts
+from ..files.quantization_config import float8_block
+from ..files.recognition import select_block
+from .kept import WEIGHTS, fill_stored, keep_stored_weights
+from .plan import Fill, Plan, Planner
+from .report import LoadedTensor, LoadReport
+from .source import CheckpointSource
+
+if TYPE_CHECKING:  # imports torch.distributed.tensor, which takes half as long as PyTorch
+    from ...parallel.expert_parallel import ExpertParallel
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read a file written by `save_safetensors` into the module's tensors.
+
+    Raises:
+        ValueError: names missing and unexpected tensors and wrong shapes or dtypes; or the file is damaged, or the
+            state dict is sharded or on the meta device. The module is then unchanged.
+    """
+    state = whole_state("load_safetensors", module)
+    if Path(path).is_dir():
+        raise ValueError(f"load_safetensors: {os.fspath(path)} must be a file, got a directory")
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"load_safetensors: {os.fspath(path)} is damaged or truncated: {error}") from error
+    problems = [f"missing: {name} {tuple(state[name].shape)}" for name in state if name not in stored]
+    problems += [f"unexpected: {name} {tuple(stored[name].shape)}" for name in stored if name not in state]
+    for name in [name for name in state if name in stored]:
+        shape, dtype = tuple(state[name].shape), state[name].dtype
+        if stored[name].shape != shape:
+            problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
+        # Other dtypes may need scales, which such a file lacks.
+        allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
+        if stored[name].dtype not in allowed:
+            problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
+    if problems:
+        raise ValueError(
+            f"load_safetensors: {os.fspath(path)} does not fit the layer:\n  " + first_three(problems, "\n  ")
+        )
+    module.load_state_dict(stored)
+
+
+def load_layer(
+    layer_class: Any,  # MoEFeedForward, which imports this package
+    directory: str | os.PathLike[str],
+    layer: int | str = 0,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    experts: range | None = None,
+    mesh: DeviceMesh | None = None,
+    expert_parallel: ExpertParallel | None = None,
+    implementation: str | None = None,
+    keep_quantized: bool = False,
+    return_report: bool = False,
+) -> Any:
+    """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
+
+    The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Only the shards
+    with the block's tensors are needed; of a model on the hub, only these are downloaded. All tensors are matched and
+    checked before the first byte of a tensor is read, and then read one by one into the parameters. float8 and MXFP4
+    weights are dequantised by default. Logits are float32, even where the original model rounds them to the dtype of
+    the tokens.
+
+    Args:
+        layer_class: `MoEFeedForward` or a subclass.
+        directory: or the name of a model of the Hugging Face Hub, "org/model", which huggingface_hub downloads.
+        layer: number of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
+            tensors, for models with several such blocks.
+        dtype: of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's dtype;
+            a router that is stored in float32 then stays float32, and no other weight may need rounding.
+        device: of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
+        experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
+        mesh: ranks that share the experts. Each rank reads its own experts, without communication.
+        expert_parallel: how the ranks of the mesh share the experts. Default: `ExpertParallel()`.
+        keep_quantized: experts in float8 blocks or MXFP4 keep their stored bytes, and are frozen: see
+            `quantize_experts_`.
+        return_report: return (layer, LoadReport). The report tells what became of each tensor.
+
+    Raises:
+        ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
+            missing, left over, ambiguous or of a wrong shape; config.json has another number of experts than the
+            tensors; weights would be rounded without a `dtype`; scales are not finite; experts to be kept quantised are
+            stored in another form; the mesh does not fit the number of experts, or is given together with `experts`.
+            The message names the cause, and no layer is returned.
+    """
+    if (expert_parallel if mesh is None else experts) is not None:
+        raise ValueError(
+            "from_checkpoint: expert_parallel needs a mesh, which decides experts, "
+            f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
+        )
+    if device is None and mesh is not None:
+        device = mesh.device_type  # where parallelize_module puts the experts
+    module, report = _load(
+        layer_class, directory, layer, dtype, device, mesh or experts, implementation, keep_quantized
+    )
+    if mesh is not None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from ...parallel.expert_parallel import ExpertParallel
+
+        # Every rank has read the same files.
+        parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
+    return (module, report) if return_report else module
+
+
+def _load(
+    layer_class: Any,
+    directory: str | os.PathLike[str],
+    layer: int | str,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    experts: range | DeviceMesh | None,
+    implementation: str | None,
+    keep_quantized: bool,
+) -> tuple[Any, LoadReport]:
+    if dtype not in (None, *_DTYPES.values()):
+        raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
+    hub = HubModel.named(directory)
+    with CheckpointFiles(directory if hub is None else hub.download_names()) as files:
+        values = read_json(files.directory / CONFIG)
+        block = select_block(files, layer)
+        model_config = read_config(values, block.layer, block.prefix)
+        config = MoEConfig.from_hf(model_config.values, block.layer)
+        experts = _checked_experts(experts, config)
+        _require(block.tensors(experts), files, hub)
+        module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)
+        if len(experts) < config.num_experts:
+            module.keep_local_experts(experts)
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        planner = Planner(files, block, float8_block(values, model_config))
+        published = published_layouts(model_config.model_type)
+        plan = planner.plan(config, shapes, experts, published=published, recorded=values.get(RECORD))
+        if dtype is None:
+            _take_stored_dtypes(module, plan, values, model_config)
+        dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+        kept = keep_stored_weights(module, plan, files) if keep_quantized else ""
+        module.to_empty(device=torch.get_default_device() if device is None else device)
+        for parameter in module.parameters():
+            prefer_huge_pages(parameter)
+        _fill_layer(module, plan, files, config, experts)
+    source = files.directory, block.prefix, block.layer, model_config.model_type
+    report = _report(*source, config, plan, shapes, dtypes, experts, kept)
+    report.check()
+    module.checkpoint_source = CheckpointSource.of(values, block, plan)
+    return module, report
+
+
+def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
+    """Download the files that hold these tensors, of which some scales may not exist, and check that they are there."""
+    needed = [name for name in tensors if name in files.file_of]
+    if hub is not None:
+        hub.download({files.file_of[name] for name in needed})
+    files.require(needed)
+
+
+def _take_stored_dtypes(module: Any, plan: Plan, values: dict, model_config: ModelConfig) -> None:
+    module.to(_stored_dtype(plan, values, model_config))
+    plain = [fill for fill in plan.fills if fill.stored.encoding == "plain"]
+    in_float32 = {fill.parameter for fill in plain if fill.stored.dtype == torch.float32}
+    for name, parameter in module.router.named_parameters():
+        if f"router.{name}" in in_float32:  # some models keep the router in float32
+            parameter.data = parameter.data.float()
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    rounded = [
+        f"{fill.stored.name} of {fill.stored.dtype} to {dtypes[fill.parameter]}"
+        for fill in plain
+        if torch.promote_types(fill.stored.dtype, dtypes[fill.parameter]) != dtypes[fill.parameter]
+    ]
+    if rounded:
+        raise ValueError(
+            f"from_checkpoint: weights of several dtypes need a dtype, because some are rounded: {first_three(rounded)}"
+        )
+
+
+@torch.no_grad()
+def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: MoEConfig, experts: range) -> None:
+    """Read every weight into its parameter. At most one weight is in memory in addition to the layer."""
+    state = module.state_dict()
+    for fill in plan.fills:
+        weight = module.get_submodule(fill.parameter) if fill.parameter not in state else None
+        if isinstance(weight, QuantizedExperts):
+            for expert in fill.experts or ():
+                place = expert - experts.start
+                fill_stored(fill, files, plan.sizes, weight, expert=expert, place=place, gated=config.is_gated)
+            continue
+        parameter = state[fill.parameter]
+        if fill.key is None:
+            parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
+        elif fill.experts is None:
+            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=config.shared_is_gated)
+        else:
+            for expert in fill.experts:
+                share = parameter[expert - experts.start]
+                if not _read_in_place(fill, files, expert, plan.sizes, share, config.is_gated):
+                    matrix = _read_expert(fill, files, expert, plan.sizes, parameter)
+                    copy_expert(fill.key, matrix, share, gated=config.is_gated)
+
+
+def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
+    """Read an expert's matrix directly into its parameter if both have the same bytes. Return whether they have."""
+    assert fill.key is not None
+    target = fill.key.parameter_parts(share, gated)
+    same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order
+    if not same_bytes or target.device.type != "cpu" or not target.is_contiguous():
+        return False
+    files.read(fill.stored.names[0], fill.key.rows_of_expert(expert, sizes), into=target)
+    return True
+
+
+def _read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
+    """Return one expert's share of a weight, in disk order."""
+    assert fill.key is not None
+    rows = fill.key.rows_of_expert(expert, sizes)
+    matrix = _read(fill, files, rows, like)
+    return matrix if rows is None or fill.key.flat else matrix[0]
+
+
+def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) -> Tensor:
+    return fill.stored.read(files, rows, like.device).to(like.device)
+
+
+def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> range:
+    whole = range(config.num_experts)
+    if isinstance(experts, DeviceMesh):
+        from ...parallel.expert_parallel import expert_share
+
+        return expert_share("ExpertParallel", experts, config.num_experts)
+    if experts is None:
+        return whole
+    if not isinstance(experts, range) or experts.step != 1 or not experts:
+        raise ValueError(f"from_checkpoint: experts must be a range(lo, hi) that is not empty, got {experts!r}")
+    if experts.start not in whole or experts.stop > whole.stop:
+        raise ValueError(f"from_checkpoint: experts must lie in {whole}, got {experts!r}")
+    return experts
+
+
+def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.dtype:
+    """Return the experts' dtype on disk; for dequantised experts, the dtype that the model's configuration names."""
+    stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
+    if stored.encoding == "plain":
+        return stored.dtype
+    names = ("dtype", "torch_dtype")
+    named = next((source[n] for source in (model_config.values, values) for n in names if source.get(n)), "bfloat16")
+    if not isinstance(named, str) or named not in _DTYPES:
+        raise ValueError(f"checkpoint: dtype in config.json must be one of {tuple(_DTYPES)}, got {named!r}")
+    return _DTYPES[named]
+
+
+def _report(
+    directory: os.PathLike[str],
+    prefix: str,
+    layer: int,
+    model_type: str,
+    config: MoEConfig,
+    plan: Plan,
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, torch.dtype],
+    experts: range,
+    kept: str,
+) -> LoadReport:
+    return LoadReport(
+        directory=str(directory),
+        prefix=prefix,
+        layer=layer,
+        model_type=model_type,
+        layout=plan.layout.name,
+        family=plan.layout.family,
+        config=config,
+        experts=experts,
+        tensors=tuple(
+            LoadedTensor(
+                names=fill.stored.names,
+                shape=fill.stored.shape,
+                dtype=fill.stored.dtype,
+                encoding=fill.stored.encoding,
+                parameter=fill.parameter,
+                parts=fill.key.parts if fill.key is not None else ("",),
+                experts=fill.experts,
+                parameter_dtype=fill.stored.dtype if kept and fill.parameter in WEIGHTS else dtypes[fill.parameter],
+            )
+            for fill in plan.fills
+        ),
+        other_experts=tuple(plan.others),
+        parameters=shapes,
+        kept_format=kept,
+    )

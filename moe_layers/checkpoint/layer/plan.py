@@ -1,0 +1,232 @@
+"""Plan of a load: matches every tensor of a block with a parameter before any of their bytes is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ...checks import first_three
+from ...config import MoEConfig
+from ..files.blocks import OTHER_NAMES, Block, shared_keys
+from ..files.directory import CheckpointFiles
+from ..files.layouts import LAYOUTS, Key, Layout, Sizes
+from ..files.recognition import choose_layout
+from ..files.stored_weights import Stored, describe
+
+_STACKED = {key.name for layout in LAYOUTS for key in layout.keys if not key.per_expert}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A weight of the checkpoint and its destination.
+
+    Attributes:
+        key: how its matrices become rows of the parameter; None for a plain copy.
+        experts: the experts to read from it; None for a weight that belongs to no expert.
+    """
+
+    stored: Stored
+    parameter: str
+    key: Key | None = None
+    experts: range | None = None
+
+
+@dataclass
+class Plan:
+    """Everything that will be read.
+
+    Attributes:
+        others: tensors of experts that will not be loaded.
+    """
+
+    layout: Layout
+    sizes: Sizes
+    fills: list[Fill] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+class Planner:
+    """Collects everything that fills a layer, and all problems found."""
+
+    def __init__(self, files: CheckpointFiles, block: Block, float8_block: tuple[int, int]):
+        self.files = files
+        self.block = block
+        self.float8_block = float8_block
+        self.problems: list[str] = []
+        self.unused = dict.fromkeys(block.weights)
+
+    def plan(
+        self,
+        config: MoEConfig,
+        shapes: Shapes,
+        experts: range,
+        *,
+        published: tuple[str, ...],
+        recorded: str | None,
+    ) -> Plan:
+        """Match the weights of the block with the parameters of the given shapes.
+
+        Args:
+            published, recorded: see `choose_layout`.
+
+        Raises:
+            ValueError: names missing, left-over and ambiguous tensors, and wrong shapes; or the number of experts in
+                the configuration is not that of the tensors.
+        """
+        sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+        stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
+        layout = choose_layout(
+            self.block,
+            stacked,
+            sizes,
+            gated=config.is_gated,
+            published=published,
+            recorded=recorded,
+        )
+        self._check_num_experts(config, stacked)
+        plan = Plan(layout, sizes)
+        self._plan_experts(plan, config, experts)
+        self._skip_zero_experts(plan, config)
+        self._plan_shared_expert(plan, config)
+        for parameter, shape in shapes.items():
+            if parameter in OTHER_NAMES:
+                self._plan_other(plan, parameter, shape)
+        self.problems += [f"left over: {self._full(name)}{self._shape_of(name)}" for name in self.unused]
+        if self.problems:
+            raise ValueError(
+                f"checkpoint: {self.files.directory}, block {self.block.prefix} ({layout.name} layout), "
+                "does not fit the layer:\n  " + first_three(self.problems, "\n  ")
+            )
+        filled = {fill.parameter for fill in plan.fills}
+        assert filled == set(shapes), sorted(filled ^ set(shapes))
+        return plan
+
+    def _check_num_experts(self, config: MoEConfig, stacked: Shapes) -> None:
+        """Raise ValueError if both the router and the experts have another number of experts than `config`."""
+        name = next((name for name in OTHER_NAMES["router.weight"] if name in self.block.weights), None)
+        router = None if name is None else self._describe(name)
+        if router is None or len(router.shape) != 2:
+            return
+        numbers, rows = self.block.expert_numbers(), router.shape[0]
+        expected = config.num_experts + config.num_zero_experts
+        held = {max(numbers) + 1} if numbers else {shape[0] for shape in stacked.values() if shape}
+        if rows != expected and rows in held:
+            raise ValueError(
+                f"checkpoint: config.json gives block {self.block.prefix} {expected} experts, but its tensors are of "
+                f"{rows}: {router.name} is {router.shape}"
+            )
+
+    def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range) -> None:
+        for key in plan.layout.select(bias=config.bias):
+            numbers = range(config.num_experts) if key.per_expert else [None]
+            for number in numbers:
+                name = key.name.replace("{e}", str(number))
+                if key.per_expert and number not in experts:
+                    self._skip(plan, name)
+                    continue
+                held = experts if number is None else range(number, number + 1)
+                shape = self._shape_of_experts(name, key, plan.sizes, config.num_zero_experts)
+                self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
+
+    def _shape_of_experts(self, name: str, key: Key, sizes: Sizes, num_zero_experts: int) -> tuple[int, ...]:
+        """Return the expected shape. transformers adds rows for zero experts to some tensors; nothing reads them."""
+        with_zero_experts = key.shape(replace(sizes, num_experts=sizes.num_experts + num_zero_experts))
+        stored = self._stacked(name) if name in self.block.weights else None
+        return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
+
+    def _skip_zero_experts(self, plan: Plan, config: MoEConfig) -> None:
+        """Skip the weights that transformers writes for zero experts, which nothing reads."""
+        for key in plan.layout.select(bias=config.bias) if config.num_zero_experts else ():
+            for number in range(config.num_experts, config.num_experts + config.num_zero_experts):
+                name = key.name.replace("{e}", str(number))
+                if key.per_expert and name in self.unused:
+                    self._skip(plan, name)
+
+    def _plan_shared_expert(self, plan: Plan, config: MoEConfig) -> None:
+        if config.shared_d_ff is None:
+            return
+        sizes = Sizes(1, config.shared_d_ff, config.d_model)
+        tables = shared_keys(gated=config.shared_is_gated)
+        found = max(tables, key=lambda keys: sum(key.name in self.unused for key in keys))
+        for key in found:
+            self._fill(plan, key.name, f"shared_expert.{key.parameter}", key.matrix_shape(sizes), key, None)
+
+    def _plan_other(self, plan: Plan, parameter: str, shape: tuple[int, ...]) -> None:
+        names = [name for name in OTHER_NAMES[parameter] if name in self.unused]
+        if len(names) > 1:
+            self.problems.append(f"ambiguous: {first_three(map(self._full, names))} may each be {parameter}")
+        elif names:
+            self._fill(plan, names[0], parameter, shape, None, None)
+        else:
+            places = " or ".join(self._full(name) for name in OTHER_NAMES[parameter])
+            self.problems.append(f"missing: {parameter} {shape}, at {places}")
+
+    def _fill(
+        self, plan: Plan, name: str, parameter: str, shape: tuple[int, ...], key: Key | None, experts: range | None
+    ) -> None:
+        if name not in self.block.weights:
+            self.problems.append(f"missing: {self._full(name)} {shape}")
+            return
+        self.unused.pop(name, None)
+        stored = self._describe(name)
+        if stored is None:
+            return
+        actual = stored.shape if key is not None else _without_leading_one(stored.shape)
+        if actual != (shape if key is not None else _without_leading_one(shape)):
+            self.problems.append(f"wrong shape: {self._full(name)} is {stored.shape}, must be {shape}")
+            return
+        if stored.encoding == "plain" and not stored.dtype.is_floating_point:
+            self.problems.append(f"wrong dtype: {self._full(name)} is {stored.dtype}, must be floating point")
+            return
+        if key is not None and key.flat and stored.encoding != "plain":
+            self.problems.append(f"not supported: {self._full(name)} is {stored.encoding} in layout {plan.layout.name}")
+            return
+        if key is not None and experts is not None and (problem := ambiguous_scales(stored, key)):
+            self.problems.append(problem)
+            return
+        plan.fills.append(Fill(stored, parameter, key, experts))
+
+    def _skip(self, plan: Plan, name: str) -> None:
+        if name not in self.unused:
+            self.problems.append(f"missing: {self._full(name)}")
+            return
+        del self.unused[name]
+        plan.others.extend(self.block.weights[name][1][1])
+
+    def _describe(self, name: str) -> Stored | None:
+        full, group = self.block.weights[name]
+        return describe(self.files, full, group, self.float8_block, self.problems)
+
+    def _stacked(self, name: str) -> Stored | None:
+        """Return a weight of all experts. Its problems are reported where it is used."""
+        if name not in _STACKED:
+            return None
+        full, group = self.block.weights[name]
+        return describe(self.files, full, group, self.float8_block, [])
+
+    def _full(self, name: str) -> str:
+        if name in self.block.weights:
+            return self.block.weights[name][0]
+        if name.startswith("../"):
+            return ".".join(self.block.prefix.split(".")[:-2]) + "." + name.removeprefix("../")
+        return self.block.prefix + name
+
+    def _shape_of(self, name: str) -> str:
+        present = [part for part in self.block.weights[name][1][1] if part in self.files.file_of]
+        return "".join(f" {self.files.info(part).shape}" for part in present[:1])
+
+
+def ambiguous_scales(stored: Stored, key: Key) -> str | None:
+    """Return the problem of float8 experts whose scales may be of gate and up together, or of each."""
+    if stored.encoding != "float8" or not key.has_ambiguous_scales(stored.shape, stored.block):
+        return None
+    return (
+        f"ambiguous: the scales of {stored.name} {stored.shape} may be of gate and up together or of each, "
+        f"because gate is not whole blocks of {stored.block[0]}x{stored.block[1]}"
+    )
+
+
+def _without_leading_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Drop a leading axis of size 1, because some biases are stored as [1, E]."""
+    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape

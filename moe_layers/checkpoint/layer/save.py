@@ -1,0 +1,200 @@
+"""Writing a layer as a checkpoint directory that `from_checkpoint` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ...architectures import OWN_MODEL_TYPE, RECORD
+from ...checks import first_three, is_dtensor, whole_state
+from ...config import MoEConfig
+from ...experts.stored import QuantizedExperts, stored
+from ..files.blocks import OTHER_NAMES, check_names
+from ..files.layouts import Key, Layout, Sizes, find_layout
+from ..files.quantization_config import with_quantization, without_quantization
+from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
+from .kept import check_writable, stored_matrices
+from .source import CheckpointSource
+
+
+def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the module's state dict to one file. Raise ValueError if it is sharded or on the meta device."""
+    state = whole_state("save_safetensors", module)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+
+
+def save_layer(
+    module: Any,  # MoEFeedForward, which imports this package
+    directory: str | os.PathLike[str],
+    layout: str | None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write a directory that `from_checkpoint` reads, with every value bit by bit.
+
+    Names and configuration are those of the model that the layer was read from. Those of any other layer are our own,
+    and its configuration is `config.to_dict()`. Noise and an assignment are not saved. Experts in block FP8 or MXFP4
+    are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
+
+    Args:
+        directory: must be empty or not exist.
+        layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; "mxfp4" is gpt-oss's, for
+            experts in this format. None for the source's.
+
+    Raises:
+        ValueError: the layout is unknown or has no place for these experts, experts are missing here, the experts are
+            in a format of no published checkpoint, or the directory holds files.
+    """
+    config: MoEConfig = module.config
+    source: CheckpointSource | None = module.checkpoint_source
+    kept = module.experts.w_up if isinstance(module.experts.w_up, QuantizedExperts) else None
+    target = layout_to_write(module, layout, kept)
+    _check_holds_all(module, config.num_experts)
+    if module.experts.lora is not None:
+        names = first_three(map(repr, sorted(module.experts.lora)))
+        raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters [{names}]")
+    prefix = prefix_of(module)
+    check_names(prefix, target)
+    writer = ShardWriter(directory, max_shard_bytes)
+    state: dict[str, Tensor | QuantizedExperts] = dict(module.state_dict())
+    if kept is not None:
+        state |= {"experts.w_up": kept, "experts.w_down": module.experts.w_down}
+    for name, tensor in layer_tensors(module, state, target, prefix):
+        writer.add(name, tensor.cpu())
+    values = {"model_type": OWN_MODEL_TYPE, **config.to_dict()} if source is None else source.config
+    values = without_quantization(values) if kept is None else with_quantization(values, kept.format, kept.dtype)
+    writer.finish({**values, RECORD: target.name})
+
+
+def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
+    """Return the layout of a name, by default that of the layer's source.
+
+    Args:
+        kept: a weight of the experts, if they are written as they are stored.
+
+    Raises:
+        ValueError: it is unknown, or has no place for these experts.
+    """
+    config: MoEConfig = module.config
+    source: CheckpointSource | None = module.checkpoint_source
+    encoding = "" if kept is None else kept.format.name
+    if layout is None:
+        layout = source.layout if source is not None else "per_expert"
+        if layout == "mxfp4" and encoding != "mxfp4":
+            layout = "per_expert"
+    target = find_layout(layout, gated=config.is_gated, bias=config.bias, encoding=encoding)
+    if kept is not None:
+        check_writable(target, kept.format, _sizes(config))
+    return target
+
+
+def prefix_of(module: Any, default: str = "model.layers.0.mlp.") -> str:
+    """Return the prefix of the layer's tensors: that of its source, or a default."""
+    source: CheckpointSource | None = module.checkpoint_source
+    return source.prefix if source is not None else default
+
+
+def layer_tensors(
+    module: Any, state: Mapping[str, Tensor | QuantizedExperts], target: Layout, prefix: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a layer under the names of a checkpoint, contiguous, one at a time.
+
+    Args:
+        state: the state dict of the layer with whole tensors, and weights of experts that stay quantised.
+        target: layout of the experts.
+    """
+    source: CheckpointSource | None = module.checkpoint_source
+    yield from _others(state, source, prefix)
+    yield from _shared_expert(state, source, prefix, module.config)
+    yield from _experts(module, state, target, prefix)
+
+
+def _check_holds_all(module: Any, num_experts: int) -> None:
+    experts = module.experts
+    if experts.num_experts != num_experts:
+        raise ValueError(f"save_checkpoint: the layer must hold all {num_experts} experts, got {experts.num_experts}")
+    if experts.local_share is not None or is_dtensor(stored(experts.w_up)):
+        raise ValueError(
+            "save_checkpoint: the layer must hold all experts, got experts sharded over ranks; load their full state "
+            "dict (torch.distributed.checkpoint.state_dict) into a layer on one rank"
+        )
+
+
+def _others(state: Mapping[str, Any], source: CheckpointSource | None, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors except the matrices of the experts and of the shared expert."""
+    for parameter in OTHER_NAMES:
+        if parameter in state:
+            tensor = state[parameter].contiguous()
+            if source is None:
+                yield prefix + OTHER_NAMES[parameter][0], tensor
+            else:
+                yield source.names[parameter], tensor.reshape(source.shapes[parameter])
+
+
+def _shared_expert(
+    state: Mapping[str, Any], source: CheckpointSource | None, prefix: str, config: MoEConfig
+) -> Iterator[tuple[str, Tensor]]:
+    if config.shared_d_ff is None:
+        return
+    gated, sizes = config.shared_is_gated, Sizes(1, config.shared_d_ff, config.d_model)
+    for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
+        yield key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated)
+
+
+def _sizes(config: MoEConfig) -> Sizes:
+    return Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+
+
+def _experts(
+    module: Any, state: Mapping[str, Tensor | QuantizedExperts], target: Layout, prefix: str
+) -> Iterator[tuple[str, Tensor]]:
+    config: MoEConfig = module.config
+    source: CheckpointSource | None = module.checkpoint_source
+    for key in target.select(bias=config.bias):
+        weight = state[f"experts.{key.parameter}"]
+        dotted = key.per_expert and source is not None and source.dotted_scales
+        for number in range(config.num_experts) if key.per_expert else (None,):
+            name = prefix + key.name.replace("{e}", str(number))
+            if not isinstance(weight, QuantizedExperts):
+                yield name, _expert_tensor(key, weight, number, _sizes(config), target.gated)
+                continue
+            for suffix, dtype, matrices in stored_matrices(target, weight):
+                tensor = _expert_tensor(key, matrices, number, _sizes_of(key, matrices, target.gated), target.gated)
+                tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
+                is_dotted = dotted and suffix == "_scale_inv"
+                yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
+
+
+def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:
+    """Return the sizes of experts with these numbers, or scales, in the place of whole matrices."""
+    num_experts, rows, columns = matrices.shape
+    if key.parts == ("down",):
+        return Sizes(num_experts, columns, rows)
+    return Sizes(num_experts, rows // (2 if gated else 1), columns)
+
+
+def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
+    parts = ("gate", "up", "down") if gated else ("up", "down")
+    return [Key(f"{prefix}shared_expert.{part}_proj.weight", (part,)) for part in parts]
+
+
+@torch.no_grad()
+def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Tensor:
+    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype, device=parameter.device)
+    key.disk_parts(tensor).copy_(key.parameter_parts(parameter, gated))
+    return tensor
+
+
+@torch.no_grad()
+def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
+    """Return the tensor of one expert, or of all experts if `number` is None."""
+    tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device=parameter.device)
+    for expert in range(sizes.num_experts) if number is None else (number,):
+        rows = key.rows_of_expert(expert, sizes)
+        matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
+        key.disk_parts(matrix).copy_(key.parameter_parts(parameter[expert], gated))
+    return tensor

@@ -1,0 +1,1 @@
+"""Checkpoints of whole models: survey, conversion, repair."""

@@ -1,0 +1,202 @@
+"""Conversion of whole models between layouts of the experts, shard by shard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...architectures import ARCHITECTURES, RECORD, read_config
+from ...checks import first_three
+from ..files.blocks import check_names
+from ..files.directory import CONFIG, CheckpointFiles, read_json
+from ..files.layouts import Key, Layout, Sizes, find_layout
+from ..files.quantization_config import float8_block, without_quantization
+from ..files.recognition import is_main
+from ..files.stored_weights import Stored, describe, group_names
+from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
+from ..layer.plan import ambiguous_scales
+from .survey import BlockSurvey, survey
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to be written. Its size is known before it is made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[CheckpointFiles], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    layout: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[list[Output]], Iterable[Output]] = iter,
+) -> None:
+    """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
+
+    Tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights written for
+    zero experts, which need none, are left out. Memory holds at most one output shard, plus one tensor or one expert's
+    matrix of the source. Other small files of the directory (tokenizer, ...) are also copied.
+
+    Args:
+        dtype: dtype of weights that were quantised; all others keep theirs. Default: bfloat16.
+        progress: wraps the list of tensors to be written, as tqdm does.
+
+    Raises:
+        ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
+            damaged, incomplete or in an unknown layout; its tensors are of other experts than its router or
+            config.json, or of several dtypes; or `target` already holds files.
+    """
+    with CheckpointFiles(source) as files:
+        values = read_json(files.directory / CONFIG)
+        outputs = _outputs(files, values, layout, dtype)
+        writer = ShardWriter(target, max_shard_bytes)
+        for output in progress(outputs):
+            writer.make_room(output.num_bytes)
+            writer.add(output.name, output.make(files))
+        writer.finish({**without_quantization(values), RECORD: layout})
+        copy_other_files(files.directory, writer.directory)
+
+
+def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dtype) -> list[Output]:
+    """Return all tensors of the new checkpoint. All errors are found here, before anything is written."""
+    surveys = survey(files)
+    if not surveys:
+        raise ValueError(f"checkpoint: {files.directory} has no MoE blocks to convert")
+    experts = {found.block.weights[name][0] for found in surveys for name in found.experts}
+    outputs = []
+    for found in surveys:
+        outputs += _expert_outputs(found, only_layout(found), layout, dtype)
+    float8 = float8_block(values, read_config(values, 0))
+    problems: list[str] = []
+    for name, group in sorted(group_names(files.file_of).items()):
+        if name not in experts and (stored := describe(files, name, group, float8, problems)) is not None:
+            outputs.append(copy_output(stored, dtype))
+    if problems:
+        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
+    return outputs
+
+
+def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
+    where = f"checkpoint: the layout of the experts below {found.block.prefix}"
+    if not found.layouts:
+        raise ValueError(f"{where} is not known, or tensors do not fit it:\n  " + first_three(found.wrong, "\n  "))
+    if len(found.layouts) > 1:
+        raise ValueError(f"{where} is ambiguous, it may be {' or '.join(layout.name for layout in found.layouts)}")
+    for of_biases in (False, True):
+        held = [stored for name, stored in found.experts.items() if ("bias" in name) == of_biases]
+        kinds = sorted({f"{stored.encoding} {stored.dtype}" for stored in held})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"checkpoint: the experts below {found.block.prefix} must have one dtype, got {first_three(kinds)}"
+            )
+    layout, sizes = next(zip(found.layouts, found.sizes, strict=True))
+    _check_complete(found, layout, sizes)
+    return layout, sizes
+
+
+def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
+    """Raise ValueError if the tensors are of other experts than the router's and the configuration's."""
+    prefix, architecture = found.block.prefix, ARCHITECTURES.get(found.config.model_type)
+    if found.num_routed != sizes.num_experts:
+        raise ValueError(
+            f"checkpoint: the router of {prefix} must have a row for each expert, got {found.num_routed} rows and "
+            f"tensors of {sizes.num_experts} experts; join the files of all ranks first"
+        )
+    if architecture is not None and is_main(found.block):
+        expected = architecture.expert_sizes(found.config)
+        if expected != (sizes.num_experts, sizes.d_ff):
+            raise ValueError(
+                f"checkpoint: config.json gives block {prefix} {expected[0]} experts with d_ff {expected[1]}, "
+                f"but its tensors are of {sizes.num_experts} with d_ff {sizes.d_ff}"
+            )
+    for key in layout.select(bias=False):
+        stored = found.experts[key.name.replace("{e}", "0")]
+        if problem := ambiguous_scales(stored, key):
+            raise ValueError(f"checkpoint: {problem}")
+
+
+def copy_output(stored: Stored, dtype: torch.dtype) -> Output:
+    dtype = stored.dtype if stored.encoding == "plain" else dtype
+
+    def make(files: CheckpointFiles) -> Tensor:
+        return stored.read(files, None, "cpu").to(dtype, copy=True)
+
+    return Output(stored.name, stored.shape, dtype, make)
+
+
+def _expert_outputs(
+    found: BlockSurvey, held: tuple[Layout, Sizes], layout: str, dtype: torch.dtype
+) -> Iterator[Output]:
+    source, sizes = held
+    target = find_layout(layout, gated=source.gated, bias=found.bias)
+    check_names(found.block.prefix, target)
+    reader = ExpertReader(found, source, sizes)
+    for key in target.select(bias=found.bias):
+        for number in range(sizes.num_experts) if key.per_expert else (None,):
+            name = found.block.prefix + key.name.replace("{e}", str(number))
+            yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
+
+
+@dataclass(frozen=True)
+class ExpertReader:
+    """Reads parts of experts (gate, up, down and their biases) from a block in any layout."""
+
+    found: BlockSurvey
+    layout: Layout
+    sizes: Sizes
+
+    def dtype(self, key: Key, dequantized: torch.dtype) -> torch.dtype:
+        stored = self._stored(self._key(key.parts[0], key.bias), 0)
+        return stored.dtype if stored.encoding == "plain" else dequantized
+
+    def maker(self, key: Key, number: int | None, dequantized: torch.dtype) -> Callable[[CheckpointFiles], Tensor]:
+        """Return the function that makes the tensor of `key`, for one expert or, if `number` is None, for all."""
+
+        def make(files: CheckpointFiles) -> Tensor:
+            tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized), device="cpu")
+            for expert in range(self.sizes.num_experts) if number is None else (number,):
+                rows = key.rows_of_expert(expert, self.sizes)
+                matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
+                for part, place in zip(key.parts, key.disk_parts(matrix), strict=True):
+                    place.copy_(self.part(files, part, expert, bias=key.bias))
+            return tensor
+
+        return make
+
+    def part(self, files: CheckpointFiles, part: str, expert: int, *, bias: bool) -> Tensor:  # [rows, columns]
+        key = self._key(part, bias)
+        rows = key.rows_of_expert(expert, self.sizes)
+        matrix = self._stored(key, expert).read(files, rows, "cpu")
+        if rows is not None and not key.flat:
+            matrix = matrix[0]
+        return key.disk_parts(matrix)[key.parts.index(part)]
+
+    def _key(self, part: str, bias: bool) -> Key:
+        return next(key for key in self.layout.keys if part in key.parts and key.bias == bias)
+
+    def _stored(self, key: Key, expert: int) -> Stored:
+        return self.found.experts[key.name.replace("{e}", str(expert))]
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, generation settings and other small files without weights."""
+    for path in sorted(source.iterdir()):
+        keep = path.suffix in {".json", ".txt", ".model", ".jinja", ".py", ".md"} and "index.json" not in path.name
+        if path.is_file() and keep and path.name != CONFIG:
+            shutil.copy2(path, target / path.name)

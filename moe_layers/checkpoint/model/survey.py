@@ -1,0 +1,179 @@
+"""Survey of a checkpoint's MoE blocks from the headers of its files. The architecture may be unknown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...architectures import ARCHITECTURES, RECORD, ModelConfig, read_config
+from ...checks import first_three
+from ..files.blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
+from ..files.directory import CONFIG, CheckpointFiles, read_json
+from ..files.layouts import Layout, Sizes, published_layouts
+from ..files.quantization_config import float8_block
+from ..files.stored_weights import Stored, describe
+
+
+@dataclass(frozen=True)
+class BlockSurvey:
+    """A block and the possible meanings of its tensors.
+
+    Attributes:
+        layouts: the layouts that fit; several if neither names nor shapes nor the architecture decide between them.
+        sizes: the sizes according to each of these layouts.
+        bias: the experts have biases.
+        experts: the experts' weights by name below the block, including those written for zero experts.
+        num_routed: rows of the router without those of zero experts.
+        config: of the model, for the block's layer.
+        wrong: the reasons why no layout fits.
+    """
+
+    block: Block
+    layouts: tuple[Layout, ...]
+    sizes: tuple[Sizes, ...]
+    bias: bool
+    experts: dict[str, Stored]
+    num_routed: int
+    config: ModelConfig
+    num_bytes: int
+    wrong: tuple[str, ...]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {stored.dtype for stored in self.experts.values()}
+
+    @property
+    def encodings(self) -> set[str]:
+        return {stored.encoding for stored in self.experts.values()}
+
+
+def survey(files: CheckpointFiles) -> list[BlockSurvey]:
+    """Return all MoE blocks.
+
+    Raises:
+        ValueError: a file is damaged or missing, or the configuration is missing.
+    """
+    values = read_json(files.directory / CONFIG)
+    files.require(files.file_of)
+    return [_survey_block(files, block, values) for block in find_blocks(files.file_of)]
+
+
+def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSurvey:
+    config = read_config(values, block.layer, block.prefix)
+    described = _described(files, block, float8_block(values, config))
+    architecture = ARCHITECTURES.get(config.model_type)
+    num_zero = architecture.num_zero_experts(config) if architecture else 0
+    router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
+    fitting, wrong = _fitting(block, described, router, num_zero)
+    fitting = _narrow(fitting, values.get(RECORD), config)
+    layouts, sizes = zip(*fitting, strict=True) if fitting else ((), ())
+    bias = _has_bias(block, layouts)
+    names = {name for layout, size in fitting for name in _names(layout, bias, size.num_experts + num_zero)}
+    return BlockSurvey(
+        block=block,
+        layouts=layouts,
+        sizes=sizes,
+        bias=bias,
+        experts={name: stored for name, stored in described.items() if name in names},
+        num_routed=router[0] - num_zero if router else 0,
+        config=config,
+        num_bytes=sum(stored.num_bytes for stored in described.values()),
+        wrong=tuple(wrong),
+    )
+
+
+def _fitting(
+    block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
+) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
+    """Return the layouts that fit, with their sizes. If none fits, also return the misfits of the most similar one."""
+    matches = [
+        (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
+    ]
+    fitting = [(layout, sizes) for layout, sizes, wrong in matches if sizes is not None and not wrong]
+    return fitting, [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
+
+
+def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) -> dict[str, Stored]:
+    """Return the block's weights by name. Raise ValueError if some cannot be read."""
+    problems: list[str] = []
+    described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
+    if problems:
+        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + first_three(problems, "\n  "))
+    return {name: stored for name, stored in described.items() if stored is not None}
+
+
+def _has_bias(block: Block, layouts: tuple[Layout, ...]) -> bool:
+    """Return whether the block has one of the biases that these layouts name."""
+    patterns = block.patterns()
+    return any(key.bias and key.name in patterns for layout in layouts for key in layout.keys)
+
+
+def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
+    """Return the names of a layout's tensors."""
+    return {
+        key.name.replace("{e}", str(expert))
+        for key in layout.select(bias=bias)
+        for expert in (range(num_experts) if key.per_expert else range(1))
+    }
+
+
+def _match(
+    block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
+) -> tuple[Sizes | None, list[str]]:
+    """Return the sizes of a layout's tensors, and the errors of those that do not fit."""
+    numbers = block.expert_numbers()
+    down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
+    name = down.name.replace("{e}", str(min(numbers, default=0)))
+    if len(router) != 2 or name not in described or len(described[name].shape) < 2:
+        return None, [f"missing: {block.prefix}{name}, or not a matrix"]
+    if num_zero_experts or down.flat:
+        num_experts = router[0] - num_zero_experts
+    else:
+        num_experts = max(numbers) + 1 if down.per_expert else described[name].shape[0]
+    if num_experts < 1:
+        return None, [f"wrong shape: the router of {block.prefix} is {router}, with {num_zero_experts} zero experts"]
+    rows, columns = described[name].shape[-2:]
+    if down.flat:
+        rows //= num_experts
+    d_model, d_ff = (columns, rows) if down.transposed else (rows, columns)
+    wrong = []
+    if d_model != router[1] and "fc1_latent_proj.weight" not in described:
+        wrong.append(f"wrong shape: {block.prefix}{name} has d_model {d_model}, the router {router[1]}")
+    sizes = Sizes(num_experts, d_ff, d_model)
+    return sizes, wrong + _misfits(block, described, layout, sizes, num_zero_experts)
+
+
+def _misfits(
+    block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
+) -> list[str]:
+    """Return a layout's missing tensors and its tensors of wrong sizes. Zero experts have no matrix "down"."""
+    wrong = []
+    with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
+    for key in layout.select(bias=False):
+        shapes = [key.shape(sizes)] if key.parts == ("down",) else [key.shape(sizes), key.shape(with_zero_experts)]
+        for number in range(sizes.num_experts) if key.per_expert else (None,):
+            name = key.name.replace("{e}", str(number))
+            if name not in described:
+                wrong.append(f"missing: {block.prefix}{name} {shapes[0]}")
+            elif described[name].shape not in shapes:
+                wrong.append(f"wrong shape: {block.prefix}{name} is {described[name].shape}, must be {shapes[0]}")
+        if key.parts == ("down",):
+            numbers = sorted(number for number in block.expert_numbers() if number >= sizes.num_experts)
+            names = [key.name.replace("{e}", str(number)) for number in numbers]
+            wrong += [f"left over: {block.prefix}{name}" for name in names if name in described]
+    return wrong
+
+
+def _narrow(
+    fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: ModelConfig
+) -> list[tuple[Layout, Sizes]]:
+    """Drop the layouts that the record or a known architecture rules out."""
+    if recorded is not None:
+        return [(layout, sizes) for layout, sizes in fitting if layout.name == recorded]
+    if config.model_type not in ARCHITECTURES or len(fitting) < 2:
+        return fitting
+    names = published_layouts(config.model_type)
+    published = [(layout, sizes) for layout, sizes in fitting if layout.name in names]
+    plain = [(layout, sizes) for layout, sizes in fitting if layout.name != "interleaved"]
+    return published or ([] if "interleaved" in names else plain) or fitting

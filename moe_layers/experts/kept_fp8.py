@@ -1,0 +1,113 @@
+"""The experts' weights in e4m3, kept from forward to forward until the weights change.
+
+A change is found in two ways. PyTorch counts changes by optimizers, `copy_` and `load_state_dict`, and a new parameter
+or storage is seen: these make new forms. The GPU finds all others, such as an optimizer of raw memory or
+`weight.data[0] = 0`. Each later forward reads the weights, compares a checksum of every block, and quantises the blocks
+that differ; see `moe_kernels.quantization.fp8_weights`.
+
+Forms are not kept where a change could be missed or memory would grow with the model: in a CUDA graph, which replays
+without this code; while a graph is compiled; and where FSDP gathers the weights for each forward. In these cases the op
+quantises each weight right before its product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moe_kernels.quantization.fp8_weights import (
+    empty_checksums,
+    launch_quantize_weight,
+    launch_requantize,
+    scaled_forms,
+)
+from moe_kernels.runtime.dispatch import runs_kernels
+from moe_kernels.runtime.pytorch import functorch_is_active, unseen_by_modes
+from moe_kernels.types import QuantizedWeight, ScaledForms
+
+
+class _Kept(NamedTuple):
+    """The e4m3 forms of one weight, and the identity of the weight they were made from.
+
+    Holds weak references only, so it keeps no weight alive. While they exist, no other object has the same identity.
+    """
+
+    parameter: weakref.ref[Tensor]
+    storage: StorageWeakRef
+    facts: tuple[Any, ...]
+    forms: tuple[QuantizedWeight | None, QuantizedWeight | None]
+    checksums: Tensor  # one per block of the weight
+
+    def is_current(self, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> bool:
+        return (
+            self.parameter() is parameter
+            and self.storage == StorageWeakRef(part.untyped_storage())
+            and self.facts == _facts(part, weight)
+            and (self.forms[1] is not None or not turned)
+        )
+
+
+class KeptForms:
+    """The forms of the weights of one `GroupedExperts`. A copy of a module makes its own."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+
+    def __reduce__(self) -> tuple[type[KeptForms], tuple[()]]:
+        return KeptForms, ()
+
+    def drop(self) -> None:
+        """Free the memory of the forms."""
+        self._kept = {}
+
+    def of(
+        self,
+        module: nn.Module,  # it holds the parameters
+        parameters: tuple[Tensor, Tensor],  # w_up and w_down
+        parts: tuple[Tensor, Tensor],  # this rank's parts of them
+        weights: tuple[Tensor, Tensor],  # the parts in the dtype of the tokens
+        implementation: str | None,
+    ) -> ScaledForms | None:
+        """Return the forms of the weights as they are now, or None if the op must make them."""
+        # FSDP1 and FSDP2 set this attribute for the compiler.
+        if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
+            return None
+        if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):
+            return None
+        if not runs_kernels(implementation, weights[0]) or _is_captured(weights[0]):
+            return None
+        turned = torch.is_grad_enabled()
+        with torch.no_grad(), unseen_by_modes(), torch.cuda.device_of(weights[0]):
+            for name, parameter, part, weight in zip(("w_up", "w_down"), parameters, parts, weights, strict=True):
+                self._kept[name] = _renewed(self._kept.pop(name, None), parameter, part, weight, turned)
+        return scaled_forms(*(self._kept[name].forms for name in ("w_up", "w_down")))
+
+
+def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> _Kept:
+    if kept is not None and kept.is_current(parameter, part, weight, turned):
+        launch_requantize(weight, kept.forms, kept.checksums)
+        return kept
+    del kept  # frees its memory before the new forms are allocated
+    checksums = empty_checksums(weight)
+    forms = launch_quantize_weight(weight, transposed=turned, checksums=checksums)
+    storage = StorageWeakRef(part.untyped_storage())
+    return _Kept(weakref.ref(parameter), storage, _facts(part, weight), forms, checksums)
+
+
+def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """Return properties that differ after a counted change of the weight, in other memory, or on another stream."""
+    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+    return part._version, part.data_ptr(), weight.dtype, weight.shape, weight.stride(), stream
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether PyTorch counts the changes of a tensor that has memory of its own."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_inference()
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

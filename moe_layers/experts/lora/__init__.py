@@ -1,0 +1,1 @@
+"""Low-rank adapters of the experts: settings and parameters, dropout, merging."""

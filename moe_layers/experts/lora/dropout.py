@@ -1,0 +1,82 @@
+"""Experts with dropout on the input of their adapters, in training.
+
+    H = X @ w_up^T + sum over adapters of scale * (drop(X) @ up_a^T) @ up_b^T
+    Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T
+
+Each row, adapter and projection has its own mask, as with PEFT's adapters of experts that are linear layers. One op
+follows another, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A. Of
+quantised weights it keeps the dequantised ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_kernels import Activation, ExpertAdapters, Permutation, apply_activation, combine, grouped_gemm, permute
+from moe_kernels.quantization.ops import dequantize
+from moe_kernels.types import ExpertWeights, QuantizedWeight, Weight
+
+from .adapters import ActiveAdapter
+
+
+def compute_with_dropout(
+    tokens: Tensor,  # [T, D]
+    topk_weights: Tensor,  # [T, K] float32
+    permutation: Permutation,
+    weights: ExpertWeights,
+    adapters: Sequence[ActiveAdapter],
+    *,
+    activation: Activation,
+    weight_on_input: bool,
+    implementation: str | None,
+) -> Tensor:  # [T, D]
+    """As `fused_experts` otherwise."""
+    offsets, options = permutation.offsets, {"implementation": implementation}
+    rows = permute(tokens, permutation, **options)  # [R, D]
+    if weight_on_input:
+        row_weights = _row_weights(topk_weights, permutation)
+        rows = (rows.to(row_weights.dtype) * row_weights[:, None]).to(rows.dtype)
+    up = [(_factors(part, "up"), dropout) for part, dropout in adapters]
+    down = [(_factors(part, "down"), dropout) for part, dropout in adapters]
+    preactivation = _adapted_product(rows, weights.w_up, weights.b_up, up, offsets, **options)  # [R, 2F] or [R, F]
+    activated = apply_activation(preactivation, activation, **options)  # [R, F]
+    out = _adapted_product(activated, weights.w_down, weights.b_down, down, offsets, **options)  # [R, D]
+    return combine(out, None if weight_on_input else topk_weights, permutation.slot_to_row, **options)
+
+
+def _factors(adapter: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor] | None:
+    a, b = getattr(adapter, f"{projection}_a"), getattr(adapter, f"{projection}_b")
+    return None if a is None else (a, b * adapter.scale)
+
+
+def _row_weights(topk_weights: Tensor, permutation: Permutation) -> Tensor:  # [R]
+    """The routing weight of each row; 0 for padding rows."""
+    num_rows = len(permutation.row_to_token)
+    row = torch.where(permutation.slot_to_row < 0, num_rows, permutation.slot_to_row).flatten().long()
+    return topk_weights.new_zeros(num_rows + 1).scatter(0, row, topk_weights.flatten())[:num_rows]
+
+
+def _adapted_product(
+    rows: Tensor,  # [R, in]
+    weight: Weight,  # [E, out, in]
+    bias: Tensor | None,  # [E, out]
+    adapters: Sequence[tuple[tuple[Tensor, Tensor] | None, float]],  # factors, dropout
+    offsets: Tensor,  # [E]
+    *,
+    implementation: str | None,
+) -> Tensor:  # [R, out]
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, rows.dtype, implementation=implementation)
+    out = grouped_gemm(rows, weight.transpose(1, 2), offsets, bias=bias, implementation=implementation)
+    for factors, dropout in adapters:
+        if factors is not None:
+            product = functional.dropout(rows, dropout)
+            for factor in factors:
+                factor = factor.to(rows.dtype).expand(len(weight), -1, -1)
+                product = grouped_gemm(product, factor.transpose(1, 2), offsets, implementation=implementation)
+            out = out + product
+    return out

@@ -1,0 +1,141 @@
+"""Finds the experts modules of a transformers model that this package can compute."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ....checks import first_three
+from .expert_classes import ATTENTION, REFUSED, SWAPS
+from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
+from .parametrized import check_stored
+from .replaced_forwards import has_other_forward
+
+# Naming pattern of transformers' classes that hold routed experts.
+_NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
+_SHARED_EXPERTS = re.compile(r"SharedExpert")
+# Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier ones of JetMoE are not tested.
+_OLDEST = {"DbrxExperts": "5.17", "JetMoeMoE": "5.23"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """An experts module that this package can compute.
+
+    Attributes:
+        forwards: replacement forwards by module; empty if the configuration of the experts selects this package's.
+    """
+
+    name: str
+    experts: nn.Module
+    spec: ExpertsSpec
+    forwards: dict[nn.Module, Callable[..., object]]
+
+    @property
+    def kind(self) -> str:
+        return type_before_parametrizations(self.experts).__name__
+
+    @property
+    def path(self) -> str:
+        return "replaced forward" if self.forwards else "experts interface"
+
+
+def find_experts(model: nn.Module, implementation: str | None, selectable: set[int]) -> list[Found]:
+    """Return all experts of a model, in the order of its modules.
+
+    Args:
+        selectable: ids of the configurations that may select this package's experts for all their modules.
+
+    Raises:
+        ValueError: the model has no experts, or unsupported ones.
+    """
+    found = [
+        part
+        for name, module in model.named_modules()
+        if (part := _found(model, name, module, implementation, selectable)) is not None
+    ]
+    if unknown := sorted(set(_unknown(model, {part.experts for part in found}))):
+        raise ValueError(f"enable: moe_layers must support all experts, got unsupported {first_three(unknown)}")
+    if not found:
+        raise ValueError(f"enable: the model must have MoE blocks of transformers, got {type(model).__name__}")
+    for part in found:
+        spec, experts = part.spec, part.experts
+        check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
+        with torch.no_grad():  # quantised weights must be frozen only where gradients are computed
+            # As stored: DeepSpeed's ZeRO-3 leaves parameters without elements between forwards.
+            weights = (*spec.up_parameters(experts), spec.stored_down(experts), *spec.biases(experts))
+        check_weights(part.name, weights)
+    return found
+
+
+def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
+    own_class = type_before_parametrizations(module)
+    kind = own_class.__name__
+    if has_interface(module):
+        forwards: dict[nn.Module, Callable[..., object]] = {}
+        if id(module.config) not in selectable:
+            forwards[module] = experts_forward
+        _check_forwards(forwards)
+        return Found(name, module, interface_spec(module, implementation), forwards)
+    if kind not in SWAPS or not own_class.__module__.startswith("transformers."):
+        return None
+    if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
+        return None
+    swap = SWAPS[kind]
+    forwards = {module: swap.forward}
+    if swap.caller_forward is not None:
+        callers = _around(model, module, swap.caller)
+        if not callers:
+            return None
+        forwards |= dict.fromkeys(callers, swap.caller_forward)
+    _check_forwards(forwards)
+    return Found(name, module, swap.spec(module, implementation), forwards)
+
+
+def _check_forwards(forwards: Iterable[nn.Module]) -> None:
+    """Raise ValueError if someone else replaced a forward."""
+    for module in forwards:
+        if has_other_forward(module):
+            raise ValueError(
+                f"enable: the forward of {type(module).__name__} must be its class's own, got a replaced one"
+            )
+
+
+def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
+    """Return the modules of a class that contain a module, at any depth: wrappers may be in between."""
+    return [
+        block
+        for block in model.modules()
+        if type(block).__name__ == kind and any(inner is module for inner in block.modules())
+    ]
+
+
+def has_interface(module: nn.Module) -> bool:
+    """Return whether the forward of the module's class gets its implementation from the experts interface."""
+    forward = type(module).forward
+    while inspect.isfunction(forward):
+        if "experts_interface" in forward.__code__.co_freevars:
+            return inspect.getclosurevars(forward).nonlocals["experts_interface"] is ALL_EXPERTS_FUNCTIONS
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
+    """Yield classes that look like routed experts, with no known module around or inside them, and known reasons."""
+    attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
+    inside = {inner for block in known | attention for inner in block.modules()}
+    for module in model.modules():
+        kind = type_before_parametrizations(module).__name__
+        looks_alike = _NAMED_EXPERTS.search(kind) and not _SHARED_EXPERTS.search(kind)
+        if looks_alike and module not in inside and known.isdisjoint(module.modules()):
+            yield f"{kind} ({REFUSED[kind]})" if kind in REFUSED else kind

@@ -1,0 +1,207 @@
+"""Replacement forwards for experts of transformers without an experts interface, by class name.
+
+The modules keep their places and parameters, and call one another as before. Anything attached to them (hooks, LoRA,
+sharding) still applies. Modules of transformers are `Any`: their attributes belong to their class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels import ExpertAdapters
+from moe_kernels.types import Weight
+
+from .activation import recognise_gated
+from .experts_forward import ExpertsSpec, LowRank, experts_forward
+from .float8_experts import float8_spec
+
+
+@dataclass(frozen=True)
+class _FlatSpec(ExpertsSpec):
+    """DBRX: `mlp.w1` (gate), `v1` (up) and `w2` (down, transposed) are [E * F, D]."""
+
+    copies: ClassVar[bool] = True  # gate and up are two tensors
+    num_experts: int = 0
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return ()
+
+    readable = adaptable
+
+    def of_rank(self, num_ranks: int) -> ExpertsSpec:
+        return replace(self, num_experts=self.num_experts // num_ranks)
+
+    def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
+        return experts.mlp.w1, experts.mlp.v1
+
+    def w_up(self, *parameters: Any) -> Weight:
+        return torch.cat([part.unflatten(0, (self.num_experts, -1)) for part in parameters], 1)
+
+    def stored_down(self, experts: Any) -> Weight:
+        return experts.mlp.w2
+
+    def w_down(self, experts: Any) -> Weight:
+        return experts.mlp.w2.unflatten(0, (self.num_experts, -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _FirstSpec(ExpertsSpec):
+    """LongCat: the experts' matrices are followed by unused matrices of the zero experts."""
+
+    num_experts: int = 0
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        return ()
+
+    def w_up(self, *parameters: Any) -> Weight:
+        (stored,) = parameters
+        return stored[: self.num_experts]
+
+    def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
+        of_all = super().adapters(changes)
+        up_a, up_b = (None if factor is None else factor[: self.num_experts] for factor in (of_all.up_a, of_all.up_b))
+        return ExpertAdapters(up_a, up_b, of_all.down_a, of_all.down_b)
+
+
+@dataclass(frozen=True)
+class _LinearsSpec(ExpertsSpec):
+    """JetMoE: the block holds the weights as `input_linear.weight` and `output_linear.weight`."""
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return ()
+
+    def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
+        return {f"{name}.weight": getattr(experts, name).weight for name in ("input_linear", "output_linear")}
+
+    def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
+        return (_weight_of(experts, "input_linear"),)
+
+    def stored_down(self, experts: Any) -> Weight:
+        return _weight_of(experts, "output_linear")
+
+    def w_down(self, experts: Any) -> Weight:
+        return self.stored_down(experts)
+
+
+def _weight_of(experts: Any, name: str) -> Weight:
+    holder = getattr(experts, name)
+    if type(holder).__name__ != "JetMoeParallelExperts":  # the wrapper's change of the weight would be lost
+        raise ValueError(
+            f"moe_layers: {name} of {type(experts).__name__} must be JetMoeParallelExperts, got {type(holder).__name__}"
+        )
+    return holder.weight
+
+
+def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act_fn(gate) * up
+
+    return apply_gate
+
+
+def _dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    out = experts_forward(self, hidden_states.reshape(-1, self.hidden_size), top_k_index, top_k_weights)
+    return out.view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run the experts. Ids beyond them are zero experts, which return the token."""
+    routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
+    return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
+
+
+def _jetmoe_forward(self: Any, layer_input: Tensor) -> Tensor:
+    """Run the block. Its router returns the slots in the order of the experts."""
+    tokens = layer_input.reshape(-1, self.input_size)
+    slots, _, gates, num_rows, _ = self.router(tokens)  # slots and gates [T * K]
+    experts = torch.arange(len(num_rows), device=slots.device)
+    experts = experts.repeat_interleave(torch.tensor(num_rows, device=slots.device), output_size=len(slots))
+    shape = len(tokens), self.router.top_k
+    chosen = torch.empty_like(slots).scatter(0, slots, experts).view(shape)
+    weights = torch.empty_like(gates).scatter(0, slots, gates).view(shape)
+    return experts_forward(self, tokens, chosen, weights).view(layer_input.shape) + self.bias
+
+
+def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the block. Scores of experts that were not chosen are zero."""
+    tokens = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(tokens)  # [T, E] each
+    chosen = logits.topk(self.top_k, dim=1).indices
+    routed = self.experts(tokens, chosen, scores.gather(1, chosen))
+    return self.shared_expert(tokens) + routed, logits
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Replacement of the experts of a class.
+
+    Attributes:
+        forward: replaces the forward of the experts.
+        spec: makes the ExpertsSpec from the experts module and an implementation.
+        caller: class of the surrounding block, if it must call the experts in another way; else "".
+        caller_forward: replaces the forward of that block.
+    """
+
+    forward: Callable[..., object]
+    spec: Callable[[nn.Module, str | None], ExpertsSpec]
+    caller: str = ""
+    caller_forward: Callable[..., object] | None = None
+
+
+def _dbrx(experts: Any, implementation: str | None) -> ExpertsSpec:
+    activation = recognise_gated(experts, _swiglu_like(experts.mlp.activation_fn), interleaved=False)
+    return _FlatSpec(activation, implementation, num_experts=experts.num_experts)
+
+
+def _longcat(experts: Any, implementation: str | None) -> ExpertsSpec:
+    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    return _FirstSpec(activation, implementation, num_experts=experts.num_routed_experts)
+
+
+def _llama4(experts: Any, implementation: str | None) -> ExpertsSpec:
+    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    return ExpertsSpec(activation, implementation, transposed=True, weight_on_input=True)
+
+
+def _jetmoe(experts: Any, implementation: str | None) -> ExpertsSpec:
+    return _LinearsSpec(recognise_gated(experts, _swiglu_like(experts.activation), interleaved=False), implementation)
+
+
+def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
+    return ExpertsSpec(recognise_gated(experts, experts._apply_gate, interleaved=False), implementation)
+
+
+SWAPS = {
+    "FP8Experts": Swap(experts_forward, float8_spec),
+    "DbrxExperts": Swap(_dbrx_forward, _dbrx),
+    "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
+    "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),
+    "Step3p7Experts": Swap(experts_forward, _step3p7),
+    "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe),
+}
+
+# Mixtures of attention, whose experts project queries. The model computes them.
+ATTENTION = ("JetMoeMoA",)
+
+_MODULES_WITH_DROPOUT = "each expert is a module of its own, with dropout between its matrices"
+# Reasons against experts and blocks that look like those of this package.
+REFUSED = {
+    "DogeCDMoE": "its experts are pairs of vectors, found by product keys",
+    "Mxfp4GptOssExperts": "they hold MXFP4 in the order of transformers' own kernels; load the model with keep_mxfp4 "
+    "of moe_layers.integrations.transformers.experts.mxfp4, or with Mxfp4Config(dequantize=True)",
+    "NllbMoeExperts": "transformers reads the router's mask as expert ids, so only experts 0 and 1 run",
+    "NllbMoeSparseMLP": "transformers reads the router's mask as expert ids, so only experts 0 and 1 run",
+    "SwitchTransformersExperts": _MODULES_WITH_DROPOUT,
+    "SwitchTransformersSparseMLP": _MODULES_WITH_DROPOUT,
+    "VitPoseNaiveMoe": "its experts are single matrices, chosen by data set",
+}

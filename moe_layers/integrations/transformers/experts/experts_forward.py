@@ -1,0 +1,317 @@
+"""Computes another library's experts with `moe_kernels`, on the parameters as the model stores them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_kernels import (
+    Activation,
+    ExpertAdapters,
+    apply_activation,
+    combine,
+    grouped_gemm,
+    permute,
+    sort_by_expert,
+)
+from moe_kernels.experts.fused import compute_chosen, compute_experts
+from moe_kernels.quantization.formats import check_quantized
+from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
+from moe_kernels.types import ExpertWeights, QuantizedWeight, ScaledForms, Weight
+
+from ....autocast import call_with_autocast_rules
+from ....checks import first_three
+from ....experts.grouped import ExpertRows
+from ....experts.kept_fp8 import KeptForms
+from .activation import recognise_gated, recognise_plain
+from .parametrized import check_stored, stored_weight
+from .rebuilding import rebuilt_in_backward
+
+NAME = "moe_layers"  # in the experts interface
+ATTRIBUTE = "_moe_layers_experts"  # attribute: ExpertsSpec, from `enable` or from the first call
+FORMS = "_moe_layers_forms"  # attribute: KeptForms, with a precision
+CHANGES = "_moe_layers_changes"  # attribute: LowRank by parameter name, while wrappers call the experts
+SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: SharedForward
+DISPATCHED = "_moe_layers_dispatched"  # of an experts module that transformers shards for us: its name in errors
+TOLD = "_moe_layers_told"  # attribute: the user was told who computes PEFT's adapters, see `_tell_once`
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LowRank(NamedTuple):
+    """A change left[e] @ right[e] of the matrices of a parameter."""
+
+    left: Tensor  # [E, rows, r]
+    right: Tensor  # [E, r, columns]
+
+
+class SharedForward(Protocol):
+    """Computes experts of which each rank holds a share.
+
+    Attributes:
+        name: of the experts, in errors.
+    """
+
+    name: str
+
+    def forward(self, experts: nn.Module, tokens: Tensor, topk_experts: Tensor, topk_weights: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """How to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
+
+    Attributes:
+        transposed: matrices are [in, out].
+        implementation: "triton", "reference", or None to choose by device.
+        normed: the experts' `post_expert_norm` norms each output before it is weighted.
+        precision: see `fused_experts`.
+    """
+
+    copies: ClassVar[bool] = False  # `w_up` is a copy of the parameters instead of a view
+    activation: Activation
+    implementation: str | None
+    transposed: bool = False
+    bias: bool = False
+    weight_on_input: bool = False
+    normed: bool = False
+    precision: str | None = None
+
+    @property
+    def _up_name(self) -> str:
+        return "gate_up_proj" if self.activation.gated else "up_proj"
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Names of the parameters whose low-rank changes `adapters` converts."""
+        return () if self.normed else (self._up_name, "down_proj")
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """Return the names of the parameters that the kernels can read in 4 bits."""
+        return () if self.normed else (self._up_name, "down_proj")
+
+    def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters and buffers, by name, whose first axis is that of the experts."""
+        every = chain(experts.named_parameters(), experts.named_buffers())
+        return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
+
+    def of_rank(self, num_ranks: int) -> ExpertsSpec:
+        """Return the spec of one rank's share."""
+        return self
+
+    def held(self, experts: Any) -> Iterable[Weight]:
+        """Return the weights to check at the first call. Reads no parameter, because PEFT caches what is read."""
+        return dict(experts.named_parameters(recurse=False)).values()
+
+    def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
+        return (self._parameter(experts, self._up_name),)
+
+    def w_up(self, *parameters: Any) -> Weight:  # [E, 2F, D] in the activation's order of rows; [E, F, D]
+        (parameter,) = parameters
+        return self._matrices(parameter)
+
+    def stored_down(self, experts: Any) -> Weight:
+        return self._parameter(experts, "down_proj")
+
+    def w_down(self, experts: Any) -> Weight:  # [E, D, F]
+        return self._matrices(self.stored_down(experts))
+
+    def _parameter(self, experts: Any, name: str) -> Weight:
+        stored = stored_weight(experts, self.readable, name, transposed=self.transposed)
+        return getattr(experts, name) if stored is None else stored
+
+    def _matrices(self, parameter: Weight) -> Weight:  # [E, out, in]
+        if self.transposed and isinstance(parameter, Tensor):
+            return parameter.transpose(1, 2)
+        return parameter
+
+    def biases(self, experts: Any) -> tuple[Tensor, ...]:  # b_up [E, 2F] or [E, F], b_down [E, D]; or none
+        if not self.bias:
+            return ()
+        return getattr(experts, f"{self._up_name}_bias"), experts.down_proj_bias
+
+    def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
+        """Convert changes of the stored parameters, by name, to changes of `w_up` and `w_down`."""
+        return ExpertAdapters(*self._factors(changes.get(self._up_name)), *self._factors(changes.get("down_proj")))
+
+    def _factors(self, change: LowRank | None) -> tuple[Tensor | None, Tensor | None]:  # a [E, r, in], b [E, out, r]
+        if change is None:
+            return None, None
+        if self.transposed:
+            return change.left.transpose(1, 2), change.right.transpose(1, 2)
+        return change.right, change.left
+
+
+def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
+    """Recognise an experts module of the experts interface.
+
+    Raises:
+        ValueError: this package cannot compute it, with the reason.
+    """
+    normed = getattr(experts, "has_post_expert_norm", False)
+    if normed and experts.has_bias:
+        raise ValueError(f"moe_layers: experts with a norm must have no biases, got both in {type(experts).__name__}")
+    interleaved = experts.has_gate and not experts.is_concatenated
+    if experts.has_gate:
+        activation = recognise_gated(experts, experts._apply_gate, interleaved=interleaved)
+    else:
+        activation = recognise_plain(experts, experts.act_fn)
+    return ExpertsSpec(activation, implementation, experts.is_transposed, experts.has_bias, normed=normed)
+
+
+def check_weights(name: str, weights: Iterable[Weight]) -> None:
+    """Raise ValueError if the kernels cannot read the weights of an experts module."""
+    weights = list(weights)
+    dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        raise ValueError(
+            f"moe_layers: the weights of {name} must have one dtype of {first_three(_DTYPES)}, "
+            f"got {first_three(sorted(map(str, dtypes)))}"
+        )
+    for matrix, weight in zip(("the up-projection", "the down-projection"), weights, strict=False):
+        if isinstance(weight, QuantizedWeight):
+            check_quantized("moe_layers", f"{matrix} of {name}", weight)
+    formats = sorted({str(weight.format) for weight in weights if isinstance(weight, QuantizedWeight)})
+    if len(formats) > 1:
+        raise ValueError(f"moe_layers: the weights of {name} must have one format, got {first_three(formats)}")
+
+
+def recognise_once(experts: nn.Module, make_spec: Callable[[Any, str | None], ExpertsSpec]) -> None:
+    """Set the spec of a module that `enable` has not seen."""
+    if not hasattr(experts, ATTRIBUTE):
+        with unseen_by_tracers(), torch.no_grad():
+            spec = make_spec(experts, None)
+            kind = type(experts).__name__
+            check_stored(kind, experts, spec.readable, transposed=spec.transposed)
+            check_weights(kind, spec.held(experts))
+        setattr(experts, ATTRIBUTE, spec)
+
+
+@called_while_traced
+def _recognise_once(experts: nn.Module) -> None:
+    _tell_once(experts)
+    recognise_once(experts, interface_spec)
+
+
+def _tell_once(experts: Any) -> None:
+    """Warn if PEFT computes adapters that `enable`, which was not called, would let the kernels compute."""
+    changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
+    if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
+        return
+    setattr(experts, TOLD, True)
+    kind = type_before_parametrizations(experts).__name__
+    warnings.warn(
+        f"moe_layers: PEFT itself computes the adapters of {kind}, as changes of the size of the weights; call "
+        "moe_layers.integrations.transformers.enable(model) to let the kernels compute their factors",
+        stacklevel=2,
+    )
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: Tensor,  # [T, D]
+    top_k_index: Tensor,  # [T, K]; ids outside [0, E) add nothing
+    top_k_weights: Tensor,  # [T, K]
+) -> Tensor:  # [T, D]
+    """Replace the forward of an experts module.
+
+    Raises:
+        ValueError: at the first call, that this package cannot compute the module, with the reason.
+    """
+    _recognise_once(self)
+    top_k_index = top_k_index.int()
+    top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
+    sharing: SharedForward | None = getattr(self, SHARING, None)
+    if sharing is not None:
+        return sharing.forward(self, hidden_states, top_k_index, top_k_weights)
+    changes = getattr(self, CHANGES, None) or {}
+    return compute_module(self, hidden_states, top_k_index, top_k_weights, changes).to(hidden_states.dtype)
+
+
+def compute_module(
+    self: Any,  # an experts module with a spec
+    tokens: Tensor,  # [T, D]
+    choice: Tensor | ExpertRows,  # [T, K] int32, or where a dispatcher placed the slots
+    topk_weights: Tensor,  # [T, K] float32
+    changes: Mapping[str, LowRank],
+    parameters: tuple[Weight, Weight] | None = None,  # as the module holds them, where the computed ones are parts
+) -> Tensor:  # [T, D]
+    """Compute an experts module with all parameters that it holds."""
+    spec: ExpertsSpec = getattr(self, ATTRIBUTE)
+    up_parameters, w_down = spec.up_parameters(self), spec.w_down(self)
+    adapters = spec.adapters(changes) if changes else None
+
+    def experts(tokens: Tensor, w_up: Any, w_down: Any, *biases: Tensor) -> Tensor:
+        operands = ExpertWeights(w_up, w_down, *biases)
+        if isinstance(choice, ExpertRows) and choice.plan is not None:
+            return choice.plan(tokens, topk_weights, operands, adapters)
+        settings: dict[str, Any] = {
+            "adapters": adapters,
+            "activation": spec.activation,
+            "weight_on_input": spec.weight_on_input,
+            "precision": spec.precision,
+            "forms": _forms(self, parameters, weights[:2], (w_up, w_down)),
+            "implementation": spec.implementation,
+        }
+        with rebuilt_in_backward(w_up, up_parameters, spec.w_up) if spec.copies else nullcontext():
+            if isinstance(choice, Tensor):
+                return compute_chosen(tokens, choice, topk_weights, operands, **settings)
+            assert choice.permutation is not None
+            return compute_experts(tokens, topk_weights, choice.permutation, operands, **settings)
+
+    normed = partial(_normed_experts, self, choice, topk_weights)
+    weights: tuple[Any, ...] = (spec.w_up(*up_parameters), w_down, *spec.biases(self))
+    return call_with_autocast_rules(normed if spec.normed else experts, tokens, *weights)
+
+
+def _forms(
+    experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
+) -> ScaledForms | None:
+    """Return the kept e4m3 forms of the weights, see `KeptForms`; None without precision or for copied parameters."""
+    spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
+    if spec.precision is None or spec.copies or torch.compiler.is_compiling():
+        return None
+    if not hasattr(experts, FORMS):
+        setattr(experts, FORMS, KeptForms())
+    return getattr(experts, FORMS).of(
+        experts, parameters or stored_pair(experts, spec), parts, weights, spec.implementation
+    )
+
+
+def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
+    """Return the parameters of both projections, as the module holds them."""
+    return spec.up_parameters(experts)[0], spec.stored_down(experts)
+
+
+def _normed_experts(
+    self: Any, choice: Tensor | ExpertRows, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """Compute experts whose outputs are normed: a norm does not commute with the weights, which the fused op applies
+    before the down projection."""
+    spec: ExpertsSpec = getattr(self, ATTRIBUTE)
+    if isinstance(choice, Tensor):
+        permutation = sort_by_expert(choice, w_down.shape[0], implementation=spec.implementation)
+    else:
+        assert choice.permutation is not None
+        permutation = choice.permutation
+    product = partial(grouped_gemm, offsets=permutation.offsets, implementation=spec.implementation)
+    rows = permute(tokens, permutation, implementation=spec.implementation)
+    preactivation = product(rows, w_up.transpose(1, 2))
+    activated = apply_activation(preactivation, spec.activation, implementation=spec.implementation)
+    out = self.post_expert_norm(product(activated, w_down.transpose(1, 2)))
+    return combine(out, topk_weights, permutation.slot_to_row, implementation=spec.implementation)
+
+
+# Registered here, because unpickling a model that was enabled or called imports this file and may call nothing else.
+ExpertsInterface.register(NAME, experts_forward)

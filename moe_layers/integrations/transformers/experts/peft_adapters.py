@@ -1,0 +1,272 @@
+"""PEFT's LoRA of expert parameters, computed inside the experts' op.
+
+PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. Its forward adds the
+product of both factors to the parameter while the experts run. The forward here passes the factors to the experts
+instead, so that no tensor of the parameter's size is made. It replaces the forward of each wrapper instance; classes
+stay as they are.
+
+PEFT 0.18 and later store lora_A as [E r, in], with the expert slowest, and lora_B as [out, r E], with the expert
+fastest. In and out are the parameter's second and third axis, or the reverse if PEFT swapped them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ....checks import first_three
+from .experts_forward import ATTRIBUTE, CHANGES, DISPATCHED, NAME, SHARING, ExpertsSpec, LowRank
+from .parametrized import parameter_shape
+from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
+
+_CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
+_SWAPS_SINCE = "0.19"  # earlier versions neither swap the axes nor have the flag
+_SWAPPED = "_did_swap_in_out_features"
+
+
+class Place(NamedTuple):
+    """An attribute that holds experts, or their outermost wrapper."""
+
+    name: str  # name of the experts in the model without wrappers
+    holder: nn.Module
+    child: str
+
+    def wrappers(self) -> Iterator[Any]:
+        """Yield the wrappers around the experts, outermost first."""
+        module = self.holder._modules.get(self.child)
+        while module is not None and (inner := module._modules.get("base_layer")) is not None:
+            yield module
+            module = inner
+
+
+def find_places(model: nn.Module, experts: list[nn.Module]) -> list[Place]:
+    """Return the places of the experts in a model, in the order of its modules."""
+    known, found = set(experts), []
+    for path, holder in model.named_modules():
+        if hasattr(holder, "base_layer"):
+            continue
+        for child, module in holder.named_children():
+            place = Place(f"{path}.{child}".lstrip("."), holder, child)
+            for wrapper in place.wrappers():
+                module = wrapper.base_layer
+            if module in known:
+                found.append(place)
+    return found
+
+
+def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the adapted parameters that the experts' op computes, and others with the reason."""
+    computed, left = [], {}
+    for place in places:
+        for wrapper in place.wrappers():
+            if not _is_param_wrapper(wrapper):
+                left[place.name] = f"{type(wrapper).__name__} is not a ParamWrapper of PEFT's LoRA"
+                continue
+            name = f"{place.name}.{wrapper.parameter_name}"
+            other = "another forward was put in its place" if has_other_forward(wrapper) else None
+            if reason := other or _reason_against(wrapper):
+                left[name] = reason
+            else:
+                computed.append(name)
+    return computed, left
+
+
+def replace_forwards(place: Place) -> None:
+    """Replace the forward of PEFT's wrappers around experts."""
+    for wrapper in place.wrappers():
+        if _is_param_wrapper(wrapper):
+            replace_forward(wrapper, _forward)
+
+
+@cache
+def watch_wrappers() -> None:
+    """Let PEFT's wrappers around experts that ranks share refuse to merge, from the time when PEFT adds them."""
+    register_module_module_registration_hook(lambda holder, name, module: adapt_to_shares(module))
+
+
+def adapt_to_shares(module: Any) -> None:
+    """Replace forward and merge of a module, if it is PEFT's wrapper around experts that ranks share."""
+    if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
+        return
+    wrapper: Any = module
+    if (name := _name_of_shares(wrapper.get_base_layer())) is not None:
+        replace_forward(wrapper, _forward)
+        wrapper.merge = partial(_refuse_to_merge, name, wrapper.parameter_name)
+
+
+def _name_of_shares(experts: nn.Module) -> str | None:
+    """Return the name of experts that ranks share; None if they are whole."""
+    held: Any = vars(experts)
+    return held[SHARING].name if SHARING in held else held.get(DISPATCHED)
+
+
+def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ValueError(
+        f"{name}: adapters must be merged into whole experts, got {parameter}, which ranks share; save the adapters by "
+        "the PeftModel's save_pretrained, and merge them into a model that is not sharded"
+    )
+
+
+def restore_forwards(place: Place) -> None:
+    for wrapper in place.wrappers():
+        restore_forward(wrapper)
+
+
+def replace_new_forwards(place: Place, *_: object) -> None:
+    """Replace the forward of wrappers that were added after `enable`. Called before the forward of the holder."""
+    if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
+        _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # stubs take it for a decorator
+
+
+@torch.compiler.disable
+def _replace_and_warn(place: Place) -> None:
+    replace_forwards(place)
+    for name, reason in report_wrappers([place])[1].items():
+        warnings.warn(f"moe_layers: PEFT computes the adapter of {name}, because {reason}", stacklevel=2)
+
+
+def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:
+    """Warn of adapters whose `target_parameters` name weights of experts that PEFT did not find, once per adapter.
+
+    PEFT finds a parameter behind a parametrization, as those in 4 bits are, by its full name alone.
+
+    Args:
+        models: may hold `peft_config`.
+        known: the configurations of PEFT that were checked, by adapter. New ones are added.
+    """
+    for model in models:
+        for adapter, config in vars(model).get("peft_config", {}).items():
+            if known.get(adapter) is config:
+                continue
+            known[adapter] = config
+            if missed := _missed_targets(model, experts, adapter, config):
+                warnings.warn(
+                    f"moe_layers: adapter {adapter!r} of PEFT does not train {first_three(missed)}: PEFT finds "
+                    "parameters in 4 bits by full names alone; use full names in target_parameters, such as "
+                    f"{missed[0]!r}",
+                    stacklevel=2,
+                )
+
+
+def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, config: Any) -> list[str]:
+    """Return the full names of parametrised weights that `target_parameters` name and that have no such adapter."""
+    modules: list[Any] = list(model.modules())
+    wrappers = [module for module in modules if _is_param_wrapper(module) and adapter in module.lora_A]
+    adapted = {(wrapper.get_base_layer(), wrapper.parameter_name) for wrapper in wrappers}
+    suffixes = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
+    weights = {
+        f"{path}.{parameter}".replace(".base_layer", ""): (module, parameter)
+        for path, module in model.named_modules()
+        if module in set(experts)
+        for parameter in getattr(module, "parametrizations", ())
+    }
+    return [name for name, weight in weights.items() if f".{name}".endswith(suffixes) and weight not in adapted]
+
+
+def _is_param_wrapper(module: nn.Module) -> bool:
+    """Return whether the class's forward is that of PEFT's ParamWrapper. Subclasses made by FSDP inherit it."""
+    forward = type(module).forward
+    return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
+
+
+def _reason_against(wrapper: Any) -> str | None:
+    """Return the reason why PEFT itself must compute the adapters of a wrapper in its present state, if any."""
+    experts = wrapper.get_base_layer()
+    spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
+    if spec is None or not _is_computed_here(experts):
+        return "moe_layers does not compute its experts"
+    if spec.normed:
+        return "a norm follows its experts"
+    if wrapper.parameter_name not in spec.adaptable:
+        return "it is not a weight of the experts"
+    if wrapper.merged:
+        return "it is merged"
+    return next(filter(None, (_reason_against_adapter(wrapper, adapter) for adapter in _active(wrapper))), None)
+
+
+def _is_computed_here(experts: Any) -> bool:
+    """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
+    return is_replaced(experts) or DISPATCHED in vars(experts) or experts.config._experts_implementation == NAME
+
+
+def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:
+    dropout = wrapper.lora_dropout[adapter] if adapter in wrapper.lora_dropout else nn.Identity()
+    if type(dropout) is not nn.Identity:
+        return f"adapter {adapter!r} has dropout"
+    if adapter in getattr(wrapper, "lora_variant", ()) or wrapper.use_dora.get(adapter, False):
+        return f"adapter {adapter!r} is a variant of LoRA"
+    for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
+        if type(factor) is not nn.Linear or factor.bias is not None:
+            return f"a factor of adapter {adapter!r} is not a Linear without bias"
+    return _reason_against_layout(wrapper, adapter)
+
+
+def _reason_against_layout(wrapper: Any, adapter: str) -> str | None:
+    if not hasattr(wrapper, _SWAPPED) and Version(_peft_version()) >= Version(_SWAPS_SINCE):
+        return "this version of PEFT does not state the order of its axes"
+    shape = tuple(parameter_shape(wrapper.get_base_layer(), wrapper.parameter_name))
+    num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
+    if len(shape) != 3 or num_experts < 2:
+        return f"its parameter must have 3 axes and several experts, got shape {list(shape)}"
+    size_in, size_out = reversed(shape[1:]) if getattr(wrapper, _SWAPPED, False) else shape[1:]
+    wanted = (num_experts * rank, size_in), (size_out, rank * num_experts)
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    if num_experts != shape[0] or (tuple(a.shape), tuple(b.shape)) != wanted:
+        return f"the factors of adapter {adapter!r} must be {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}"
+    return None
+
+
+def _peft_version() -> str:
+    import peft
+
+    return peft.__version__
+
+
+def _active(wrapper: Any) -> list[str]:
+    return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+
+
+def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
+    """Replace the forward of a ParamWrapper. PEFT's own computes everything that this one cannot."""
+    if self.disable_adapters or kwargs.get("adapter_names") is not None:
+        return type(self).forward(self, *args, **kwargs)
+    if (reason := _reason_against(self)) is not None:
+        if (name := _name_of_shares(self.get_base_layer())) is not None:
+            raise ValueError(
+                f"{name}: experts that ranks share take adapters that the kernels compute alone, got PEFT's own "
+                f"computation of {self.parameter_name}, because {reason}"
+            )
+        return type(self).forward(self, *args, **kwargs)
+    changes = [_change(self, adapter) for adapter in _active(self)]
+    if not changes:
+        return self.base_layer(*args, **kwargs)
+    experts = self.get_base_layer()
+    outer = getattr(experts, CHANGES, {})
+    of_others = [outer[self.parameter_name]] if self.parameter_name in outer else []
+    setattr(experts, CHANGES, {**outer, self.parameter_name: _sum([*of_others, *changes])})
+    try:
+        return self.base_layer(*args, **kwargs)
+    finally:
+        setattr(experts, CHANGES, outer)
+
+
+def _change(wrapper: Any, adapter: str) -> LowRank:
+    """Read an adapter, with its scale in lora_B, as views where the scale is 1."""
+    a = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
+    b = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]
+    b = b if wrapper.scaling[adapter] == 1 else b * wrapper.scaling[adapter]
+    return LowRank(b, a) if getattr(wrapper, _SWAPPED, False) else LowRank(a.transpose(1, 2), b.transpose(1, 2))
+
+
+def _sum(changes: list[LowRank]) -> LowRank:
+    """Concatenate ranks: the sum of the products is the product of the concatenated factors."""
+    if len(changes) == 1:
+        return changes[0]
+    return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))

@@ -1,0 +1,1 @@
+"""The routers of transformers' models: statistics, losses, bias updates and replay."""

@@ -1,0 +1,91 @@
+"""Finds the routers of a transformers model, and attaches them to the functions of this package."""
+
+from __future__ import annotations
+
+import re
+
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from ....routing.model_routers import register_finder
+from ..experts.discovery import has_interface
+from ..experts.expert_classes import SWAPS
+from .hooks import HookedRouter
+from .model_forward import hook_models, unhook_models
+
+_ROUTER = "_moe_layers_router"  # attribute of a hooked router that holds its HookedRouter
+_NAMES = ("gate", "router")  # names of a router in its block
+_KINDS = re.compile(r"(Router|Gate|Gating)$")
+# Routers whose forward does not return the choice and weights that the experts get.
+_BLOCK_CHOOSES = "its block chooses the experts"
+_REFUSED = {
+    "JetMoeTopKGating": "it returns slots in the order of the experts",
+    "Llama4Router": _BLOCK_CHOOSES,
+    "ZayaRouter": "it sends skipped slots to expert 0",
+}
+if Version(transformers.__version__) < Version("5.19"):
+    _REFUSED["LongcatFlashTopkRouter"] = "it returns no logits before transformers 5.19"
+
+
+def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
+    """Return the routers of all experts modules by the name of their block. Hook those that are not hooked yet.
+
+    Raises:
+        ValueError: a block's router is not supported.
+    """
+    modules = dict(model.named_modules())
+    found = [_router_of(modules, name) for name, module in modules.items() if _holds_experts(module)]
+    routers = {}
+    for block, name, experts in found:
+        router = modules[name]
+        if _ROUTER not in vars(router):
+            vars(router)[_ROUTER] = HookedRouter(name, router, modules[block], experts)
+        routers[block] = vars(router)[_ROUTER]
+    if routers:
+        hook_models(model)
+    return routers
+
+
+def release_routers(model: nn.Module) -> None:
+    """Restore the forwards of all routers of a model."""
+    for module in model.modules():
+        if _ROUTER in vars(module):
+            vars(module).pop(_ROUTER).release()
+    unhook_models(model)
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    kind = type(module)
+    return has_interface(module) or (kind.__name__ in SWAPS and kind.__module__.startswith("transformers."))
+
+
+def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
+    """Return the names of the block and the router of experts. Wrappers may be around the experts and the router.
+
+    The block may be the experts module itself.
+
+    Raises:
+        ValueError: no module around the experts has a router, or its router is not supported.
+    """
+    parts = name.split(".") if name else []
+    for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
+        for child in _NAMES:
+            router = f"{block}.{child}" if block else child
+            while f"{router}.base_layer" in modules:  # PEFT's wrapper
+                router = f"{router}.base_layer"
+            kind = type(modules.get(router)).__name__
+            if not _KINDS.search(kind):
+                continue
+            # True of DBRX, and of many models before transformers 5.17.
+            chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
+            if reason := _REFUSED.get(kind, chosen_by_block):
+                raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")
+            return block, router, modules[name]
+    raise ValueError(
+        f"moe_layers: {name or type(modules[name]).__name__} must have a router in its block, named one of "
+        f"{list(_NAMES)}, got none"
+    )
+
+
+register_finder(hooked_routers)

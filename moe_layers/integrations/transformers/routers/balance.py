@@ -1,0 +1,59 @@
+"""Balancing of transformers models: auxiliary losses by coefficient, and counts of the chosen experts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ....balance.balancing import BalanceLosses, check_group
+from ....checks import check_kind
+from ....input import check_num_tokens
+from .attached import hooked_routers
+from .hooks import PROBABILITIES
+from .model_forward import check_single_loss
+
+
+def balance_routing(
+    model: nn.Module,
+    losses: BalanceLosses | None = None,
+    *,
+    num_tokens: int | Tensor | None = None,
+) -> None:
+    """Count the experts that training forwards choose from now on, and add auxiliary losses to their gradients.
+
+    The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as those of
+    `MoEFeedForward`: every backward through a layer's output adds their gradient, `aux_losses` returns their values,
+    and `set_aux_loss_scale` scales their gradients. Padding of an attention mask [B, S] counts nowhere. The loss that
+    the model returns does not contain them.
+
+    Gradient accumulation averages the losses with `set_aux_loss_scale(model, torch.tensor(1 / num_accumulated))`, or
+    adds them up with `num_tokens`.
+
+    Args:
+        losses: coefficients. They replace earlier ones. The default None means no losses.
+        num_tokens: divisor of the losses, see `moe_layers.balance.losses`. The layers keep a tensor without a copy: a
+            change in place takes effect from the next forward on. Default: the tokens of each call.
+
+    Raises:
+        ValueError: the model has no MoE block of transformers or an unsupported router, the losses do not suit the
+            router, the model adds the losses of transformers (`output_router_logits`), or there are several ranks and
+            no group for `global_batch`.
+    """
+    losses = BalanceLosses() if losses is None else losses
+    check_kind("balance_routing", "losses", losses, BalanceLosses)
+    routers = hooked_routers(model).values()
+    if not routers:
+        raise ValueError(f"balance_routing: the model must have MoE blocks of transformers, got {type(model).__name__}")
+    if num_tokens is not None:
+        check_num_tokens("balance_routing", num_tokens)
+    if losses.global_batch:
+        check_group("balance_routing", losses.group)
+    if losses.any:
+        for module in model.modules():
+            if hasattr(module, "config"):
+                check_single_loss(module, {})
+    for router in routers:
+        kind = type(router.router).__name__
+        if losses.z and kind in PROBABILITIES:
+            raise ValueError(f"balance_routing: z needs the router's logits, got {kind}, which returns probabilities")
+    for router in routers:
+        router.balance_losses, router.num_tokens, router.counts = losses, num_tokens, True

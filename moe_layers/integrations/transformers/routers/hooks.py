@@ -1,0 +1,297 @@
+"""Hooks of a transformers model's routers: statistics, losses, bias updates and replay.
+
+A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
+them in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads or
+changes these three tensors. While no service is in use it only calls the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.runtime.pytorch import disable_dynamo, is_in_backward
+
+from ....balance.balancing import BalanceLosses, global_expert_counts
+from ....balance.losses import attach_loss
+from ....balance.routing_statistics import RoutingObserver
+from ....input import TokenInfo
+from ....routing.model_routers import ReplayedChoice
+from ....routing.result import LayerRouting
+from ....routing.slots import Slots, layer_routing
+from ..experts.experts_forward import ATTRIBUTE
+from .model_forward import ModelForward, current_forward
+from .selection import Selection
+
+# Routers that return probabilities. Their logarithms are logits up to a constant per token.
+PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
+_BIASES = ("e_score_correction_bias", "expert_bias")
+
+
+class HookedRouter:
+    """One router of a transformers model. `AttachedRouter` lists the members that this package's functions use.
+
+    Args:
+        name: name of the router in its model, for errors.
+        block: the module that holds the router and its experts.
+    """
+
+    def __init__(self, name: str, router: nn.Module, block: nn.Module, experts: nn.Module):
+        self.name, self.router, self.block, self.experts = name, router, block, experts
+        self.num_experts = _num_experts(router)
+        self.num_zero_experts = self.num_experts - getattr(experts, "num_routed_experts", self.num_experts)
+        self.observer: RoutingObserver | None = None
+        self.balance_losses = BalanceLosses()
+        self.num_tokens: int | Tensor | None = None  # divisor of the losses
+        self.counts = False  # whether forwards in training mode are counted
+        self.aux_loss: Tensor | None = None
+        self.aux_loss_scale: Tensor | None = None
+        self.accumulated_counts: Tensor | None = None
+        self.expert_counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
+        self.recomputed: ModelForward | None = None  # the forward that backward recomputes
+        self._adds: list[Callable[[Tensor], None]] = []
+        self._choose: Callable[[int, int], ReplayedChoice] | None = None
+        self._inner = vars(router).get("forward")
+        self._released = False
+        vars(router)["forward"] = self.run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "recomputed": None, "_adds": [], "_choose": None}
+
+    def release(self) -> None:
+        """Restore the router's own forward. Wrappers that other libraries put around `run` stay."""
+        self._released = True
+        if vars(self.router).get("forward") == self.run:
+            del vars(self.router)["forward"]
+            if self._inner is not None:
+                vars(self.router)["forward"] = self._inner
+
+    @property
+    def training(self) -> bool:
+        return self.router.training
+
+    @property
+    def implementation(self) -> str | None:
+        return getattr(getattr(self.experts, ATTRIBUTE, None), "implementation", None)
+
+    @property
+    def num_slots(self) -> int | None:
+        top_k = getattr(self.router, "top_k", None)
+        return top_k if isinstance(top_k, int) else None
+
+    @property
+    def weight(self) -> Tensor:
+        return next(self.router.parameters())
+
+    @property
+    def selection_bias(self) -> Tensor | None:  # [E]
+        """Return the selection bias as the model stores it. Changes in place reach the model."""
+        for module in (*self.router.modules(), self.block):
+            for name in _BIASES:
+                if isinstance(bias := getattr(module, name, None), Tensor):
+                    return bias.view(-1)
+        return None
+
+    def take_counts_to(self, device: torch.device) -> None:
+        if self.expert_counts.device != device:
+            self.expert_counts = self.expert_counts.to(device)
+
+    def require_counts(self, op: str) -> None:
+        if not self.counts:
+            raise ValueError(
+                f"{op}: forwards of {self.name} must be counted, got none; call "
+                "moe_layers.integrations.transformers.balance_routing(model) before training"
+            )
+
+    def expert_settings(self, op: str) -> tuple[str | None, Tensor]:
+        """Return the implementation and the up projection of the experts."""
+        spec = getattr(self.experts, ATTRIBUTE, None)
+        if spec is None:
+            raise ValueError(f"{op}: the experts must be computed by moe_layers, got others in {self.name}")
+        if spec.normed:
+            raise NotImplementedError(f"{op}: experts must have no norm behind them, got one behind {self.name}")
+        if hasattr(self.block, "self_attn"):
+            raise NotImplementedError(f"{op}: router and experts must form a block, got a layer around {self.name}")
+        return spec.implementation, spec.up_parameters(self.experts)[0]
+
+    @contextmanager
+    def captures(self, add: Callable[[Tensor], None]) -> Iterator[None]:
+        """Call `add` with the choice [T, K] int32 of each forward inside the context, except recomputations."""
+        self._adds.append(add)
+        try:
+            yield
+        finally:
+            self._adds.remove(add)
+
+    @contextmanager
+    def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> Iterator[None]:
+        """Replace the choice by `choose(T, K)`, once per forward. A recomputation repeats the choice of its forward."""
+        if self._choose is not None:
+            raise ValueError(f"RoutingReplay.replay: {self.name} must replay one record at a time, got a second one")
+        self._choose = choose
+        try:
+            yield
+        finally:
+            self._choose = None
+
+    @disable_dynamo
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the router's forward. The compiler breaks its graph here."""
+        inner = self._inner or type(self.router).forward.__get__(self.router)
+        if self._released:
+            return inner(*args, **kwargs)
+        recomputes = is_in_backward()
+        forward = self.recomputed if recomputes else current_forward()
+        choose = self._replayed(forward, recomputes)
+        if not recomputes:
+            self._enter(forward)
+        adds = () if recomputes else self._adds
+        watches = not recomputes and self._watches()
+        reads = watches or self._has_loss()
+        if choose is None and not reads and not adds:
+            return inner(*args, **kwargs)
+        with Selection(self.num_experts, choose) as selection:
+            out = inner(*args, **kwargs)
+        logits, weights, own_choice = self._parts(out)
+        chosen = self._chosen(own_choice, selection)
+        for add in adds:
+            add(chosen.to(torch.int32))
+        if reads:
+            weights = self._read(logits, weights, chosen, selection.keys, forward, watches)
+            out = (out[0], weights, *out[2:])
+        return out
+
+    def _enter(self, forward: ModelForward | None) -> None:
+        """Register this router with the model's forward, or with none if the router is called alone."""
+        self.recomputed = None
+        if forward is not None:
+            forward.routers.append(self)
+
+    def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], ReplayedChoice] | None:
+        """Return the function that yields this forward's replayed choice; None without a replay."""
+        if recomputes and forward is not None:
+            choice = forward.choices.get(self)
+            return None if choice is None else lambda num_tokens, top_k: choice
+        if (choose := self._choose) is None:
+            return None
+        if forward is None or self in forward.choices:
+            raise ValueError(
+                f"RoutingReplay.replay: {self.name} must run once in each forward of its model, "
+                f"got {'a run outside of one' if forward is None else 'a second run'}"
+            )
+
+        def remember(num_tokens: int, top_k: int) -> ReplayedChoice:
+            forward.choices[self] = choose(num_tokens, top_k)
+            return forward.choices[self]
+
+        return remember
+
+    def _parts(self, out: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [T, E], weights [T, K] and experts [T, K] from the router's output."""
+        if isinstance(out, tuple) and len(out) > 2:
+            logits, weights, experts = out[:3] if out[0].is_floating_point() else out[2::-1]
+            if logits.shape[-1] == self.num_experts:
+                return logits, weights, experts
+        raise ValueError(
+            f"moe_layers: {type(self.router).__name__} must return logits [T, E={self.num_experts}], weights and "
+            f"experts, got another result in {self.name}"
+        )
+
+    def _chosen(
+        self,
+        experts: Tensor,  # [T, K], as the router returned them
+        selection: Selection,
+    ) -> Tensor:  # [T, K] int64
+        """Return the chosen experts, which are the replayed ones during a replay."""
+        if selection.choose is None:
+            return experts
+        if selection.num_calls != 1 or selection.chosen is None or experts.data_ptr() != selection.chosen.data_ptr():
+            raise ValueError(
+                f"RoutingReplay.replay: {type(self.router).__name__} must choose its experts by one top-k of scores "
+                f"[T, E], got {selection.num_calls} in {self.name}"
+            )
+        return selection.chosen
+
+    def _read(
+        self,
+        logits: Tensor,  # [T, E]
+        weights: Tensor,  # [T, K]
+        chosen: Tensor,  # [T, K]
+        keys: Tensor | None,  # [T, E]: the scores whose top-k was taken
+        forward: ModelForward | None,
+        watches: bool,
+    ) -> Tensor:  # [T, K]
+        """Compute losses, counts and statistics. Return the weights, with the loss attached."""
+        if type(self.router).__name__ in PROBABILITIES:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
+        token_mask = None if forward is None else forward.token_mask(self.name, len(logits))
+        counts, loss = watches and self._counts(), None
+        if counts or self._has_loss():
+            routing = self._routing(logits, weights, chosen, token_mask, forward)
+            if self._has_loss():
+                weights, loss = self._attach_loss(routing, weights, forward)
+            if counts:
+                self.take_counts_to(routing.choices_per_expert.device)
+                self.expert_counts += routing.choices_per_expert
+        if watches and self.observer is not None:
+            keys = logits if keys is None else keys
+            self.observer.add(logits, chosen, token_mask=token_mask, keys=keys, aux_loss=loss)
+        return weights
+
+    def _routing(
+        self, logits: Tensor, weights: Tensor, chosen: Tensor, token_mask: Tensor | None, forward: ModelForward | None
+    ) -> LayerRouting:
+        """Return the routing that losses and counts read."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        lengths = None
+        if forward is not None and self.balance_losses.sequence:
+            lengths = forward.sequence_lengths(len(logits))
+        chosen = chosen.to(torch.int32)
+        chosen = chosen if token_mask is None else torch.where(token_mask[:, None], chosen, -1)
+        info = TokenInfo(logits, logits.shape, token_mask, lengths, self.num_tokens)
+        return layer_routing(Slots(chosen, weights, logits), info, None, self.num_experts, self.implementation)
+
+    def _attach_loss(
+        self, routing: LayerRouting, weights: Tensor, forward: ModelForward | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights with the loss attached, and the loss."""
+        loss = self._loss(routing, forward)
+        self.aux_loss = loss.detach()
+        return attach_loss(weights, loss, self.aux_loss_scale) if weights.requires_grad else weights, loss
+
+    def _loss(self, routing: LayerRouting, forward: ModelForward | None) -> Tensor:
+        losses, counts = self.balance_losses, None
+        if forward is not None:
+            forward.check_single_loss()
+        if losses.global_batch:
+            # A recomputation reuses the counts, so it does not communicate again.
+            kept = {} if forward is None else forward.global_counts
+            if self not in kept:
+                accumulated = self.accumulated_counts
+                kept[self] = global_expert_counts(routing, group=losses.group, accumulated_counts=accumulated)
+            counts = kept[self]
+        return losses.total(routing, num_tokens=self.num_tokens, global_counts=counts)
+
+    def _has_loss(self) -> bool:
+        return self.balance_losses.any and torch.is_grad_enabled()
+
+    def _watches(self) -> bool:
+        return self._counts() or self.observer is not None
+
+    def _counts(self) -> bool:
+        return self.counts and self.router.training
+
+
+def _num_experts(router: Any) -> int:
+    """Return the number of choices of a router, zero experts included."""
+    for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (router, "config")):
+        value = getattr(holder, name, None)
+        value = getattr(value, "num_experts", None) if name == "config" else value
+        if isinstance(value, int):
+            return value
+    return len(next(router.parameters()))

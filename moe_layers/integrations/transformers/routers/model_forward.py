@@ -1,0 +1,149 @@
+"""One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
+
+An MoE block of transformers does not get the attention mask. It does not know which forward a checkpointed region
+recomputes, either. Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is
+recomputed, and tells the routers which forward it is. This works with every kind of checkpointing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.runtime.pytorch import disable_dynamo
+
+from ....routing.model_routers import ReplayedChoice
+
+_HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
+_KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # arguments that a recomputation reads
+_active = threading.local()  # holds the `forward` that runs in this thread
+
+
+class ModelForward:
+    """The tokens of one forward of a model, and the choices that its routers replayed.
+
+    Args:
+        owner: the outermost model of transformers.
+        arguments: the arguments of its forward, by name.
+    """
+
+    def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
+        self.owner = owner
+        self._arguments = {name: arguments.get(name) for name in _KEPT}
+        self.choices: dict[Any, ReplayedChoice] = {}  # by HookedRouter
+        self.global_counts: dict[Any, Tensor] = {}  # by HookedRouter: [E] int64, of a global batch
+        self.routers: list[Any] = []  # the HookedRouters that ran
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        mask = arguments.get("attention_mask")
+        # Masks of other shapes than [B, S] are prepared for attention and do not tell which tokens are padding.
+        self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._token_masks: dict[int, Tensor] = {}  # by number of tokens; all layers use the same
+        self._batch = len(tokens) if isinstance(tokens, Tensor) else None
+
+    def token_mask(self, name: str, num_tokens: int) -> Tensor | None:  # [T] bool
+        """Return which tokens are not padding; None without an attention mask [B, S].
+
+        Raises:
+            ValueError: the layer's tokens are not those of the mask.
+        """
+        mask = self._attention_mask
+        if mask is None:
+            return None
+        length = num_tokens // len(mask)
+        if length * len(mask) != num_tokens or length > mask.shape[1]:
+            raise ValueError(
+                f"moe_layers: the tokens of {name} must be those of attention_mask {list(mask.shape)}, "
+                f"got {num_tokens} tokens"
+            )
+        if num_tokens not in self._token_masks:
+            # With a cache, the mask also covers past tokens.
+            self._token_masks[num_tokens] = mask[:, mask.shape[1] - length :].reshape(-1).bool()
+        return self._token_masks[num_tokens]
+
+    def sequence_lengths(self, num_tokens: int) -> Tensor | int | None:
+        """Return the lengths [N] of packed sequences, else one length for all sequences."""
+        boundaries = self._arguments.get("cu_seq_lens_q")
+        if boundaries is not None:
+            return torch.diff(boundaries)
+        batch = self._batch if self._attention_mask is None else len(self._attention_mask)
+        positions = self._arguments.get("position_ids")
+        if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
+            # Packed sequences start at position 0. Their number is read from the device.
+            starts = (positions[0] == 0).nonzero().flatten()
+            return torch.diff(starts, append=starts.new_full((1,), num_tokens))
+        return num_tokens // batch if batch else None
+
+    def check_single_loss(self) -> None:
+        """Raise ValueError if the model also adds the balancing loss of transformers."""
+        check_single_loss(self.owner, self._arguments)
+
+    def recompute(self, gradient: Tensor) -> None:
+        """Tell the routers that backward recomputes this forward. A hook of the model's outputs calls it."""
+        for router in self.routers:
+            router.recomputed = self
+
+
+def check_single_loss(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if a model adds the balancing loss of transformers in a forward with these arguments."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    wanted = arguments.get("output_router_logits")
+    wanted = getattr(config, "output_router_logits", False) if wanted is None else wanted
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
+    if wanted and coefficient:
+        raise ValueError(
+            "balance_routing: the model must have one balancing loss, got BalanceLosses and output_router_logits=True "
+            f"with router_aux_loss_coef={coefficient}; set one of the two to zero"
+        )
+
+
+def current_forward() -> ModelForward | None:
+    """Return the forward of the outermost hooked model that runs in this thread."""
+    return getattr(_active, "forward", None)
+
+
+def hook_models(model: nn.Module) -> None:
+    """Hook every transformers model in `model`, once. The outermost one of a call provides the `ModelForward`."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _HOOKS not in vars(module):
+            before = module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
+            vars(module)[_HOOKS] = before, module.register_forward_hook(_end, always_call=True)
+
+
+def unhook_models(model: nn.Module) -> None:
+    """Remove the hooks."""
+    for module in model.modules():
+        for hook in vars(module).pop(_HOOKS, ()):
+            hook.remove()
+
+
+def has_hooked_model(model: nn.Module) -> bool:
+    return any(_HOOKS in vars(module) for module in model.modules())
+
+
+@disable_dynamo
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if current_forward() is None:
+        named = inspect.signature(type(module).forward).bind_partial(module, *args).arguments if args else {}
+        _active.forward = ModelForward(module, {**named, **kwargs})
+
+
+@disable_dynamo
+def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """End the forward, also after an exception. Its backward will tell the routers that it recomputes this forward."""
+    forward = current_forward()
+    if forward is None or forward.owner is not module:
+        return
+    _active.forward = None
+    if forward.routers and torch.is_grad_enabled():
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+        for value in values:
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(forward.recompute)

@@ -1,0 +1,1 @@
+"""Experts of transformers' models that ranks share."""

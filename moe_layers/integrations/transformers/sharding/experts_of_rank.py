@@ -1,0 +1,126 @@
+"""One rank's share of an experts module of transformers, as the dispatchers call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....experts.grouped import ExpertRows
+from ....parallel.collectives import Ranks
+from ....parallel.expert_parallel import ExpertParallel
+from ....parallel.rank_dispatcher import RankDispatcher, scale_gradient
+from ....routing.activation_checkpointing import kept_choice
+from ....routing.slots import Slots
+from ..experts.experts_forward import ATTRIBUTE, CHANGES, ExpertsSpec, LowRank, compute_module, stored_pair
+
+
+@dataclass
+class Sharing:
+    """How the ranks share one experts module: a `SharedForward`.
+
+    Attributes:
+        name: of the experts, in errors.
+        num_experts: of all ranks.
+    """
+
+    name: str
+    num_experts: int
+    ranks: Ranks
+    style: ExpertParallel
+    _dispatchers: dict[str, RankDispatcher] = field(default_factory=dict)
+
+    def forward(
+        self,
+        experts: nn.Module,
+        tokens: Tensor,  # [T, D]
+        topk_experts: Tensor,  # [T, K] int32; ids outside [0, E) add nothing
+        topk_weights: Tensor,  # [T, K] float32
+    ) -> Tensor:  # [T, D]
+        chosen = self.style.choose(self.ranks.size, topk_experts.shape[1])
+        if chosen not in self._dispatchers:
+            made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
+            self._dispatchers[chosen] = made
+        share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
+        # A recomputation with another choice would send and save other numbers of rows.
+        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # dispatchers read no logits
+        out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
+        # Models may change the output in place, which loses FSDP2's hooks on a view.
+        return out.clone() if out._is_view() else out
+
+    @property
+    def replicated_scale(self) -> float:
+        """Return the scale of the gradients of parameters that are whole on every rank.
+
+        A rank's gradient is that of its own experts, for the tokens of all ranks, and the sum over the ranks is
+        complete. If the data-parallel ranks average it, they divide it once more than the dispatcher did.
+        """
+        return self.ranks.size if self.style.average_gradients else 1
+
+    def own(self, change: LowRank) -> LowRank:
+        """Return this rank's experts of PEFT's factors, which are whole on every rank."""
+        num_local = self.num_experts // self.ranks.size
+        first = self.ranks.rank * num_local
+        return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
+
+
+class ExpertsOfModule:
+    """The share of one call: an `ExpertsOfRank`."""
+
+    recompute: str | None = None
+    batch_invariant = False
+
+    def __init__(self, sharing: Sharing, experts: Any, reserved_sms: int):
+        spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
+        self.sharing, self.experts, self.spec, self.reserved_sms = sharing, experts, spec, reserved_sms
+        self.num_experts = sharing.num_experts
+        self.activation, self.implementation, self.precision = spec.activation, spec.implementation, spec.precision
+        self.weight_on_input = spec.weight_on_input
+        self.changes = {name: sharing.own(change) for name, change in getattr(experts, CHANGES, {}).items()}
+
+    @property
+    def w_up(self) -> Any:
+        return stored_pair(self.experts, self.spec)[0]
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield from self.spec.tensors(self.experts).values()
+        for change in self.changes.values():
+            yield from change
+
+    def __call__(self, rows: ExpertRows) -> Tensor:
+        # Kept e4m3 forms know a parameter by its identity, and local parts are new objects in each call.
+        parameters = stored_pair(self.experts, self.spec) if self.precision is not None else None
+        with local_parts(self.experts, self.spec, self.sharing.replicated_scale):
+            return compute_module(self.experts, rows.tokens, rows, rows.topk_weights, self.changes, parameters)
+
+
+@contextmanager
+def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) -> Iterator[None]:
+    """Put this rank's part in the place of each sharded parameter and buffer of an experts module."""
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for path, module in experts.named_modules():
+            stores: list[Any] = [module._parameters, module._buffers]
+            for held in stores:
+                for name, tensor in held.items():
+                    if isinstance(tensor, DTensor):
+                        replaced.append((held, name, tensor))
+                        held[name] = tensor.to_local()
+                    elif spec.normed and path.startswith("post_expert_norm") and isinstance(tensor, nn.Parameter):
+                        replaced.append((held, name, tensor))
+                        held[name] = scale_gradient(tensor, replicated_scale)
+        yield
+    finally:
+        for held, name, tensor in replaced:
+            held[name] = tensor
+
+
+@torch.no_grad()
+def count_experts(experts: nn.Module, spec: ExpertsSpec) -> int:
+    """Return the number of experts whose parameters a module holds."""
+    return spec.w_down(experts).shape[0]

@@ -1,0 +1,260 @@
+"""Checkpoints of models whose experts the ranks share, in transformers' own layout.
+
+    with reading_shares(mesh["ep"]):
+        model = AutoModelForCausalLM.from_pretrained(name)
+    ...
+    save_sharded(model, directory)
+
+Each rank reads its own experts alone. The first rank writes, and holds one decoder layer and one file at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ....checks import check_kind, first_three
+from ....parallel.meeting import SECONDS, agree, meet, problem_of, tell, together
+from ..enabling import enable
+from .shard_model import group_of, shard_experts, sharded_experts
+
+_READ, _SAVE = "reading_shares", "save_sharded"
+_LOAD = "_load_pretrained_model"  # method of PreTrainedModel that reads the weights of a model on the meta device
+_LONG_SECONDS = 1800.0  # for a rank that downloads or reads a checkpoint, or writes a file
+_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+@contextmanager
+def reading_shares(
+    mesh: DeviceMesh,
+    *,
+    implementation: str | None = None,
+    precision: str | None = None,
+    seconds: float = SECONDS,
+    **options: Any,
+) -> Iterator[None]:
+    """Let `from_pretrained` enable each model and shard its experts before it reads any weight.
+
+    Each rank then reads its own experts' bytes and everything that is not experts, without reading ahead. With GPUs,
+    pass `device_map={"": device}` to `from_pretrained`. Needs a version of transformers that reads parts of DTensors,
+    such as 5.23, and safetensors files: others are read whole.
+
+    All ranks must enter and leave it, and call `from_pretrained` equally often. Between these calls they wait up to 30
+    minutes for ranks that download or read more slowly; a rank that raises an error ends this wait at once.
+
+    Args:
+        mesh: see `shard_experts`.
+        implementation: see `enable`.
+        precision: see `enable`.
+        seconds: how long to wait for ranks that have not entered yet, see `shard_experts`.
+        options: others of `shard_experts`.
+
+    Raises:
+        NotImplementedError: the version of transformers reads no parts.
+        ValueError: a rank has not entered in time. From `from_pretrained`, on all ranks: see `enable` and
+            `shard_experts`, the checkpoint is quantised or lacks experts, or another rank raised an error inside.
+    """
+    owner = transformers.PreTrainedModel
+    if not (_reads_parts() and _LOAD in vars(owner)):
+        raise NotImplementedError(
+            f"reading_shares: transformers must read parts of DTensors, as 5.23 does, got {transformers.__version__}"
+        )
+    original, group, is_told = getattr(owner, _LOAD), group_of(_READ, mesh), False
+
+    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_told
+        is_told = True
+        with together(_READ, group, _LONG_SECONDS):
+            if getattr(model, "is_quantized", False):
+                raise ValueError(
+                    f"{_READ}: weights must not be quantised, got {type(model).__name__} with a quantization_config; "
+                    "load it whole, then call enable and shard_experts"
+                )
+            enable(model, implementation=implementation, precision=precision)
+        report = shard_experts(model, mesh, seconds=seconds, **options)
+        with together(_READ, group, _LONG_SECONDS):
+            info, offloaded = original(model, *args, **kwargs)
+            if missing := _missing(info, report.experts):
+                raise ValueError(
+                    f"{_READ}: the checkpoint must hold all experts of this rank, got none or others of {missing}"
+                )
+        is_told = False
+        return info, offloaded
+
+    meet(_READ, group, "", seconds)
+    # Without this variable, threads read ahead of the conversion, up to the whole share.
+    with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"), mock.patch.object(owner, _LOAD, staticmethod(load)):
+        try:
+            yield
+        except BaseException as error:  # also Ctrl-C
+            if not is_told:
+                tell(_READ, group, problem_of(_READ, error))
+            raise
+    with together(_READ, group, _LONG_SECONDS):
+        pass
+
+
+def _reads_parts() -> bool:
+    name = "transformers.distributed.sharding_utils"
+    return find_spec(name) is not None and hasattr(importlib.import_module(name), "DtensorShardOperation")
+
+
+def _missing(info: Any, experts: dict[str, nn.Module]) -> str:
+    names = {*info.missing_and_mismatched(), *info.conversion_errors}
+    return first_three(sorted(name for name in names if name.startswith(tuple(f"{part}." for part in experts))))
+
+
+@torch.no_grad()
+def save_sharded(
+    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: str = "50GB", seconds: float = SECONDS
+) -> None:
+    """Write a model whose experts the ranks share. All ranks must call it; the first one writes.
+
+    The files are those that `save_pretrained` writes for the whole model. Parameters are gathered one after another.
+
+    Args:
+        model: of transformers, from `shard_experts`, perhaps under FSDP2. A PeftModel saves its adapters by its own
+            `save_pretrained`.
+        max_shard_size: of one file, see `save_pretrained`.
+        seconds: how long to wait for ranks that have not called yet. Later waits, for files to be written, last up to
+            30 minutes.
+
+    Raises:
+        ValueError: on all ranks: a rank has not called in time, the model has no experts that ranks share or has
+            adapters inside, the ranks disagree, or a file cannot be written.
+    """
+    group = distributed.group.WORLD if distributed.is_initialized() else None
+    if group is None:
+        raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got no process group")
+    with together(_SAVE, group, seconds):
+        state, metadata = _state(model)
+        is_first = distributed.get_rank() == 0
+        writer = _Writer(model, Path(directory), state, metadata, max_shard_size) if is_first else None
+    agree(_SAVE, group, {"names, shapes and dtypes of parameters": _digest(state)}, seconds)
+    for names in _layers(state):
+        gathered = {}
+        for name in names:
+            tensor = _gathered(state[name])
+            if writer is not None and name in writer.kept:
+                gathered[name] = tensor.cpu()
+            del tensor
+        with together(_SAVE, group, _LONG_SECONDS):
+            if writer is not None:
+                writer.write(gathered)
+
+
+def _state(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return parameters and buffers by name, and metadata of the files.
+
+    Raises:
+        ValueError: the model cannot be saved.
+    """
+    check_kind(_SAVE, "model", model, transformers.PreTrainedModel)
+    if not sharded_experts(model):
+        raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got {type(model).__name__}")
+    quantizer = getattr(model, "hf_quantizer", None)
+    state, metadata = (model.state_dict(), {}) if quantizer is None else quantizer.get_state_dict_and_metadata(model)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    if adapted := [name for name in state if ".base_layer." in name]:
+        raise ValueError(f"{_SAVE}: adapters must be unloaded, got those of {first_three(adapted)}")
+    return {name: tensor for name, tensor in state.items() if name not in ignored}, {**metadata, "format": "pt"}
+
+
+def _digest(state: dict[str, Tensor]) -> str:
+    held = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()
+
+
+def _layers(state: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names by decoder layer. Each conversion of transformers stays within a layer."""
+    groups: dict[str, list[str]] = {}
+    for name in state:
+        layer = re.match(r".*?\.\d+\.", name)
+        groups.setdefault(layer.group() if layer else "", []).append(name)
+    return list(groups.values())
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor. Collectives of gloo know no float8."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        bits = tensor.to_local().view(torch.uint8)
+        options = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+        return (
+            DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **options).full_tensor().view(tensor.dtype)
+        )
+    return tensor.full_tensor()
+
+
+class _Writer:
+    """Converts gathered layers to the published layout, and writes each file once all its tensors are there."""
+
+    def __init__(
+        self, model: Any, directory: Path, state: dict[str, Tensor], metadata: dict[str, str], max_shard_size: str
+    ):
+        from huggingface_hub import split_state_dict_into_shards_factory
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        self.model, self.directory, self.metadata = model, directory, metadata
+        self.convert = revert_weight_conversion
+        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
+        own = model.state_dict().keys()  # a quantiser may have named others
+        untied = remove_tied_weights_from_state_dict({name: empty[name] for name in state if name in own}, model)
+        self.kept = {name for name in state if name in untied or name not in own}
+        converted = self.convert(model, {name: empty[name] for name in state if name in self.kept})
+        # transformers counts a storage once, and keeps all its parts in one file.
+        self.split = split_state_dict_into_shards_factory(
+            converted,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        self.waiting: dict[str, Tensor] = {}
+        self.is_begun = False
+
+    def write(self, gathered: dict[str, Tensor]) -> None:
+        self.waiting |= self.convert(self.model, gathered)
+        if not self.is_begun:
+            self._begin()
+        for file, names in self.split.filename_to_tensors.items():
+            if names and all(name in self.waiting for name in names):
+                tensors = {name: self.waiting.pop(name).contiguous() for name in names}
+                save_file(tensors, self.directory / file, metadata=self.metadata)
+
+    def _begin(self) -> None:
+        """Write everything but the weights, and remove files of an earlier model."""
+        self.is_begun = True
+        self.directory.mkdir(parents=True, exist_ok=True)
+        model, config = self.model, self.model.config
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(self.directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(self.directory)
+        for path in self.directory.iterdir():
+            if _FILE.fullmatch(path.name) and path.name not in self.split.filename_to_tensors:
+                path.unlink()
+        if self.split.is_sharded:
+            about = {"total_parameters": model.num_parameters(), **self.split.metadata}
+            index = {"metadata": about, "weight_map": self.split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self.directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")

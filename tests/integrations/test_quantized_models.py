@@ -1,0 +1,215 @@
+"""Models of transformers whose experts are stored in FP8: inference and adapters over the stored bytes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations import finegrained_fp8
+from transformers.integrations.moe import use_experts_implementation
+
+from moe_kernels.quantization.ops import dequantize
+from moe_kernels.quantization.quantize import quantize
+from moe_kernels.types import WeightFormat
+from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
+from moe_layers.integrations.transformers import enable
+from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE, NAME
+
+from .models import build, draw_tokens, step
+from .test_experts_of_models import draw_routing
+
+BLOCK = (2, 8)  # divides d_ff 18, so that gate and up are whole blocks
+FORMAT = WeightFormat("fp8", BLOCK)
+
+
+def experts_of(model):
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def fp8_experts(config, block=BLOCK, **options):
+    """Return an experts module as transformers makes it."""
+    registry = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    made = use_experts_implementation(experts_class=finegrained_fp8.FP8Experts, experts_interface=registry)
+    return made(config, block_size=block, **options)
+
+
+def pair(frozen=True):
+    """Return a Qwen3-MoE whose experts transformers would load as FP8, and one with their dequantised values."""
+    stored, plain = build("qwen3_moe"), build("qwen3_moe")
+    for (name, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
+        fp8 = fp8_experts(stored.config)
+        for key in ("gate_up_proj", "down_proj"):
+            weight = quantize(getattr(experts, key).detach(), FORMAT)
+            setattr(fp8, key, nn.Parameter(weight.values, requires_grad=not frozen))
+            setattr(fp8, f"{key}_scale_inv", nn.Parameter(weight.scales, requires_grad=not frozen))
+            getattr(target, key).data.copy_(dequantize(weight, torch.float32))
+        stored.set_submodule(name, fp8)
+    return stored, plain
+
+
+def test_outputs_and_gradients_are_those_of_the_dequantised_model():
+    stored, plain = pair()
+    report = enable(stored, implementation="reference")
+    enable(plain, implementation="reference")
+    num_bytes = sum(p.numel() * p.element_size() for _, e in experts_of(stored) for p in e.parameters())
+    assert report.quantized == {"fp8 (2x8)": num_bytes}
+    assert f"{num_bytes:,} bytes of weights stay fp8 (2x8)" in str(report)
+    for _, experts in experts_of(plain):
+        experts.requires_grad_(False)
+    tokens = draw_tokens(stored)
+    actual, expected = step(stored, tokens), step(plain, tokens)
+    assert torch.equal(actual[0], expected[0]) and actual[0].any()
+    assert actual[2].keys() == expected[2].keys() and actual[2]
+    for name, gradient in expected[2].items():
+        assert torch.equal(actual[2][name], gradient), name
+
+
+def test_packed_float4():
+    """FP8Experts hold DeepSeek-V4's float4 numbers as int8, two in a byte."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    stored, plain = build("qwen3_moe", **sizes), build("qwen3_moe", **sizes)
+    for (name, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
+        packed = fp8_experts(stored.config)
+        for key in ("gate_up_proj", "down_proj"):
+            weight = quantize(getattr(experts, key).detach(), "mxfp4")
+            values, scales = weight.values.flatten(2).view(torch.int8), weight.scales.view(torch.float8_e8m0fnu)
+            setattr(packed, key, nn.Parameter(values, requires_grad=False))
+            setattr(packed, f"{key}_scale_inv", nn.Parameter(scales, requires_grad=False))
+            getattr(target, key).data.copy_(dequantize(weight, torch.float32))
+        stored.set_submodule(name, packed)
+    assert_chosen_by_name(stored)
+    assert list(enable(stored, implementation="reference").quantized) == ["mxfp4 (1x32)"]
+    enable(plain, implementation="reference")
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        actual = stored(tokens).logits
+        assert torch.equal(actual, plain(tokens).logits) and actual.any()
+
+
+def assert_chosen_by_name(stored):
+    """`experts_implementation="moe_layers"` computes what `enable` computes, without it."""
+    enabled = copy.deepcopy(stored)
+    stored.set_experts_implementation(NAME)
+    enable(enabled)
+    mine, expected = (experts_of(model)[0][1] for model in (stored, enabled))
+    inputs = [operand[:2] for operand in draw_routing(mine, torch.float32)]
+    with torch.no_grad():
+        assert torch.equal(mine(*inputs), expected(*inputs))
+    assert getattr(mine, ATTRIBUTE) == getattr(expected, ATTRIBUTE)
+
+
+def test_experts_chosen_by_name(device):
+    stored, _ = pair()
+    assert_chosen_by_name(stored.to(device))
+    experts = experts_of(stored)[1][1]
+    inputs = [operand[:2] for operand in draw_routing(experts, torch.float32)]
+    compiled = torch.compile(copy.deepcopy(experts), backend="aot_eager", fullgraph=True)  # recognised while traced
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), experts(*inputs))
+    del experts.__dict__[ATTRIBUTE]
+    experts.block_size = None
+    with pytest.raises(ValueError, match="moe_layers: the weights of FP8Experts must be float8_e4m3fn in blocks"):
+        experts(*inputs)
+
+
+@pytest.mark.parametrize("d_ff", [8, 12, 28], ids=lambda d_ff: f"d_ff{d_ff}")
+@pytest.mark.parametrize("by_name", [False, True])
+def test_halves_that_are_no_whole_blocks_are_refused(by_name, d_ff):
+    """A scale belongs to rows of gate or to rows of up. Blocks of both together would begin elsewhere."""
+    stored = build("qwen3_moe", moe_intermediate_size=d_ff)
+    for name, _ in experts_of(stored):
+        stored.set_submodule(name, fp8_experts(stored.config, (16, 8)).requires_grad_(False))
+    assert experts_of(stored)[0][1].gate_up_proj_scale_inv.shape[1] in (2, 4)
+    with pytest.raises(
+        ValueError, match=rf"gate and up of FP8Experts must be whole blocks of 16 rows.*got d_ff {d_ff}"
+    ):
+        if by_name:
+            stored.set_experts_implementation(NAME)
+            stored(draw_tokens(stored))
+        else:
+            enable(stored)
+
+
+def test_unfrozen_weights_run_without_gradients_only():
+    stored, plain = pair(frozen=False)
+    enable(stored, implementation="reference")
+    enable(plain, implementation="reference")
+    tokens = draw_tokens(stored)
+    with torch.no_grad():
+        assert torch.equal(stored(tokens).logits, plain(tokens).logits)
+    with pytest.raises(ValueError, match=r"gate_up_proj of FP8Experts is stored as fp8 and must be frozen"):
+        stored(tokens)
+
+
+def test_disable_and_copies():
+    from moe_layers.integrations.transformers import disable
+
+    stored, _ = pair()
+    enable(stored, implementation="reference")
+    tokens = draw_tokens(stored)
+    copied = copy.deepcopy(stored)
+    with torch.no_grad():
+        assert torch.equal(copied(tokens).logits, stored(tokens).logits)
+    disable(stored)
+    assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: setattr(e, "block_size", None), r"must be float8_e4m3fn in blocks, or packed float4"),
+        (lambda e: setattr(e, "block_size", (3, 8)), r"blocks of fp8 must have sizes that are powers of two"),
+        (
+            lambda e: setattr(e, "down_proj_scale_inv", nn.Parameter(torch.ones(8, 1, 1), requires_grad=False)),
+            r"moe_layers: the scales of the down-projection of .*experts must be",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_changes(change, message):
+    stored, _ = pair()
+    change(experts_of(stored)[-1][1])
+    with pytest.raises(ValueError, match=message):
+        enable(stored, implementation="reference")
+    assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft, of its use of transformers
+@pytest.mark.parametrize("order", ["enabled", "adapted"])
+def test_adapters_of_peft_over_stored_weights(order):
+    """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
+    stored, plain = pair()
+    if order == "enabled":
+        enable(stored, implementation="reference")
+    adapted, golden = (peft_models.adapt(model, peft_models.lora()) for model in (stored, plain))
+    if order == "adapted":
+        report = enable(adapted, implementation="reference")
+        assert len(report.adapted) == 4 and not report.adapted_by_wrapper
+    tokens = draw_tokens(golden)
+    actual, expected = step(adapted, tokens), step(golden, tokens)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert actual[2].keys() == expected[2].keys() and len(actual[2]) == 8
+    for name, gradient in expected[2].items():
+        torch.testing.assert_close(actual[2][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+def test_an_enabled_model_is_not_quantised_by_us():
+    model = build("qwen3_moe")
+    enable(model, implementation="reference")
+    cure = "got Qwen3MoeForCausalLM without; quantise a transformers model in .* and then call `enable`"
+    for change in (lambda model: quantize_experts_(model, "fp8"), dequantize_experts_):
+        with pytest.raises(ValueError, match=cure):
+            change(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_that_a_wrapper_adds_are_refused():
+    """PEFT would add them to the numbers, without their scales, and round the sums to float8."""
+    peft_models = pytest.importorskip("tests.integrations.peft_models")
+    stored, _ = pair()
+    adapted = peft_models.adapt(stored, peft_models.lora())
+    stored.set_experts_implementation(NAME)
+    with pytest.raises(ValueError, match=r"gate_up_proj of .*FP8Experts is stored as fp8, which no wrapper can change"):
+        adapted(draw_tokens(stored))
+    with adapted.disable_adapter():
+        adapted(draw_tokens(stored, batch=1, length=1))

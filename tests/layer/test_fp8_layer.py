@@ -1,0 +1,414 @@
+"""Layers with `precision="fp8"`: settings, kept forms of the weights, and every way in which weights change."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from moe_layers import LoRA, MoEConfig, MoEFeedForward
+from moe_layers.experts import kept_fp8
+from moe_layers.experts.quantization import quantize_experts_
+
+from ..dtypes import DTYPES
+from ..gpu import assert_never_waits, captured
+from ..layers import moe_layer
+from ..tiers import default_tier
+
+SIZES = (48, 16, 3, 2)
+
+
+def make_layer(device, implementation="triton", seed=0, dtype=torch.float32, precision="fp8", **options):
+    torch.manual_seed(seed)
+    kind = {"implementation": implementation, "device": device, "dtype": dtype}
+    return moe_layer(*SIZES, init_std=0.3, precision=precision, **options, **kind)
+
+
+def make_x(device, dtype=torch.float32, num_tokens=9):
+    x = torch.randn(num_tokens, 48, device=device, generator=torch.Generator(device).manual_seed(1))
+    return x.to(dtype).requires_grad_()
+
+
+def step(layer, x):
+    """Return the output and all gradients of one step."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    out.float().square().sum().backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "x": x.grad, **gradients}
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def fresh(layer):
+    """Return a layer with the same weights and without kept forms."""
+    other = make_layer(layer.experts.w_up.device, layer.experts.implementation, 1, layer.experts.w_up.dtype)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The number of weights that were quantised to be kept, and the number of looks for changes."""
+    counts = {"quantize": 0, "look": 0}
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    quantize, look = kept_fp8.launch_quantize_weight, kept_fp8.launch_requantize
+    monkeypatch.setattr(kept_fp8, "launch_quantize_weight", counted("quantize", quantize))
+    monkeypatch.setattr(kept_fp8, "launch_requantize", counted("look", look))
+    return counts
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_differs_from_the_layer_without_it_by_the_rounding_of_e4m3(implementation, device):
+    layer, plain = make_layer(device, implementation), make_layer(device, implementation, precision=None)
+    actual, expected = step(layer, make_x(device)), step(plain, make_x(device))
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert 0.001 < (actual[name] - tensor).norm() / tensor.norm() < 0.15, name
+
+
+def test_forms_are_kept_while_weights_stay(launches, device):
+    layer, x = make_layer(device), make_x(device)
+    first = step(layer, x)
+    assert launches == {"quantize": 2, "look": 0}
+    assert_same(step(layer, x), first)
+    with torch.no_grad():
+        assert torch.equal(layer(x), first["out"])
+    assert launches == {"quantize": 2, "look": 4}
+
+
+def test_without_gradients_one_orientation_is_made(launches, device):
+    layer, x = make_layer(device), make_x(device)
+    with torch.no_grad():
+        out = layer(x)
+    assert all(kept.forms[1] is None for kept in layer.experts.kept_forms._kept.values())
+    assert torch.equal(step(layer, x)["out"], out) and launches == {"quantize": 4, "look": 0}
+
+
+def sgd(layer, other):
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+
+
+def adamw(layer, other):
+    torch.optim.AdamW(layer.parameters(), 0.1, fused=True).step()
+
+
+def load(layer, other):
+    layer.load_state_dict(other.state_dict())
+
+
+def load_and_assign(layer, other):
+    layer.load_state_dict(other.state_dict(), assign=True)
+
+
+def copy_weights(layer, other):
+    with torch.no_grad():
+        for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
+
+
+def swap_data(layer, other):
+    for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+        mine.data, theirs.data = theirs.data, mine.data
+
+
+def swap_data_in_place(layer, other):
+    for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+
+
+def average(layer, other):
+    averaged = AveragedModel(layer)
+    averaged.update_parameters(other)
+    averaged.update_parameters(layer)
+    layer.load_state_dict(averaged.module.state_dict())
+
+
+def train_by_hand(layer, other):
+    for parameter in layer.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+def write_through_the_state_dict(layer, other):
+    for name, tensor in layer.state_dict().items():
+        tensor.copy_(other.state_dict()[name])
+
+
+def foreach(layer, other):
+    with torch.no_grad():
+        torch._foreach_mul_(list(layer.parameters()), 1.5)
+
+
+def vector(layer, other):
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(other.parameters()).detach(), layer.parameters())
+
+
+def replace_parameters(layer, other):
+    layer.experts.w_up = nn.Parameter(layer.experts.w_up.data * 2)
+
+
+def one_expert(layer, other):
+    layer.experts.w_down.data[1] = 0.0
+
+
+def one_row(layer, other):
+    layer.experts.w_down.data[:, 3] = 0.0
+
+
+def one_element(layer, other):
+    layer.experts.w_up.data[0, 5, 7] += 3.0
+
+
+def raw_storage(layer, other):
+    with torch.no_grad():
+        layer.experts.w_up.untyped_storage().copy_(other.experts.w_up.untyped_storage())
+
+
+def set_storage(layer, other):
+    with torch.no_grad():
+        layer.experts.w_up.set_(other.experts.w_up.detach().clone())
+
+
+def through_an_alias(layer, other):
+    layer.experts.w_up.detach().view(-1).mul_(-1.0)
+
+
+def in_inference_mode(layer, other):
+    with torch.inference_mode():
+        layer.experts.w_up.mul_(0.5)
+
+
+def reset(layer, other):
+    torch.manual_seed(7)
+    layer.reset_parameters()
+
+
+def other_dtype_and_back(layer, other):
+    layer.half().float()
+    with torch.no_grad():
+        layer.experts.w_up.mul_(3.0)
+
+
+CHANGES = (
+    sgd,
+    adamw,
+    load,
+    load_and_assign,
+    copy_weights,
+    swap_data,
+    swap_data_in_place,
+    average,
+    train_by_hand,
+    write_through_the_state_dict,
+    foreach,
+    vector,
+    replace_parameters,
+    one_expert,
+    one_row,
+    one_element,
+    raw_storage,
+    set_storage,
+    through_an_alias,
+    in_inference_mode,
+    reset,
+    other_dtype_and_back,
+)
+
+
+OFTEN = {sgd, load, average, raw_storage, one_row, one_element}
+
+
+@pytest.mark.parametrize("change", default_tier(CHANGES, OFTEN), ids=lambda change: change.__name__)
+def test_forms_are_those_of_the_weights_after_every_change(change, device):
+    """As in a layer that never kept any form."""
+    layer, other, x = make_layer(device), make_layer(device, seed=1), make_x(device)
+    before = step(layer, x)
+    change(layer, other)
+    after = step(layer, x)
+    assert not torch.equal(after["out"], before["out"])
+    assert_same(after, step(fresh(layer), x))
+
+
+def test_a_storage_that_returns_is_no_kept_one(device):
+    """Other weights at the address of the quantised ones, with the same count of changes."""
+    layer, x = make_layer(device), make_x(device)
+    step(layer, x)
+    address, shape = layer.experts.w_up.data_ptr(), layer.experts.w_up.shape
+    layer.experts.w_up.data = torch.empty(0, device=device)
+    for _ in range(50):  # the allocator most often gives the block again
+        again = torch.full(shape, 0.25, device=device)
+        if again.data_ptr() == address:
+            break
+    layer.experts.w_up.data = again
+    assert_same(step(layer, x), step(fresh(layer), x))
+
+
+def test_weights_swapped_for_one_call(device):
+    layer, other, x = make_layer(device), make_layer(device, seed=1), make_x(device)
+    expected, expected_other = layer(x), other(x)
+    assert torch.equal(torch.func.functional_call(layer, dict(other.named_parameters()), (x,)), expected_other)
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_pending_backward_keeps_its_forms(device):
+    """As the weights do without FP8: a change between forward and backward is an error of autograd."""
+    layer, x = make_layer(device), make_x(device)
+    pending = layer(x)
+    layer.load_state_dict(make_layer(device, seed=1).state_dict())
+    layer(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pending.sum().backward()
+
+
+def test_copies_and_state_hold_no_forms(device):
+    layer, x = make_layer(device), make_x(device)
+    expected = step(layer, x)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert not other.experts.kept_forms._kept
+        assert_same(step(other, x), expected)
+    assert layer.state_dict().keys() == make_layer(device, precision=None).state_dict().keys()
+    layer.to(device)
+    assert not layer.experts.kept_forms._kept
+
+
+def test_precision_may_change_at_any_time(device):
+    layer, x = make_layer(device), make_x(device)
+    with_it = step(layer, x)
+    layer.experts.precision = None
+    assert layer.config.precision is None
+    assert_same(step(layer, x), step(make_layer(device, precision=None), x))
+    layer.experts.precision = "fp8"
+    assert_same(step(layer, x), with_it)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+def test_autocast_quantises_what_it_casts(dtype, device, launches):
+    layer, x = make_layer(device), make_x(device)
+    plain = make_layer(device, dtype=dtype)
+    plain.load_state_dict(layer.state_dict())
+    with torch.autocast(torch.device(device).type, dtype):
+        out = layer(x)
+        assert out.dtype == dtype
+        layer(x)
+    assert launches["quantize"] == 2
+    logits = {"topk_experts": layer.router(x).topk_experts}
+    with torch.autocast(torch.device(device).type, dtype):
+        out = layer(x, **logits)
+    torch.testing.assert_close(out, plain(x.to(dtype), **logits), rtol=0.02, atol=0.02)
+
+
+OPTIONS = [{"recompute": "up"}, {"batch_invariant": True}, {"bias": True}]
+
+
+@pytest.mark.parametrize("options", default_tier(OPTIONS, [{"bias": True}]), ids=str)
+def test_options(options, device):
+    layer, x = make_layer(device, **options), make_x(device)
+    kept = step(layer, x)
+    layer.experts.kept_forms.of = lambda *args: None  # the op makes its own
+    assert_same(step(layer, x), kept)
+
+
+def test_checkpointed(device):
+    layer, x = make_layer(device), make_x(device)
+    expected = step(layer, x)
+    leaf = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    out = checkpoint(layer, leaf, use_reentrant=False)
+    out.square().sum().backward()
+    assert torch.equal(leaf.grad, expected["x"]) and torch.equal(layer.experts.w_up.grad, expected["experts.w_up"])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_compiled(implementation, device):
+    layer, x = make_layer(device, implementation), make_x(device)
+    expected = step(layer, x)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    out = compiled(x)
+    torch.testing.assert_close(out, expected["out"])
+    gradient, of_weight = torch.autograd.grad(out.square().sum(), [x, layer.experts.w_up])
+    torch.testing.assert_close(gradient, expected["x"])
+    torch.testing.assert_close(of_weight, expected["experts.w_up"])
+
+
+def test_saved_bytes_are_those_of_the_layer_without_it(device):
+    layer, plain = make_layer(device), make_layer(device, precision=None)
+    assert layer.saved_bytes(64) == plain.saved_bytes(64)
+
+
+@pytest.mark.gpu
+def test_graphs_quantise_what_the_weights_are_at_each_replay():
+    layer, x = make_layer("cuda", dtype=torch.bfloat16), make_x("cuda", torch.bfloat16, 64)
+    parameters = [x, *layer.parameters()]
+
+    def run():
+        out = layer(x)
+        return out.detach(), *torch.autograd.grad(out.float().square().sum(), parameters)
+
+    assert_never_waits(run)
+    replay, results = captured(run)
+    for factor in (1.0, -0.5, 1.5):
+        with torch.no_grad():
+            layer.experts.w_up.mul_(factor)
+        layer.experts.w_down.data.mul_(factor)
+        replay()
+        expected = run()
+        assert all(map(torch.equal, results, expected))
+
+
+def test_config_and_representation():
+    config = MoEConfig(*SIZES, precision="fp8")
+    assert MoEConfig.from_dict(config.to_dict()) == config
+    layer = MoEFeedForward(*SIZES, precision="fp8", device="meta")
+    assert layer.config == config and layer.experts.precision == "fp8" and "precision=fp8" in repr(layer)
+    assert MoEFeedForward(*SIZES, device="meta").experts.precision is None
+
+
+def test_bad_input(device):
+    with pytest.raises(ValueError, match="MoEFeedForward: precision must be one of"):
+        MoEFeedForward(*SIZES, precision="int8")
+    with pytest.raises(ValueError, match=r"MoEFeedForward: precision='fp8' needs multiples of 16, got .* d_ff=8"):
+        MoEFeedForward(48, 8, 3, 2, precision="fp8")
+    with pytest.raises(ValueError, match="needs multiples of 16, got d_model=24 and d_ff=16"):
+        MoEConfig(48, 16, 3, 2, latent_dim=24, precision="fp8")
+    layer, x = make_layer(device), make_x(device)
+    layer.add_lora(LoRA(2, 4))
+    with pytest.raises(NotImplementedError, match="precision='fp8' takes no adapters; merge them"):
+        layer(x)
+    layer.merge_lora()
+    layer(x)
+    quantize_experts_(layer, "fp8")
+    with pytest.raises(ValueError, match="quantises weights that are trained, got stored fp8"):
+        layer(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_trains(dtype, device):
+    layer = make_layer(device, "reference", dtype=dtype)
+    x, target = make_x(device, dtype, 64), torch.randn(64, 48, device=device).to(dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.3)
+    losses = []
+    for _ in range(30):
+        loss = (layer(x) - target).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]

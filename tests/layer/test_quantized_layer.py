@@ -1,0 +1,252 @@
+"""Layers whose expert weights stay quantised: bits, state, conversions, adapters, merging, bad input."""
+
+import copy
+import io
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from moe_kernels.experts import row_products
+from moe_kernels.quantization.formats import FORMATS
+from moe_kernels.types import WeightFormat
+from moe_layers import LoRA
+from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
+from moe_layers.experts.stored import QuantizedExperts
+
+from ..dtypes import DTYPES
+from ..layers import moe_layer
+from .test_saved_bytes import seen_bytes
+
+SMALL_BLOCKS = WeightFormat("fp8", (16, 32))
+FORMATS_HERE = {**FORMATS, "fp8_small": SMALL_BLOCKS}
+SIZES = {"d_model": 64, "d_ff": 32, "num_experts": 4, "top_k": 2}
+
+
+def make_layer(device, format=None, implementation="reference", dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    kind = {"implementation": implementation, "device": device, "dtype": dtype}
+    layer = moe_layer(**{**SIZES, "init_std": 0.3, **options}, **kind)
+    if format is not None:
+        quantize_experts_(layer, FORMATS_HERE[format])
+    return layer
+
+
+def with_adapter(layer, std=0.3):
+    layer.add_lora(LoRA(3, 6))
+    for i, factor in enumerate(layer.experts.lora.parameters()):
+        torch.manual_seed(i)
+        nn.init.normal_(factor, std=std)
+    return layer
+
+
+def dequantized(layer):
+    plain = copy.deepcopy(layer)
+    dequantize_experts_(plain)
+    return plain
+
+
+def make_x(device, dtype=torch.float32):
+    x = torch.randn(9, 64, device=device, generator=torch.Generator(device).manual_seed(1))
+    return x.to(dtype).requires_grad_()
+
+
+def step(layer, x):
+    """Return the output and all gradients of one step."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    out.float().square().sum().backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "x": x.grad, **gradients}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("format", FORMATS_HERE)
+def test_a_step_has_the_bits_of_the_dequantised_layer(format, implementation, device, monkeypatch):
+    monkeypatch.setattr(row_products, "MAX_ROWS", 0)  # GEMMs that decode weights add in another order
+    layer = with_adapter(make_layer(device, format, implementation, DTYPES[-1]))
+    plain = dequantized(layer)
+    for parameter in (plain.experts.w_up, plain.experts.w_down):
+        parameter.requires_grad_(False)
+    x = make_x(device, DTYPES[-1])
+    actual, expected = step(layer, x), step(plain, x)
+    assert actual.keys() == expected.keys() and len(actual) == 2 + 4
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+    assert expected["out"].any() and expected["x"].any()
+
+
+def test_the_rest_of_the_layer_trains_over_quantised_experts(device):
+    layer = make_layer(device, "int8", shared_d_ff=16, bias=True)
+    gradients = step(layer, make_x(device))
+    assert {"router.weight", "experts.b_up", "experts.b_down", "shared_expert.w_up"} <= gradients.keys()
+    assert not [name for name in gradients if "experts.w_" in name]
+
+
+@pytest.mark.parametrize("format", FORMATS_HERE)
+def test_files_hold_the_stored_bytes(format, tmp_path, device):
+    layer = make_layer(device, format)
+    state = layer.state_dict()
+    save_file(state, tmp_path / "layer.safetensors")
+    read = load_file(tmp_path / "layer.safetensors", device)
+    assert read.keys() == state.keys() and {"experts.w_up.values", "experts.w_down.scales"} <= state.keys()
+    empty = make_layer("meta")
+    quantize_experts_(empty, FORMATS_HERE[format])
+    empty.to_empty(device=device).load_state_dict(read)
+    x = make_x(device)
+    assert torch.equal(empty(x), layer(x))
+    stored = sum(t.numel() * t.element_size() for name, t in state.items() if "experts.w_" in name)
+    assert stored < 0.6 * 4 * 3 * 4 * 64 * 32  # of float32
+
+
+@pytest.mark.parametrize("format", FORMATS_HERE)
+def test_conversions_keep_the_stored_bits(format, device):
+    layer = make_layer(device, format)
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    unpickled = torch.load(buffer, weights_only=False)
+    for other in (copy.deepcopy(layer).bfloat16(), copy.deepcopy(layer).double(), unpickled):
+        for (name, a), b in zip(
+            other.experts.w_up.state_dict().items(), layer.experts.w_up.state_dict().values(), strict=True
+        ):
+            assert a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)), (
+                name
+            )
+    half = copy.deepcopy(layer).bfloat16()
+    assert half.experts.w_up.dtype == torch.bfloat16 and half(make_x(device, torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_autocast_computes_in_its_dtype(device):
+    layer = make_layer(device, "mxfp4")
+    x = make_x(device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        out = layer(x)
+        expected = dequantized(layer)(x)
+    assert torch.equal(out, expected)
+
+
+def test_dropout_of_adapters(device):
+    layer = make_layer(device, "nf4")
+    layer.add_lora(LoRA(3, 6, dropout=0.5))
+    plain = dequantized(layer)
+    x = make_x(device)
+    results = []
+    for each in (layer, plain):
+        torch.manual_seed(5)
+        results.append(each(x))
+    assert torch.equal(*results)
+
+
+def test_some_experts_of_a_quantised_layer(device):
+    layer = make_layer(device, "fp8")
+    half, rest = copy.deepcopy(layer), copy.deepcopy(layer)
+    half.keep_local_experts(range(2))
+    rest.keep_local_experts(range(2, 4))
+    assert list(half.experts.w_up.shape) == [2, 64, 64] and len(half.experts.w_down.scales) == 2
+    x = make_x(device)
+    torch.testing.assert_close(half(x) + rest(x), layer(x))
+
+
+def test_saved_bytes_count_no_weight(device):
+    layer = with_adapter(make_layer(device, "mxfp4", "triton", DTYPES[-1]))
+    x = make_x(device, DTYPES[-1])
+    assert layer.saved_bytes(9) == seen_bytes(layer, x)
+    plain = dequantized(layer)
+    for parameter in plain.experts.parameters():
+        parameter.requires_grad_("lora" in str(parameter))
+    assert layer.saved_bytes(9) <= plain.saved_bytes(9)
+
+
+def test_the_format_is_named():
+    layer = make_layer("cpu", "mxfp4")
+    assert "weights=mxfp4 (1x32)" in repr(layer.experts) and "QuantizedExperts(mxfp4 (1x32), shape=[4, 64, 64]" in repr(
+        layer
+    )
+
+
+def test_dequantising_gives_the_weights_that_the_op_used(device):
+    layer = make_layer(device, "nf4")
+    x = make_x(device)
+    out = layer(x)
+    dequantize_experts_(layer)
+    assert isinstance(layer.experts.w_up, nn.Parameter) and torch.equal(layer(x), out)
+
+
+def test_merging_gives_plain_weights_by_default(device):
+    layer = with_adapter(make_layer(device, "mxfp4"))
+    plain = dequantized(layer)
+    assert layer.merge_lora(keep_base=True) == {} and plain.merge_lora() == {}
+    assert torch.equal(layer.experts.w_up, plain.experts.w_up) and torch.equal(
+        layer.experts.w_down, plain.experts.w_down
+    )
+    layer.unmerge_lora()
+    assert isinstance(layer.experts.w_up, QuantizedExperts)
+    reference = with_adapter(make_layer(device, "mxfp4"))
+    x = make_x(device)
+    assert torch.equal(layer(x), reference(x))
+
+
+def test_merging_into_the_format_reports_what_survives(device):
+    layer = with_adapter(make_layer(device, "mxfp4"), std=0.5)
+    x = make_x(device)
+    kept = layer.merge_lora(requantize=True)
+    assert kept.keys() == {"up", "down"} and all(0.5 < share < 1 for share in kept.values())
+    assert layer.experts.w_up.format.name == "mxfp4" and layer.experts.lora is None
+
+    small = with_adapter(make_layer(device, "mxfp4"), std=0.01)
+    before = small(x)
+    with pytest.raises(ValueError, match=r"merge_lora: at least 0.5 of the change must survive mxfp4 .*, got 0.0"):
+        small.merge_lora(requantize=True)
+    assert torch.equal(small(x), before)
+    kept = small.merge_lora(requantize=True, least_kept=0.0)
+    assert kept == {"up": 0.0, "down": 0.0} and small.experts.w_up.format.name == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("make", "format", "error", "message"),
+    [
+        (make_layer, "awq", NotImplementedError, "quantize_experts_: the format 'awq' is not supported"),
+        (make_layer, "nvfp4", NotImplementedError, "quantize_experts_: the format 'nvfp4' is not supported"),
+        (make_layer, "fp3", ValueError, "quantize_experts_: format must be one of"),
+        (lambda device: make_layer(device, d_ff=24), "mxfp4", ValueError, "mxfp4 needs rows of whole blocks of 32"),
+        (lambda device: make_layer(device, d_model=6, d_ff=5), "nf4", ValueError, "nf4 must be whole blocks of 64"),
+        (
+            lambda device: make_layer(device, "fp8"),
+            "fp8",
+            ValueError,
+            "experts must not be quantised yet, got w_up as fp8",
+        ),
+        (lambda device: nn.Linear(2, 2), "fp8", ValueError, "the module must hold GroupedExperts, got Linear without"),
+    ],
+)
+def test_what_cannot_be_quantised(make, format, error, message, device):
+    with pytest.raises(error, match=message):
+        quantize_experts_(make(device), format)
+
+
+def test_bad_use(device):
+    layer = make_layer(device, "fp8")
+    with pytest.raises(RuntimeError, match="only Tensors of floating point"):
+        layer.experts.w_up.values.requires_grad_(True)
+    with pytest.raises(ValueError, match="reset_parameters: weights must not be quantised, got fp8"):
+        layer.experts.reset_parameters()
+    with pytest.raises(ValueError, match="dequantize_experts_: the module must hold quantised experts, got none"):
+        dequantize_experts_(make_layer(device))
+    nested = make_layer(device, "nf4_nested")  # 4096 / 64 scales per expert, of 256
+    with pytest.raises(ValueError, match="keep_local_experts: each expert must hold whole blocks of nf4"):
+        nested.keep_local_experts(range(2))
+    stale = make_layer(device, "fp8")
+    stale.experts.w_up.scales = nn.Parameter(stale.experts.w_up.scales[:, :0], requires_grad=False)
+    with pytest.raises(ValueError, match=r"the scales of w_up must be"):
+        stale(make_x(device))
+    mixed = make_layer(device, "fp8")
+    other = make_layer(device, "int8")
+    mixed.experts.w_down = other.experts.w_down
+    with pytest.raises(ValueError, match=r"fused_experts: .*format"):
+        mixed(make_x(device))
+    plain = with_adapter(make_layer(device))
+    with pytest.raises(ValueError, match="merge_lora: requantize needs quantised weights, got plain ones"):
+        plain.merge_lora(requantize=True)

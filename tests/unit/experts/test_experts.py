@@ -1,0 +1,394 @@
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import (
+    Activation,
+    GroupedGemmArguments,
+    WgradArguments,
+    fused_experts,
+    reference,
+    sort_by_expert,
+)
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
+from moe_kernels.experts.row_products import Rows
+from moe_kernels.experts.steps import Experts
+from moe_kernels.gemm import selection
+from moe_kernels.specs import as_activation
+from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
+from moe_kernels.types import ExpertWeights
+
+from ...dtypes import DTYPES
+from ...tiers import OP_CASES, default_tier, slow
+
+triton_experts = partial(fused_experts, implementation="triton")
+
+
+def draw(case, dtype, device, seed=0):
+    """Return (tokens, weights, experts, w_up, w_down) for a case."""
+    inputs = make_inputs(case, dtype, device, seed)
+    routed = reference.topk_routing(inputs.logits, case.top_k)
+    return inputs.tokens, routed.topk_weights, routed.topk_experts, inputs.w_up, inputs.w_down
+
+
+def run(tokens, weights, experts, w_up, w_down, op=triton_experts):
+    return op(tokens, weights, reference.sort_by_expert(experts, len(w_up)), w_up, w_down)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", OP_CASES)
+def test_matches_reference(case, dtype, device):
+    check_accuracy(
+        run,
+        partial(run, op=reference.fused_experts),
+        partial(draw, CASES[case], dtype, device),
+        ("out", "dtokens", "dweights", "dw_up", "dw_down"),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_worked_by_hand(implementation, device):
+    # One token, two experts with one hidden unit each. silu(2) * 3 = 5.2848; silu(1) * 1 = 0.7311.
+    tokens = torch.tensor([[1.0]], device=device)
+    w_up = torch.tensor([[[2.0], [3.0]], [[1.0], [1.0]]], device=device)
+    w_down = torch.tensor([[[1.0]], [[10.0]]], device=device)
+    experts = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    permutation = sort_by_expert(experts, 2, implementation=implementation)
+    weights = torch.tensor([[0.25, 0.75]], device=device)
+    out = fused_experts(tokens, weights, permutation, w_up, w_down, implementation=implementation)
+    torch.testing.assert_close(out.cpu(), torch.tensor([[0.25 * 5.2847824 + 7.5 * 0.7310586]]))
+
+
+def test_saves_tokens_preactivation_and_routing_only(device):
+    case = CASES["ordinary"]
+    tokens, weights, experts, w_up, w_down = draw(case, torch.float32, device)
+    leaves = [t.requires_grad_() for t in (tokens, weights, w_up, w_down)]
+    permutation = sort_by_expert(experts, case.num_experts, implementation="triton")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        triton_experts(leaves[0], leaves[1], permutation, *leaves[2:])
+    floats = {t.data_ptr(): t for t in saved if t.is_floating_point()}
+    known = {leaf.data_ptr() for leaf in leaves}
+    # Without adapters, an empty tensor takes the place of their products.
+    (preactivation,) = (t for pointer, t in floats.items() if pointer not in known and t.numel())
+    num_rows = case.num_tokens * case.top_k
+    assert preactivation.shape == (num_rows, 2 * case.d_ff)
+    integers = {t.data_ptr(): t.numel() for t in saved if not t.is_floating_point()}
+    # slot_to_row, row_to_token and a table, which are small in comparison at real sizes.
+    table = sum(t.numel() for t in permutation.tile_table[:4])
+    assert sum(integers.values()) == 2 * num_rows + table
+
+
+def test_frozen_weights_launch_no_weight_gradient(device, monkeypatch):
+    monkeypatch.setattr("moe_kernels.experts.row_products.Rows.wgrad", None)  # a call would fail
+    tokens, weights, chosen, w_up, w_down = draw(CASES["ordinary"], torch.float32, device)
+    tokens.requires_grad_()
+    run(tokens, weights, chosen, w_up, w_down).sum().backward()
+    assert tokens.grad.isfinite().all()
+
+
+def test_any_strides_of_the_permutation(device):
+    tokens, weights, experts, w_up, w_down = draw(CASES["odd_sizes"], torch.float32, device)
+    permutation = sort_by_expert(experts, len(w_up), implementation="triton")
+    strided = permutation._replace(
+        row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
+        slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
+    )
+    operands = [tensor.requires_grad_() for tensor in (tokens, w_up, w_down)]
+    results = []
+    for chosen in (permutation, strided):
+        out = triton_experts(tokens, weights, chosen, w_up, w_down)
+        results.append([out, *torch.autograd.grad(out.sum(), operands)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_of_transposed_weights_lie_as_their_parameters(device):
+    """The layout [E, in, out], as in GPT-OSS: autograd keeps the gradients without a copy."""
+    case = CASES["odd_sizes"]
+
+    def transposed(tokens, weights, experts, *stored, op=triton_experts):
+        return run(tokens, weights, experts, *(weight.transpose(1, 2) for weight in stored), op=op)
+
+    def draw_stored(seed):
+        *given, w_up, w_down = draw(case, DTYPES[-1], device, seed)
+        return *given, *(weight.transpose(1, 2).contiguous() for weight in (w_up, w_down))
+
+    names = ("out", "dtokens", "dweights", "dw_up", "dw_down")
+    check_accuracy(transposed, partial(transposed, op=reference.fused_experts), draw_stored, names)
+    *given, w_up, w_down = draw(case, DTYPES[-1], device)
+    w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
+    gradients = torch.autograd.grad(run(*given, w_up, w_down).sum(), (w_up, w_down))
+    for gradient, weight in zip(gradients, (w_up, w_down), strict=True):
+        assert gradient.stride() == weight.stride() and gradient.stride(1) == 1
+
+
+def test_backward_twice_on_a_kept_graph(device):
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in draw(CASES["odd_sizes"], DTYPES[-1], device)]
+    wanted = [t for t in leaves if t.requires_grad]
+    out = run(*leaves).sum()
+    first = torch.autograd.grad(out, wanted, retain_graph=True)
+    second = torch.autograd.grad(out, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("form", ["gemm", "wgrad"])
+def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
+    """Both sizes have the same power of two of rows per expert, but TMA copies need at least one row."""
+
+    def arguments(num_rows):
+        a, b = torch.ones(num_rows, 256, device=device).half(), torch.ones(2, 256, 512, device=device).half()
+        out, offsets = a.new_empty(num_rows, 512), torch.full((2,), num_rows, dtype=torch.int32, device=device)
+        if form == "gemm":
+            return GroupedGemmArguments(a, b, out, offsets=offsets)
+        return WgradArguments(a, out, b, offsets=offsets)
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernels with TMA are for capability 9.0")
+    some, none = arguments(1), arguments(0)
+    assert selection.select(some).metadata.design.tma
+    kernel = selection.select(none)
+    assert kernel.supports(none)
+    kernel.run(none)
+
+
+def flat_operands(tokens, weights, *rest, activation="swiglu", weight_on_input=False, recompute=False, **options):
+    """As the registered op takes them; `rest` are the experts' weights, then the permutation."""
+    *of_experts, permutation = rest
+    kind = as_activation("test", activation)
+    experts = Experts.of(ExpertWeights(*of_experts), kind, weight_on_input=weight_on_input)
+    rows = Rows.of(permutation, **{"reserved_sms": 0, **options})
+    operands = ExpertOperands(tokens, experts, weights, rows=rows, recompute=recompute)
+    return fused_experts_op.schema_arguments(operands)
+
+
+# The plain op, and every option alone and together.
+VARIANTS = {
+    "plain": {},
+    "geglu": {"activation": "geglu"},
+    "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
+    "interleaved": {"activation": Activation("gpt_oss", limit=0.5, interleaved=True), "bias": True},
+    "relu_squared": {"activation": "relu_squared"},
+    "relu_bias": {"activation": "relu", "bias": True},
+    "bias": {"bias": True},
+    "weight_on_input": {"weight_on_input": True},
+    "weight_on_input_bias": {"weight_on_input": True, "bias": True},
+}
+
+
+def draw_variant(case, variant, dtype, device, seed=0):
+    """Return (tokens, weights, experts, w_up, w_down, b_up, b_down), without biases if the variant has none."""
+    operands = list(draw(case, dtype, device, seed))
+    activation = as_activation("draw", VARIANTS[variant].get("activation", "swiglu"))
+    if not activation.gated:
+        operands[3] = operands[3][:, : case.d_ff].contiguous()
+    if VARIANTS[variant].get("bias"):
+        generator = torch.Generator(device).manual_seed(seed + 50)
+        for size in (operands[3].shape[1], case.d_model):
+            operands.append(torch.randn(case.num_experts, size, device=device, generator=generator).to(dtype))
+    return tuple(operands)
+
+
+def run_variant(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant, op=triton_experts):
+    options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
+    permutation = reference.sort_by_expert(experts, len(w_up))
+    return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **options)
+
+
+ODD = Case(33, 21, 13, 4, 2)
+TWO_EMPTY = Case(33, 21, 13, 4, 2, "first")
+
+
+@pytest.mark.parametrize(
+    ("variant", "case", "dtype"),
+    [
+        *((variant, ODD, torch.float32) for variant in VARIANTS if variant != "plain"),
+        ("gpt_oss", TWO_EMPTY, torch.float32),
+        ("weight_on_input_bias", TWO_EMPTY, torch.float32),
+        ("gpt_oss", CASES["zero_tokens"], torch.float32),
+        pytest.param("gpt_oss", ODD, DTYPES[-1], marks=slow),
+        pytest.param("weight_on_input_bias", ODD, DTYPES[-1], marks=slow),
+        ("relu_squared", ODD, DTYPES[-1]),
+    ],
+)
+def test_variants_match_reference(variant, case, dtype, device):
+    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
+    check_accuracy(
+        partial(run_variant, variant=variant),
+        partial(run_variant, variant=variant, op=reference.fused_experts),
+        partial(draw_variant, case, variant, dtype, device),
+        names if VARIANTS[variant].get("bias") else names[:5],
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_biases_and_input_weight_by_hand(implementation, device):
+    # One token, one expert with one hidden unit: relu(2 w x + 1) * 3 + 5, with weight w = 0.5 on the input or output.
+    tokens, w_up, w_down, b_up, b_down = (
+        torch.tensor(value, device=device).view(shape)
+        for value, shape in ((4.0, (1, 1)), (2.0, (1, 1, 1)), (3.0, (1, 1, 1)), (1.0, (1, 1)), (5.0, (1, 1)))
+    )
+    permutation = sort_by_expert(torch.zeros(1, 1, dtype=torch.int32, device=device), 1, implementation=implementation)
+    weights = torch.tensor([[0.5]], device=device)
+    options = {"activation": "relu", "b_up": b_up, "b_down": b_down, "implementation": implementation}
+    out = fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+    assert out.item() == 0.5 * (9 * 3 + 5)
+    out = fused_experts(tokens, weights, permutation, w_up, w_down, weight_on_input=True, **options)
+    assert out.item() == 5 * 3 + 5
+
+
+@pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
+@pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
+def test_dropped_slots_add_no_bias(variant, op, device):
+    tokens, weights, experts, *rest = draw_variant(Case(20, 16, 8, 8, 2), variant, torch.float32, device)
+    leaves = [t.detach().requires_grad_() for t in (tokens, weights, *rest)]
+    dropped = experts.clone()
+    dropped[3, 0] = -1
+    dropped[8] = 8
+    out = run_variant(*leaves[:2], dropped, *leaves[2:], variant=variant, op=op)
+    assert not out[8].any() and out[3].any()
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][8].any() and not gradients[1][8].any()
+    assert gradients[1][3, 0] == 0 and gradients[1][3, 1] != 0
+    expert = int(experts[3, 0])
+    alone = torch.where(experts == expert, experts, -1)  # no other expert's bias gets a gradient
+    out = run_variant(*leaves[:2], alone, *leaves[2:], variant=variant, op=op)
+    for gradient in torch.autograd.grad(out.square().sum(), leaves[-2:]):
+        assert gradient[expert].any() and not gradient[torch.arange(8, device=device) != expert].any()
+
+
+@pytest.mark.parametrize(
+    "variant", default_tier(["plain", "gpt_oss", "weight_on_input_bias"], ["weight_on_input_bias"])
+)
+def test_frozen_operands_are_skipped(variant, device):
+    operands = draw_variant(Case(5, 8, 4, 2, 2), variant, torch.float32, device)
+    indices = [i for i in range(len(operands)) if i != 2]
+
+    def gradients(wanted):
+        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands)]
+        out = run_variant(*leaves, variant=variant)
+        return dict(zip(wanted, torch.autograd.grad(out.sum(), [leaves[i] for i in wanted]), strict=True))
+
+    every = gradients(indices)
+    for frozen in indices:
+        for i, gradient in gradients([i for i in indices if i != frozen]).items():
+            assert torch.equal(gradient, every[i]), (frozen, i)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck_of_reference(variant):
+    operands = draw_variant(Case(5, 4, 3, 3, 2), variant, torch.float64, "cpu")
+    leaves = [t.double().requires_grad_() if t.is_floating_point() else t for t in operands]
+    run = partial(run_variant, variant=variant, op=reference.fused_experts)
+    torch.autograd.gradcheck(lambda x, w, *rest: run(x, w, operands[2], *rest), [t for t in leaves if t.requires_grad])
+
+
+def test_opcheck(device):
+    tokens, weights, experts, *rest = draw_variant(Case(6, 8, 4, 3, 2), "gpt_oss", torch.float32, device)
+    permutation = reference.sort_by_expert(experts, 3)
+    operands = [t.requires_grad_() for t in (tokens, weights, *rest)]
+    gpt_oss = Activation("gpt_oss", limit=0.5, alpha=1.702)
+    transposed = [weight.detach().mT.contiguous().mT.requires_grad_() for weight in operands[2:4]]
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands[:2], *transposed, permutation))
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands, permutation, activation=gpt_oss))
+    options = {"reserved_sms": 2, "weight_on_input": True, "recompute": True, "batch_invariant": True}
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*operands, permutation, **options))
+
+
+@pytest.mark.parametrize("variant", ["plain", "gpt_oss"])
+def test_compiles_without_graph_break(variant, device):
+    operands = draw_variant(ODD, variant, DTYPES[-1], device)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
+    wanted = [t for t in leaves if t.requires_grad]
+
+    def layer(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None):
+        permutation = sort_by_expert(experts, 4, implementation="triton")
+        options = {"b_up": b_up, "b_down": b_down, "activation": VARIANTS[variant].get("activation", "swiglu")}
+        return triton_experts(tokens, weights, permutation, w_up, w_down, **options)
+
+    expected = layer(*leaves)
+    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(actual, expected)
+    gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
+    assert all(torch.equal(a, b) for a, b in gradients)
+
+
+def bad_operands(**changes):
+    tokens, weights, experts, w_up, w_down = draw(Case(6, 8, 4, 3, 2), torch.float32, "cpu")
+    operands = {
+        "tokens": tokens,
+        "topk_weights": weights,
+        "permutation": reference.sort_by_expert(experts, 3),
+        "w_up": w_up,
+        "w_down": w_down,
+    }
+    return {**operands, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": torch.zeros(6, 9)}, r"w_up must be \[E, 2F, D\] with E=3, D=9, got \[3, 8, 8\]"),
+        ({"tokens": torch.zeros(7, 8)}, r"topk_weights must be \[T, K\] with T=7"),
+        ({"w_up": torch.zeros(3, 6, 8)}, r"w_up must be \[E, 2F, D\] and w_down \[E, D, F\], got \[3, 6, 8\]"),
+        ({"w_down": torch.zeros(2, 8, 4)}, r"w_down must be \[E, D, F\] with E=3, D=8, got \[2, 8, 4\]"),
+        ({"w_up": torch.zeros(3, 8, 8).half()}, "one floating-point dtype"),
+        ({"topk_weights": torch.zeros(6, 2).half()}, "topk_weights must be torch.float32"),
+        ({"w_down": torch.zeros(3, 8, 4, device="meta")}, "one device"),
+        ({"activation": "tanh"}, r"activation must be one of 'swiglu', .* and 11 more .*, got 'tanh'"),
+        ({"activation": "relu"}, r"w_down must be \[E, D, F\] with E=3, D=8, F=8, got \[3, 8, 4\]"),
+        ({"b_up": torch.zeros(3, 4)}, r"b_up must be \[E, 2F\] with E=3, 2F=8, got \[3, 4\]"),
+        ({"b_down": torch.zeros(3, 4)}, r"b_down must be \[E, D\] with E=3, D=8, got \[3, 4\]"),
+        ({"b_down": torch.zeros(3, 8).half()}, "one floating-point dtype"),
+        ({"b_down": torch.zeros(3, 8, device="meta")}, "one device"),
+        ({"reserved_sms": -1}, "reserved_sms must not be negative, got -1"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fused_experts(**bad_operands(**changes))
+
+
+@pytest.mark.parametrize("variant", default_tier(["weight_on_input", "gpt_oss", "relu_bias", "bias"], ["gpt_oss"]))
+def test_recomputing_changes_no_bit_and_saves_no_preactivation(variant, device):
+    options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
+    tokens, weights, experts, *rest = draw_variant(ODD, variant, DTYPES[-1], device)
+    permutation = reference.sort_by_expert(experts, 4)
+    leaves = [tensor.requires_grad_() for tensor in (tokens, weights, *rest)]
+    biases = dict(zip(("b_up", "b_down"), leaves[4:], strict=False))
+
+    def run(recompute):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            out = triton_experts(*leaves[:2], permutation, *leaves[2:4], **biases, **options, recompute=recompute)
+        upstream = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
+        return saved, (out, *torch.autograd.grad(out, leaves, upstream))
+
+    (saved, results), (fewer, again) = run(None), run("up")
+    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+    rows, columns = experts.numel(), rest[0].shape[1]
+    assert [t.shape for t in saved if t.shape == (rows, columns)] and not [
+        t for t in fewer if t.shape == (rows, columns)
+    ]
+
+
+def test_reserved_sms_change_no_bit(device):
+    inputs = draw(CASES["skewed"], DTYPES[-1], device)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+    wanted = [t for t in leaves if t.requires_grad]
+
+    def results(reserved_sms):
+        tokens, weights, experts, *rest = leaves
+        permutation = sort_by_expert(experts, len(rest[0]), implementation="triton")
+        out = triton_experts(tokens, weights, permutation, *rest, reserved_sms=reserved_sms)
+        return out, *torch.autograd.grad(out.float().square().sum(), wanted)
+
+    assert all(map(torch.equal, results(2), results(0)))
+
+
+def test_unknown_recompute(device):
+    tokens, weights, experts, w_up, w_down = draw(CASES["one_token"], DTYPES[0], device)
+    with pytest.raises(ValueError, match=r"recompute must be one of \(None, 'up'\), got 'down'"):
+        fused_experts(tokens, weights, reference.sort_by_expert(experts, 8), w_up, w_down, recompute="down")

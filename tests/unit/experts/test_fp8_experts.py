@@ -1,0 +1,336 @@
+"""`fused_experts(precision="fp8")` against the same recipe in PyTorch, and against the op without it."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
+from moe_kernels.experts.fp8_support import check_fp8_gpu, warn_if_unmeasured
+from moe_kernels.experts.fused import compute_experts
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
+from moe_kernels.experts.row_products import Rows
+from moe_kernels.experts.steps import Experts
+from moe_kernels.quantization.fp8_weights import quantize_experts
+from moe_kernels.quantization.quantize import quantize
+from moe_kernels.specs import as_activation
+from moe_kernels.testing import Case, make_inputs, run_with_grads, to_float64
+from moe_kernels.types import ExpertWeights, ScaledForms
+
+from ...dtypes import DTYPES
+from ...gpu import assert_never_waits, captured
+from ...tiers import default_tier, slow
+
+NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
+SIXTEENS = Case(33, 48, 16, 4, 2)
+BLOCKS = Case(12, 144, 128, 2, 1)
+PARTIAL = Case(12, 144, 48, 2, 1)
+TWO_EMPTY = Case(33, 48, 16, 4, 2, "first")
+VARIANTS = {
+    "plain": {},
+    "saved": {"precision": "fp8_saved"},
+    "geglu": {"activation": "geglu"},
+    "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
+    "interleaved": {"activation": Activation("gpt_oss", limit=0.5, interleaved=True), "bias": True},
+    "relu_squared": {"activation": "relu_squared"},
+    "weight_on_input_bias": {"weight_on_input": True, "bias": True},
+}
+COMMON_VARIANTS = ("plain", "saved", "gpt_oss")  # of the default tier
+
+
+def draw(case, variant, dtype, device, seed=0):
+    """Return (tokens, weights, experts, w_up, w_down, b_up, b_down), without biases if the variant has none."""
+    inputs = make_inputs(case, dtype, device, seed)
+    routed = reference.topk_routing(inputs.logits, case.top_k)
+    gated = as_activation("draw", VARIANTS[variant].get("activation", "swiglu")).gated
+    w_up = inputs.w_up if gated else inputs.w_up[:, : case.d_ff].contiguous()
+    operands = [inputs.tokens, routed.topk_weights, routed.topk_experts, w_up, inputs.w_down]
+    if VARIANTS[variant].get("bias"):
+        generator = torch.Generator(device).manual_seed(seed + 50)
+        for size in (w_up.shape[1], case.d_model):
+            operands.append(torch.randn(case.num_experts, size, device=device, generator=generator).to(dtype))
+    return tuple(operands)
+
+
+def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant="plain", op=None, **options):
+    given = {key: value for key, value in VARIANTS[variant].items() if key not in ("bias", "precision")}
+    permutation = reference.sort_by_expert(experts, len(w_up))
+    precision = VARIANTS[variant].get("precision", "fp8")
+    op = op or partial(fused_experts, precision=precision, implementation="triton")
+    return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **given, **options)
+
+
+@pytest.mark.parametrize(
+    ("variant", "case", "dtype"),
+    [
+        *default_tier(((name, SIXTEENS, torch.float32) for name in VARIANTS), lambda row: row[0] in COMMON_VARIANTS),
+        ("plain", BLOCKS, torch.float32),
+        ("plain", PARTIAL, torch.float32),
+        ("gpt_oss", TWO_EMPTY, torch.float32),
+        ("plain", Case(0, 48, 16, 4, 2), torch.float32),
+        ("plain", BLOCKS, DTYPES[-1]),
+        pytest.param("gpt_oss", PARTIAL, DTYPES[-1], marks=slow),
+        pytest.param("weight_on_input_bias", BLOCKS, DTYPES[-1], marks=slow),
+    ],
+)
+def test_variants_match_the_recipe(variant, case, dtype, device):
+    """In norms: a sum that is rounded another way may cross a limit between two e4m3 numbers, which changes one operand
+    by up to 1/8. Each kernel has tests of its own that allow no such difference."""
+    operands = draw(case, variant, dtype, device)
+    actual = run_with_grads(partial(run, variant=variant), operands)
+    recipe = partial(reference_fp8.fused_experts, saves_fp8=variant == "saved")
+    recipe = partial(run, variant=variant, op=recipe)
+    baseline, exact = run_with_grads(recipe, operands), run_with_grads(recipe, to_float64(operands))
+    for name, a, b, e in zip(NAMES[: len(exact)], actual, baseline, exact, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.isnan(), e.isnan())
+        limit = 2 * relative_error(b, e) + torch.finfo(dtype).eps + rare_error(device)
+        assert relative_error(a, e) <= limit, name
+
+
+def rare_error(device):
+    """Return the error by operands that round another way, in the norm.
+
+    If sums differ by d, one in (s / d) crosses a limit between two numbers that are s apart, and then differs by s: the
+    error in the norm is the root of d * s. e4m3 has s of 1/8 or less. Tensor cores of Hopper add products of e4m3
+    numbers with 13 bits after the largest one's first: d is about 2**-11, three quantisations one after the other add.
+    """
+    return 1e-3 if torch.device(device).type == "cpu" else (3 * 2**-11 / 8) ** 0.5
+
+
+def relative_error(actual, exact):
+    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+DISTRIBUTIONS = ("normal", "outlier channels", "heavy tails")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "distribution"), [("triton", "normal"), *(("reference", name) for name in DISTRIBUTIONS)]
+)
+def test_errors_against_unquantised_operands_are_below_nine_per_cent(implementation, distribution, device):
+    case = Case(96, 256, 128, 4, 2) if implementation == "reference" else BLOCKS
+    tokens, weights, experts, w_up, w_down = draw(case, "plain", torch.float32, device)
+    generator = torch.Generator(device).manual_seed(3)
+    if distribution == "outlier channels":
+        tokens[:, ::64] *= 30
+    if distribution == "heavy tails":
+        tokens = tokens / torch.rand(tokens.shape, device=device, generator=generator).clamp(min=0.01).sqrt()
+    op = partial(fused_experts, implementation=implementation)
+    actual = run_with_grads(partial(run, op=partial(op, precision="fp8")), (tokens, weights, experts, w_up, w_down))
+    expected = run_with_grads(partial(run, op=reference.fused_experts), (tokens, weights, experts, w_up, w_down))
+    for name, a, e in zip(NAMES, actual, expected, strict=False):
+        assert 0.01 < (a - e).norm() / e.norm() < 0.09, name
+
+
+def leaves_of(operands):
+    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in operands]
+
+
+def results(operands, variant="plain", op=None, **options):
+    """Return the output and all gradients."""
+    leaves = leaves_of(operands)
+    out = run(*leaves, variant=variant, op=op, **options)
+    dout = torch.randn(out.shape, device=out.device, generator=torch.Generator(out.device).manual_seed(1)).to(out.dtype)
+    return out, *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout)
+
+
+OPTIONS = [{"recompute": "up"}, {"reserved_sms": 2}, {"batch_invariant": True}]
+
+
+@pytest.mark.parametrize("options", default_tier(OPTIONS, OPTIONS[:1]), ids=str)
+def test_options_change_no_bit(options, device):
+    operands = draw(PARTIAL, "plain", DTYPES[-1], device)
+    expected = results(operands, batch_invariant=options.get("batch_invariant", False))
+    assert all(map(torch.equal, results(operands, **options), expected))
+
+
+def test_copied_rows_give_the_same_bits(device, monkeypatch):
+    operands = draw(PARTIAL, "plain", DTYPES[-1], device)
+    expected = results(operands)
+    monkeypatch.setattr("moe_kernels.experts.row_products.COLUMNS_WORTH_A_COPY", 0)
+    assert all(map(torch.equal, results(operands), expected))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("recompute", [None, "up"])
+def test_given_forms_of_the_weights_give_the_same_bits(turned, recompute, device):
+    operands = draw(PARTIAL, "plain", DTYPES[-1], device)
+    forms = quantize_experts(operands[3], operands[4], turned=turned)
+
+    def op(tokens, weights, permutation, w_up, w_down, **options):
+        options = {name: option for name, option in options.items() if not name.startswith("b_")}
+        given = ExpertWeights(w_up, w_down)
+        return compute_experts(tokens, weights, permutation, given, precision="fp8", forms=forms, **options)
+
+    options = {"recompute": recompute, "implementation": "triton"}
+    assert all(map(torch.equal, results(operands, op=op, **options), results(operands)))
+
+
+@pytest.mark.parametrize("variant", default_tier(["plain", "weight_on_input_bias"], {"weight_on_input_bias"}))
+def test_frozen_operands_are_skipped(variant, device):
+    operands = draw(Case(5, 16, 16, 2, 2), variant, torch.float32, device)
+    indices = [i for i in range(len(operands)) if i != 2]
+
+    def gradients(wanted):
+        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands)]
+        out = run(*leaves, variant=variant)
+        return dict(zip(wanted, torch.autograd.grad(out.sum(), [leaves[i] for i in wanted]), strict=True))
+
+    every = gradients(indices)
+    for chosen in ([0], [1], [3], [4], indices[1:], indices[:-1]):
+        for i, gradient in gradients(chosen).items():
+            assert torch.equal(gradient, every[i]), i
+
+
+def test_dropped_slots_and_experts_without_rows(device):
+    """NaN in tokens that no expert reads and in weights of experts without rows reaches nothing."""
+    tokens, weights, experts, w_up, w_down = draw(Case(20, 48, 32, 4, 2, "first"), "plain", torch.float32, device)
+    experts[3], experts[5, 0] = -1, -1
+    tokens[3], w_up[3], w_down[2] = torch.nan, torch.nan, torch.nan
+    out, *gradients = results((tokens, weights, experts, w_up, w_down))
+    assert all(result.isfinite().all() for result in (out, *gradients))
+    assert not out[3].any() and not gradients[0][3].any() and not gradients[2][2:].any()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_a_token_without_finite_values_keeps_to_itself(implementation, device):
+    """As without FP8: outputs and gradients of other tokens stay as they are."""
+    operands = draw(SIXTEENS, "plain", torch.float32, device)
+    op = partial(fused_experts, precision="fp8", implementation=implementation)
+    out, dtokens, dweights, *_ = results(operands, op=op)
+    for value in (torch.nan, torch.inf):
+        bad = operands[0].clone()
+        bad[7, 3] = value
+        got = results((bad, *operands[1:]), op=op)
+        others = torch.arange(len(bad), device=device) != 7
+        assert not got[0][7].isfinite().any() and not got[1][7].isfinite().all()
+        for actual, expected in zip(got, (out, dtokens, dweights), strict=False):
+            torch.testing.assert_close(actual[others], expected[others], rtol=0.0, atol=0.0)
+
+
+def test_zero_tokens_and_zero_weights(device):
+    tokens, weights, experts, w_up, w_down = draw(SIXTEENS, "plain", torch.float32, device)
+    tokens[4] = 0.0
+    out, *gradients = results((tokens, weights, experts, w_up, w_down))
+    assert not out[4].any() and all(gradient.isfinite().all() for gradient in gradients)
+    out, *gradients = results((tokens, weights, experts, torch.zeros_like(w_up), w_down))
+    assert not out.any() and all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_saves_what_the_op_saves_without_fp8(device):
+    operands = draw(BLOCKS, "plain", DTYPES[-1], device)
+
+    def saved(op):
+        found = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(t.data_ptr(), t), lambda t: t):
+            run(*leaves_of(operands), op=op)
+        return sum(tensor.nbytes for tensor in found.values())
+
+    plain = saved(partial(fused_experts, implementation="triton"))
+    assert saved(partial(fused_experts, implementation="triton", precision="fp8")) == plain
+    hidden = BLOCKS.num_tokens * BLOCKS.top_k * 2 * BLOCKS.d_ff
+    scales = 4 * hidden // 128
+    less = plain - hidden * operands[0].element_size() + hidden + scales
+    assert saved(partial(fused_experts, implementation="triton", precision="fp8_saved")) == less
+
+
+def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False, precision="fp8"):
+    permutation = reference.sort_by_expert(experts, len(of_experts[0]))
+    kind = as_activation("test", "swiglu")
+    given = Experts.of(ExpertWeights(*of_experts), kind)
+    rows = Rows.of(permutation, reserved_sms=0)
+    operands = ExpertOperands(tokens, given, weights, rows=rows, recompute=recompute, precision=precision, forms=forms)
+    return fused_experts_op.schema_arguments(operands)
+
+
+@slow
+def test_opcheck(device):
+    operands = draw(Case(6, 32, 16, 3, 2), "gpt_oss", torch.float32, device)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, forms=ScaledForms()), test_utils=checks)
+    # The test of the schema compares tensors by products, which float8 lacks.
+    forms = quantize_experts(leaves[3].detach(), leaves[4].detach())
+    for options in ({"forms": forms, "recompute": True}, {"forms": ScaledForms(), "precision": "fp8_saved"}):
+        torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, **options), test_utils=checks[1:])
+
+
+@pytest.mark.parametrize("implementation", default_tier(["triton", "reference"], {"triton"}))
+def test_compiles_without_graph_break(implementation, device):
+    operands = draw(SIXTEENS, "plain", DTYPES[-1], device)
+    leaves = leaves_of(operands)
+    wanted = [t for t in leaves if t.requires_grad]
+
+    def layer(tokens, weights, experts, w_up, w_down):
+        permutation = sort_by_expert(experts, 4, implementation=implementation)
+        options = {"precision": "fp8", "implementation": implementation}
+        return fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+
+    expected = layer(*leaves)
+    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(actual, expected)
+    gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
+    assert all(torch.equal(a, b) for a, b in gradients)
+
+
+@pytest.mark.gpu
+def test_never_waits_and_is_captured_in_a_graph():
+    operands = draw(Case(300, 256, 128, 8, 2), "plain", torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
+    permutation = sort_by_expert(operands[2], 8)
+    dout = torch.randn_like(operands[0])
+
+    def step():
+        out = fused_experts(*leaves[:2], permutation, *leaves[3:], precision="fp8")
+        return out.detach(), *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout)
+
+    assert_never_waits(step)
+    expected = [result.clone() for result in step()]
+    replay, again = captured(step)
+    replay()
+    assert all(map(torch.equal, again, expected))
+
+
+def bad(**changes):
+    tokens, weights, experts, w_up, w_down = draw(SIXTEENS, "plain", torch.float32, "cpu")
+    permutation = reference.sort_by_expert(experts, 4)
+    return {"w_up": w_up, "w_down": w_down, **changes}, (tokens, weights, permutation)
+
+
+def odd_sizes():
+    tokens, weights, experts, w_up, w_down = draw(Case(6, 48, 24, 4, 2), "plain", torch.float32, "cpu")
+    return {"w_up": w_up, "w_down": w_down}, (tokens, weights, reference.sort_by_expert(experts, 4))
+
+
+def test_bad_input():
+    options, operands = bad(precision="int8")
+    with pytest.raises(ValueError, match=r"precision must be one of \(None, 'fp8', 'fp8_saved'\), got 'int8'"):
+        fused_experts(*operands, **options)
+    options, operands = odd_sizes()
+    with pytest.raises(ValueError, match="needs multiples of 16, got d_model=48 and d_ff=24"):
+        fused_experts(*operands, **options, precision="fp8")
+    options, operands = bad(precision="fp8")
+    stored = {name: quantize(options[name], "fp8") for name in ("w_up", "w_down")}
+    with pytest.raises(ValueError, match=r"quantises weights that are trained, got stored fp8 \(128x128\)"):
+        fused_experts(*operands, **{**options, **stored})
+    with pytest.raises(NotImplementedError, match="takes no adapters"):
+        fused_experts(*operands, **options, adapters=ExpertAdapters())
+    with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9\.0, this one has 8\.9"):
+        check_fp8_gpu(89)
+    check_fp8_gpu(90)
+
+
+UNMEASURED = [(90, 2048, 768, 512), (90, 1024, 768, 1024), (90, 2048, 512, 1024), (100, 4096, 1024, 2048)]
+
+
+@pytest.mark.parametrize("sizes", UNMEASURED)
+def test_warns_once_where_it_was_not_measured_to_be_faster(sizes):
+    warn_if_unmeasured.cache_clear()
+    with pytest.warns(RuntimeWarning, match="may be slower than without"):
+        warn_if_unmeasured(*sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_unmeasured(*sizes)
+        warn_if_unmeasured(90, 2048, 768, 1024)

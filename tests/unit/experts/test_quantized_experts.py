@@ -1,0 +1,439 @@
+"""`fused_experts` over quantised weights, dequantised before each GEMM or decoded by it."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moe_kernels import Activation, fused_experts, get_kernels, reference
+from moe_kernels.experts import row_products as rows_module
+from moe_kernels.experts.chunked import ExpertsInParts
+from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operands import ExpertOperands
+from moe_kernels.experts.row_products import Rows
+from moe_kernels.experts.steps import Experts
+from moe_kernels.gemm import rule, selection
+from moe_kernels.gemm.arguments.decoding import DecodingGemmArguments
+from moe_kernels.gemm.kernel import StreamingDesign
+from moe_kernels.gemm.kernels.pointer_decoding import MAX_ROWS
+from moe_kernels.quantization.decode import decode_weight
+from moe_kernels.quantization.formats import FORMATS, WeightFormat
+from moe_kernels.quantization.quantize import quantize
+from moe_kernels.specs import as_activation
+from moe_kernels.testing import Case, check_accuracy, make_inputs
+from moe_kernels.tools.measurement_keys import arguments_of
+from moe_kernels.tools.tune import check
+from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight
+
+from ...dtypes import DTYPES
+from ...gpu import assert_never_waits, captured
+from ...tiers import default_tier, slow
+
+SCALE = 0.5
+NAMES = ("out", "dtokens", "dweights", "dup_a", "dup_b", "ddown_a", "ddown_b")
+ODD = Case(11, 38, 22, 3, 2)  # rows of no whole block, except for mxfp4
+BLOCKS = Case(11, 64, 32, 3, 2)
+WIDE = Case(40, 192, 160, 3, 2)  # several steps and column tiles
+VARIANTS = {
+    "recompute": {"recompute": "up"},
+    "batch_invariant": {"batch_invariant": True},
+    "weight_on_input": {"weight_on_input": True},
+    "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5)},
+    "relu": {"activation": "relu"},
+}
+
+
+@pytest.fixture(params=["decode", "dequantize"])
+def path(request, monkeypatch):
+    """Both ways to compute few rows."""
+    if request.param == "dequantize":
+        monkeypatch.setattr(rows_module, "MAX_ROWS", 0)
+    return request.param
+
+
+def draw(case, dtype, device, seed=0, *, activation="swiglu", rank=3):
+    """Return tokens, routing weights, experts, the weights to quantise, biases, and the factors of adapters."""
+    inputs = make_inputs(case, dtype, device, seed)
+    routed = reference.topk_routing(inputs.logits, case.top_k)
+    w_up = inputs.w_up if as_activation("draw", activation).gated else inputs.w_up[:, : case.d_ff].contiguous()
+    generator = torch.Generator(device).manual_seed(seed + 9)
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, generator=generator).mul(shape[-1] ** -0.5).to(dtype)
+
+    num_experts = case.num_experts
+    biases = normal(num_experts, w_up.shape[1]), normal(num_experts, case.d_model)
+    factors = (
+        normal(num_experts, rank, case.d_model),
+        normal(num_experts, w_up.shape[1], rank),
+        normal(num_experts, rank, case.d_ff),
+        normal(num_experts, case.d_model, rank),
+    )
+    return inputs.tokens, routed.topk_weights, routed.topk_experts, w_up, inputs.w_down, *biases, *factors
+
+
+FROZEN = (3, 4, 5, 6)  # weights and biases
+
+
+def run(tokens, weights, experts, w_up, w_down, b_up, b_down, *factors, format, implementation="triton", **options):
+    permutation = reference.sort_by_expert(experts, len(w_up))
+    stored = quantize(w_up, format), quantize(w_down, format)
+    options |= {"adapters": ExpertAdapters(*factors, SCALE)} if factors else {}
+    options |= {"b_up": b_up, "b_down": b_down, "implementation": implementation}
+    return fused_experts(tokens, weights, permutation, *stored, **options)
+
+
+def run_dequantised(
+    tokens, weights, experts, w_up, w_down, b_up, b_down, *factors, format, dtype=None, op=fused_experts, **options
+):
+    """An op on weights that are dequantised to `dtype`, or that of the tokens."""
+    permutation = reference.sort_by_expert(experts, len(w_up))
+    dense = (decode_weight(quantize(w, format), dtype or tokens.dtype).to(tokens.dtype) for w in (w_up, w_down))
+    options |= {"adapters": ExpertAdapters(*factors, SCALE)} if factors else {}
+    return op(tokens, weights, permutation, *dense, b_up=b_up, b_down=b_down, **options)
+
+
+def run_reference(*operands, **options):
+    kept = {name: options[name] for name in ("activation", "weight_on_input", "format", "dtype") if name in options}
+    return run_dequantised(*operands, op=reference.fused_experts, **kept)
+
+
+def case_for(format, case=ODD):
+    return BLOCKS if format == "mxfp4" and case is ODD else case
+
+
+@pytest.mark.parametrize("dtype", default_tier(DTYPES, {torch.float16}), ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats_match_reference(format, dtype, device):
+    case = case_for(format)
+    check_accuracy(
+        partial(run, format=format),
+        partial(run_reference, format=format, dtype=dtype),
+        partial(draw, case, dtype, device),
+        NAMES,
+        FROZEN,
+    )
+
+
+@pytest.mark.parametrize("variant", default_tier(VARIANTS, {"gpt_oss"}))
+def test_variants_match_reference(variant, device):
+    options = VARIANTS[variant]
+    check_accuracy(
+        partial(run, format="nf4", **options),
+        partial(run_reference, format="nf4", dtype=torch.float32, **options),
+        partial(draw, ODD, torch.float32, device, activation=options.get("activation", "swiglu")),
+        NAMES,
+        FROZEN,
+    )
+
+
+@pytest.mark.parametrize("format", default_tier(FORMATS, {"fp8", "mxfp4"}))
+def test_several_steps_and_tiles_without_adapters(format, device):
+    check_accuracy(
+        partial(run, format=format),
+        partial(run_reference, format=format, dtype=torch.float16),
+        lambda seed: draw(WIDE, torch.float16, device, seed)[:7],
+        NAMES[:3],
+        FROZEN,
+    )
+
+
+DECODING = get_kernels(
+    metadata_filter=lambda m: m.kernel_class.arguments_class is DecodingGemmArguments and m.operands.A.dtype in DTYPES
+)
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("kernel", DECODING, ids=lambda kernel: kernel.metadata.kernel_name)
+def test_every_kernel_that_decodes(kernel, layout, device):
+    dtype = str(kernel.metadata.operands.A.dtype)[6:]
+    form = getattr(kernel, "form", "nf4_nested")
+    args = arguments_of(f"decoding_gemm weight={form} B={layout} gather=A {dtype} G=2 K=160 N=160 rows=16", device)
+    if form != "nf4_nested" and not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+    check(kernel, args)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, (16, 64)), (16, (16, 64)), (64, (64, 64)), (128, (128, 128))])
+def test_the_rule_decodes_each_weight_as_rarely_as_rows_allow(rows, tile):
+    for layout, depth in (("row", 64), ("column", 128)):
+        key = f"decoding_gemm weight=fp8 B={layout} gather=A bfloat16 G=2 K=256 N=256 rows={rows}"
+        first, *_ = get_kernels(arguments_of(key, "meta"), cc=80)
+        tile_k = depth if rows <= 16 else 64  # the length along the stored rows, if tiles are short
+        assert first.metadata.design.tile_shape == (*tile, tile_k)
+
+
+def test_the_rule_streams_weights_of_few_rows_on_hopper():
+    def is_streaming(weight, rows):
+        key = f"decoding_gemm weight={weight} B=column gather=A bfloat16 G=2 K=256 N=256 rows={rows}"
+        args = arguments_of(key, "meta")
+        kernels = [k for k in get_kernels(cc=90) if k.takes(args)]
+        return isinstance(rule.best_first(kernels, args, None)[0].metadata.design, StreamingDesign)
+
+    for weight, most in (("fp8", 8), ("mxfp4", 16), ("nf4", 0)):
+        assert [rows for rows in (1, 2, 4, 8, 16, 32, 64) if is_streaming(weight, rows)] == [
+            rows for rows in (1, 2, 4, 8, 16) if rows <= most
+        ]
+
+
+HEIGHTS = {
+    "higher_than_a_tile": Case(24, 40, 24, 4, 1, "first"),
+    "40_rows": Case(80, 40, 24, 2, 1, "zipf"),
+    "100_rows": Case(200, 40, 24, 2, 1, "zipf"),
+}
+
+
+@pytest.mark.parametrize("case", default_tier(HEIGHTS, {"higher_than_a_tile"}))
+def test_groups_and_tiles_of_other_heights(case, device):
+    check_accuracy(
+        partial(run, format="int8"),
+        partial(run_reference, format="int8", dtype=torch.float16),
+        lambda seed: draw(HEIGHTS[case], torch.float16, device, seed)[:7],
+        NAMES[:3],
+        FROZEN,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("form", default_tier([*FORMATS, *VARIANTS], {*FORMATS, "batch_invariant"}))
+def test_dequantised_weights_give_the_same_bits(form, implementation, device, monkeypatch):
+    monkeypatch.setattr(rows_module, "MAX_ROWS", 0)
+    format, options = (form, {}) if form in FORMATS else ("int8", VARIANTS[form])
+    options = options | {"implementation": implementation}
+    operands = draw(case_for(format), DTYPES[-1], device, activation=options.get("activation", "swiglu"))
+    results = []
+    for op in (run, run_dequantised):
+        leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
+        wanted = [leaves[i] for i in (0, 1, 7, 8, 9, 10)]
+        out = op(*leaves[:3], *operands[3:7], *leaves[7:], format=format, **options)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), wanted)))
+    assert all(map(torch.equal, *results))
+
+
+def test_sizes_alone_decide(device):
+    """From 512 rows per expert on, and with batch invariance, weights are dequantised."""
+    weight = quantize(torch.zeros(4, 8, 64), "fp8")
+    for num_slots, batch_invariant, decodes in (
+        (4 * MAX_ROWS - 2, False, True),
+        (4 * MAX_ROWS, False, False),
+        (8, True, False),
+    ):
+        experts = torch.zeros(num_slots // 2, 2, dtype=torch.int32, device=device)
+        permutation = reference.sort_by_expert(experts, 4)
+        rows = Rows.of(permutation, reserved_sms=0, batch_invariant=batch_invariant)
+        assert rows.decodes(weight) == decodes
+
+
+@pytest.mark.parametrize("block_rows", [16, 64, 256])
+def test_tile_tables_of_any_height(block_rows, device):
+    tokens, weights, experts, w_up, w_down, *_ = draw(Case(30, 32, 16, 2, 1, "first"), torch.float32, device)
+    stored = quantize(w_up, "fp8"), quantize(w_down, "fp8")
+    outputs = [
+        fused_experts(
+            tokens,
+            weights,
+            reference.sort_by_expert(experts, 2, block_rows=height),
+            *stored,
+            implementation="triton",
+        )
+        for height in (128, block_rows)
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_copies_are_chosen_as_for_a_dequantised_weight(device):
+    w_up = torch.empty(4, 64, 32, dtype=torch.float16, device=device)
+    tokens = torch.empty(8, 32, dtype=torch.float16, device=device)
+    keys = [selection._copies_key(tokens, w, 32, 16) for w in (w_up, selection._shaped_like(w_up.shape, w_up.dtype))]
+    assert keys[0] == keys[1]
+    assert selection.choose_copies(tokens, w_up.shape, 32, 16) == selection.choose_copies(tokens, w_up, 32, 16)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("recompute", [None, "up"])
+def test_saves_stored_bytes_only(recompute, implementation, path, device):
+    """No tensor of the size of a dequantised weight is saved, and the tensors of the stored weights are saved as they
+    are."""
+    case = Case(8, 64, 48, 8, 1)
+    tokens, weights, experts, w_up, w_down, *_ = draw(case, torch.float32, device)
+    stored = quantize(w_up, "nf4_nested"), quantize(w_down, "nf4_nested")
+    permutation = reference.sort_by_expert(experts, case.num_experts)
+    leaves, saved = [tokens.requires_grad_(), weights.requires_grad_()], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fused_experts(*leaves, permutation, *stored, recompute=recompute, implementation=implementation)
+    by_storage = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel()}
+    own = {t.untyped_storage().data_ptr(): t.nbytes for weight in stored for t in weight.tensors.values()}
+    assert own.keys() <= by_storage.keys()
+    others = sum(size for pointer, size in by_storage.items() if pointer not in own)
+    hidden = case.num_tokens * 2 * case.d_ff * 4 if recompute is None and implementation == "triton" else 0
+    routing = 4096
+    assert others <= tokens.nbytes + hidden + routing < w_down.nbytes
+
+
+def test_dequantised_weights_do_not_outlive_their_gemm(device, monkeypatch):
+    """When a weight is dequantised, no other dequantised one is alive."""
+    monkeypatch.setattr(rows_module, "MAX_ROWS", 0)
+    alive, most = [], []
+    launch = rows_module.launch_dequantize
+
+    def counted(weight, dtype):
+        gc.collect()  # the interpreter's launches leave cycles that hold storages
+        most.append(sum(not ref.expired() for ref in alive))
+        out = launch(weight, dtype)
+        alive.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    monkeypatch.setattr(rows_module, "launch_dequantize", counted)
+    tokens, weights, experts, w_up, w_down, b_up, b_down, *_ = draw(BLOCKS, torch.float32, device)
+    out = run(tokens.requires_grad_(), weights, experts, w_up, w_down, b_up, b_down, format="mxfp4", recompute="up")
+    torch.autograd.grad(out.sum(), tokens)
+    gc.collect()
+    assert most == [0] * 5 and all(ref.expired() for ref in alive)
+
+
+def test_experts_without_rows_and_dropped_slots(path, device):
+    """Stored weights of experts that no token chose are not read: NaN in their scales reaches nothing."""
+    tokens, weights, experts, w_up, w_down, *_ = draw(Case(20, 64, 32, 4, 2, "first"), torch.float32, device)
+    experts[3] = -1
+    tokens[3] = float("nan")
+    stored = [quantize(weight, "fp8") for weight in (w_up, w_down)]
+    for weight in stored:
+        weight.scales[2:] = float("nan")
+    permutation = reference.sort_by_expert(experts, 4)
+    leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+    out = fused_experts(*leaves, permutation, *stored, implementation="triton")
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert all(result.isfinite().all() for result in (out, *gradients)) and not out[3].any()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_no_tokens(implementation, path, device):
+    operands = draw(Case(0, 64, 32, 4, 2), torch.float32, device)
+    out = run(*(t[:0] if i < 3 else t for i, t in enumerate(operands)), format="fp8", implementation=implementation)
+    assert out.shape == (0, 64)
+
+
+def test_chunks_and_columns(path, device):
+    """As the overlapped dispatcher computes them: outputs by columns, gradients of tokens and routing weights."""
+    tokens, weights, experts, w_up, w_down, b_up, b_down, *_ = draw(BLOCKS, torch.float32, device)
+    stored = ExpertWeights(quantize(w_up, "int8"), quantize(w_down, "int8"), b_up, b_down)
+    permutation = reference.sort_by_expert(experts, 3)
+    parts = ExpertsInParts(stored, as_activation("test", "swiglu"), [permutation])
+    made = parts.activate(0, tokens)
+    columns = [parts.outputs(0, made.activated, weights, slice(*ends)) for ends in ((0, 32), (32, 64))]
+    leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+    out = fused_experts(*leaves, permutation, *stored[:2], b_up=b_up, b_down=b_down, implementation="triton")
+    torch.testing.assert_close(torch.cat(columns, 1), out, rtol=1e-5, atol=1e-5)
+    dout = torch.randn_like(out)
+    backward = parts.backward(permutation)
+    dweights = backward.backward_part(0, dout, weights.detach(), made.preactivation)
+    expected = torch.autograd.grad(out, leaves, dout)
+    assert torch.equal(dweights, expected[1]) and torch.equal(backward.tokens_gradient(), expected[0])
+
+
+def test_decides_without_waiting_for_data(path, device):
+    """No op that reads a value back to the host runs, in forward and backward."""
+    seen = set()
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    tokens, *rest = draw(BLOCKS, torch.float32, device)
+    with Names():
+        stored = [quantize(weight, "mxfp4") for weight in rest[2:4]]
+        permutation = reference.sort_by_expert(rest[1], 3)
+        seen.clear()
+        out = fused_experts(tokens.requires_grad_(), rest[0], permutation, *stored, implementation="triton")
+        torch.autograd.grad(out.sum(), tokens)
+    assert "fused_experts" in seen or "new_empty" in seen
+    assert not seen & {"_local_scalar_dense", "nonzero", "item", "unique", "masked_select"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_captured_in_a_graph(format, path, device):
+    tokens, *rest = draw(WIDE, torch.bfloat16, device)
+    stored = [quantize(weight, format) for weight in rest[2:4]]
+    permutation = reference.sort_by_expert(rest[1], 3)
+    tokens.requires_grad_()
+
+    def step():
+        out = fused_experts(tokens, rest[0], permutation, *stored, implementation="triton")
+        return out.detach(), *torch.autograd.grad(out.float().square().sum(), tokens)
+
+    expected = step()
+    assert_never_waits(step)
+    replay, results = captured(step)
+    replay()
+    assert all(map(torch.equal, results, expected))
+
+
+@slow  # seconds to trace
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_compiles_with_gradients(implementation, path, device):
+    operands = draw(BLOCKS, torch.float32, device)
+    stored = [quantize(weight, "fp8") for weight in operands[3:5]]
+    permutation = reference.sort_by_expert(operands[2], 3)
+    leaves = [t.requires_grad_() for t in (*operands[:2], *operands[7:])]
+
+    def step(tokens, weights, *factors):
+        adapters = ExpertAdapters(*factors, SCALE)
+        options = {"adapters": adapters, "implementation": implementation}
+        return fused_experts(tokens, weights, permutation, *stored, **options)
+
+    results = []
+    for op in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        out = op(*leaves)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    assert all(map(torch.equal, *results))
+
+
+def test_meta_tensors():
+    operands = [t.to("meta") for t in draw(BLOCKS, torch.float32, "cpu")]
+    stored = [to_meta(quantize(weight, "nf4")) for weight in draw(BLOCKS, torch.float32, "cpu")[3:5]]
+    permutation = reference.sort_by_expert(draw(BLOCKS, torch.float32, "cpu")[2], 3)
+    table = permutation.tile_table
+    table = table._replace(**{name: getattr(table, name).to("meta") for name in table._fields[:4]})
+    permutation = permutation._replace(**{n: getattr(permutation, n).to("meta") for n in permutation._fields[:3]})
+    out = fused_experts(operands[0], operands[1], permutation._replace(tile_table=table), *stored)
+    assert out.is_meta and out.shape == (11, 64)
+
+
+def to_meta(weight):
+    return weight._replace(**{name: tensor.to("meta") for name, tensor in weight.tensors.items()})
+
+
+@slow
+def test_opcheck(device):
+    tokens, weights, experts, w_up, w_down, *_ = draw(Case(6, 64, 32, 3, 2), torch.float32, device)
+    stored = ExpertWeights(quantize(w_up, "nf4_nested"), quantize(w_down, "nf4_nested"))
+    rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
+    described = Experts.of(stored, as_activation("test", "swiglu"))
+    operands = ExpertOperands(tokens.requires_grad_(), described, weights.requires_grad_(), rows=rows)
+    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
+
+
+def test_bad_weights_are_named(device):
+    tokens, weights, experts, w_up, w_down, *_ = draw(BLOCKS, torch.float32, device)
+    permutation = reference.sort_by_expert(experts, 3)
+    fp8, int8 = ([quantize(weight, format) for weight in (w_up, w_down)] for format in ("fp8", "int8"))
+    op = partial(fused_experts, tokens, weights, permutation)
+    with pytest.raises(ValueError, match=r"of one format, got fp8 \(128x128\) and int8 \(1xrow\)"):
+        op(fp8[0], int8[1])
+    with pytest.raises(ValueError, match=r"of one format, got a tensor and int8"):
+        op(w_up, int8[1])
+    with pytest.raises(ValueError, match=r"of one format, got fp8 \(64x64\) and fp8 \(128x128\)"):
+        op(quantize(w_up, WeightFormat("fp8", (64, 64))), fp8[1])
+    with pytest.raises(ValueError, match="w_down is stored as fp8 and frozen, got one that requires a gradient"):
+        op(fp8[0], fp8[1]._replace(scales=fp8[1].scales.clone().requires_grad_()))
+    with pytest.raises(ValueError, match="scales of w_up must be"):
+        op(fp8[0]._replace(scales=fp8[0].scales[:2]), fp8[1])
+    with pytest.raises(ValueError, match=r"w_down must be \[E, D, F\] with .*, got \[3, 32, 64\]"):
+        op(fp8[0], quantize(w_down.transpose(1, 2), "fp8"))
+    foreign = QuantizedWeight(fp8[0].values, fp8[0].scales, WeightFormat("awq", (1, 128)), fp8[0].shape)
+    with pytest.raises(NotImplementedError, match="'awq' is not supported: its groups have zero points"):
+        op(foreign, foreign)

@@ -1,0 +1,114 @@
+"""Tables of measured kernels: the shipped one, the user's over it, and the selector that reads them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_kernels import GroupedGemmArguments, WarpSpecializedDesign, get_kernels
+from moe_kernels.gemm import measurements, selection
+from moe_kernels.gemm.kernel import Kernel
+from moe_kernels.gemm.measurements import Table, merged_table, read, table_name, user_folder, write
+from moe_kernels.runtime.triton import HAS_TRITON
+
+from ...processes import run_python
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="without Triton nothing is selected")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(measurements, "USER", tmp_path / "user")
+    return tmp_path
+
+
+def test_ones_own_table_lies_over_the_shipped_one(folders):
+    shipped = Table({"a": "shipped", "b": "shipped"}, {"c": [True] * 3, "d": [True] * 3}, {"a": 1.0, "b": 2.0})
+    write(folders / "shipped" / table_name("GPU X"), shipped, gpu="GPU X")
+    assert merged_table("GPU X") == shipped
+    write(folders / "user" / table_name("GPU X"), Table({"a": "own", "e": "own"}, {"c": [False] * 3}))
+    merged = merged_table("GPU X")
+    assert merged.kernels == {"a": "own", "b": "shipped", "e": "own"}
+    assert merged.copies == {"c": [False] * 3, "d": [True] * 3}
+    assert merged.milliseconds == {"b": 2.0}  # the shipped kernel's time does not apply to the user's kernel
+    assert merged_table("GPU Y") == Table({}, {})
+
+
+def test_off_reads_the_shipped_table_alone(folders, monkeypatch):
+    write(folders / "user" / table_name("GPU X"), Table({"a": "own"}, {}))
+    monkeypatch.setattr(measurements, "USER", None)
+    assert merged_table("GPU X") == Table({}, {})
+
+
+def test_a_folder_is_named_once_at_import():
+    assert user_folder(None, None) == Path.home() / ".cache" / "moe_kernels"
+    assert user_folder(None, "/somewhere") == Path("/somewhere/moe_kernels")
+    assert user_folder("~/tables", "/somewhere") == Path.home() / "tables"
+    assert user_folder("off", "/somewhere") is None
+    for setting, expected in (("/pinned", "/pinned"), ("off", "None")):
+        code = "from moe_kernels.gemm import measurements; print(measurements.USER)"
+        result = run_python(["-c", code], MOE_KERNELS_TUNING=setting)
+        assert result.stdout.strip() == expected
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    table = Table({"a": "kernel"}, {"c": [True, False, True]}, {"a": 0.5})
+    write(tmp_path / "new" / "table.json", table, gpu="GPU X")
+    assert read(tmp_path / "new" / "table.json") == table
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"table": {"wrong": {}}}'])
+def test_a_file_without_a_table_is_named(tmp_path, content):
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"tuning: .*broken\.json must hold a table"):
+        read(path)
+
+
+def test_the_selector_takes_what_ones_own_table_names(folders, monkeypatch, device):
+    rows = torch.randn(40, 32, device=device)
+    offsets = torch.tensor([10, 40], dtype=torch.int32, device=device)
+    args = GroupedGemmArguments(rows, rows.new_ones(2, 32, 48), rows.new_empty(40, 48), offsets=offsets)
+    last = get_kernels(args)[-1]
+    assert selection.select(args) is not last
+    write(folders / "user" / table_name("GPU X"), Table({args.table_key(): last.metadata.kernel_name}, {}))
+    monkeypatch.setattr(selection, "table_for", lambda device: merged_table("GPU X"))
+    monkeypatch.setattr(selection, "_selected", {})
+    assert selection.select(args) is last
+
+
+def test_an_activation_measured_itself_takes_its_own_entry(monkeypatch):
+    rows, offsets = torch.empty(40, 1024, dtype=torch.float16), torch.tensor([10, 40], dtype=torch.int32)
+    b = rows.new_empty(2, 96, 1024).transpose(1, 2)
+    out, product = rows.new_empty(40, 48), rows.new_empty(40, 96)
+    args = GroupedGemmArguments(rows, b, out, offsets=offsets, epilogue="geglu", preactivation=product)
+    monkeypatch.setattr(Kernel, "supports", Kernel.takes)  # on any GPU, because nothing runs
+    first, *_, last = get_kernels(args)
+    monkeypatch.setattr(selection, "_selected", {})
+    assert selection.find(args) is first
+    table = Table({args.table_key(): last.metadata.kernel_name}, {})
+    monkeypatch.setattr(selection, "table_for", lambda device: table)
+    monkeypatch.setattr(selection, "_selected", {})
+    assert selection.find(args) is last
+
+
+def test_copies_by_width():
+    """A plain activation halves the columns before it, and a GEMM computes it only after a copy."""
+
+    class Specialized:
+        metadata = next(k.metadata for k in get_kernels() if isinstance(k.metadata.design, WarpSpecializedDesign))
+
+    decide = selection.decide_copies
+    assert decide(Specialized, 1408, 2816, None) == (True, True, True)
+    assert decide(Specialized, 1408, 1408, None) == (True, True, False)
+    assert decide(Specialized, 1024, 2048, None) == (False, False, False)
+    assert decide(Specialized, 768, 768, [False, True, True]) == (False, True, True)
+    assert decide(None, 1408, 2816, [True, True, True]) == (False, False, False)
+
+
+def test_plain_and_gated_layers_have_keys_of_their_own():
+    tokens = torch.empty(0, 64)
+    keys = {selection.copies_key(tokens, tokens.new_empty(4, columns, 64), 32, 128) for columns in (32, 64)}
+    assert keys == {"experts float32 E=4 D=64 F=32 rows=32", "experts float32 E=4 D=64 F=32 plain rows=32"}

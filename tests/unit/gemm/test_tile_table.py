@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from moe_kernels import reference
+from moe_kernels.gemm.tile_table import MAX_GROUPS, empty_tile_table, make_tile_table, tile_table_bytes, tile_table_in
+
+from ...tiers import default_tier
+
+
+@pytest.mark.parametrize(
+    ("offsets", "num_rows"),
+    [
+        ([3, 3, 10, 40], 40),
+        ([0, 0, 0], 0),
+        ([5], 9),
+        ([0, 0, 33, 33], 64),
+        # Invalid offsets: clamped to a non-decreasing sequence within the rows.
+        ([7, 3, 12, -4, 9], 10),
+        ([100, 2, 300], 50),
+    ],
+)
+@pytest.mark.parametrize("block_rows", [1, 16, 64])
+def test_matches_reference(offsets, num_rows, block_rows, device):
+    offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
+    actual = make_tile_table(offsets, num_rows, block_rows)
+    expected = reference.tile_table(offsets, num_rows, block_rows)
+    for name in ("bounds", "tiles", "num_tiles", "order"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("num_groups", default_tier([300, 1030], [300]))
+def test_many_groups(num_groups, device):
+    sizes = torch.randint(0, 3, (num_groups,), generator=torch.Generator().manual_seed(0))
+    offsets = sizes.cumsum(0).int().to(device)
+    actual = make_tile_table(offsets, int(offsets[-1]) + 5, 256)
+    expected = reference.tile_table(offsets, int(offsets[-1]) + 5, 256)
+    for name in ("bounds", "tiles", "num_tiles", "order"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_table_in_one_memory(given, device):
+    """The tensors start at multiples of 16 bytes, as if allocated separately, and do not overlap."""
+    like = torch.zeros(1, dtype=torch.int32, device=device)
+    for num_groups in (1, 2, 3, 4, 5, 8, 60, 127):
+        for num_rows in (0, 1, 16, 33, 1000):
+            num_bytes = tile_table_bytes(num_rows, num_groups, 16)
+            memory = torch.zeros(num_bytes + 16, dtype=torch.uint8, device=device) if given else None
+            table = tile_table_in(memory, like, num_rows, num_groups, 16)
+            apart = empty_tile_table(like, num_rows, num_groups, 16)
+            for number, (part, alone) in enumerate(zip(table[:4], apart[:4], strict=True)):
+                assert (part.shape, part.stride(), part.dtype) == (alone.shape, alone.stride(), alone.dtype)
+                assert part.data_ptr() % 16 == 0 and part.untyped_storage().nbytes() == num_bytes + 16 * given
+                part.fill_(number)
+            assert all((part == number).all() for number, part in enumerate(table[:4]))
+            assert memory is None or (memory[num_bytes:] == 0).all()
+
+
+def test_strided_offsets(device):
+    offsets = torch.tensor([3, 99, 8, 99, 20, 99], dtype=torch.int32, device=device)[::2]
+    assert make_tile_table(offsets, 20, 16).bounds.tolist() == [0, 3, 8, 20, 20]
+
+
+def test_too_many_groups(device):
+    with pytest.raises(NotImplementedError, match="groups"):
+        make_tile_table(torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, device=device), 10, 16)

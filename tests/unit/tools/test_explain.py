@@ -1,0 +1,223 @@
+"""Output of `explain`: a layer's kernels, why none is faster, and whether they are accurate and as fast as recorded."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_kernels import WarpSpecializedDesign, get_kernels, reference
+from moe_kernels.__main__ import main
+from moe_kernels.gemm import selection
+from moe_kernels.gemm.kernel import device_cc
+from moe_kernels.gemm.kernels.hopper.gated_gradient import WarpSpecializedActivationGradient
+from moe_kernels.gemm.kernels.hopper.grouped import WarpSpecializedGroupedGemm
+from moe_kernels.gemm.kernels.hopper.wgrad import WarpSpecializedWgrad
+from moe_kernels.gemm.measurements import Table
+from moe_kernels.runtime.triton import HAS_TRITON
+from moe_kernels.testing import Case
+from moe_kernels.tools import explain
+from moe_kernels.tools.explain import (
+    Choice,
+    Target,
+    choices_of,
+    find_target,
+    print_speed,
+    select_for,
+    why_not_faster,
+)
+from moe_kernels.tools.layer_gemms import LayerForms
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
+
+LAYER = Case(512, 512, 1408, 4, 2)
+HOPPER = Target(90, None, Table({}, {}), is_here=False)
+
+
+@pytest.fixture
+def with_gluon(monkeypatch):
+    """Pretend that the installed software runs the warp-specialised kernels."""
+    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad, WarpSpecializedActivationGradient):
+        monkeypatch.setattr(kernel_class, "obstacle", None)
+
+
+def forms(case=LAYER, dtype=torch.bfloat16):
+    return LayerForms.without_memory(case, dtype, "swiglu").all()
+
+
+def test_forms_without_memory_ask_for_the_same(device):
+    small = Case(64, 32, 16, 4, 2)
+    drawn = LayerForms.drawn(small, torch.float32, device, "swiglu").all()
+    meta = forms(small, torch.float32)
+    assert {name: args.table_key() for name, args in drawn.items()} == {
+        name: args.table_key() for name, args in meta.items()
+    }
+    assert all(args.error() is None for args in (*drawn.values(), *meta.values()))
+
+
+def test_names_a_kernel_for_every_op(capsys):
+    assert main(["explain", "512,512,1024,4,2", "--cc", "80"]) == 0
+    printed = capsys.readouterr().out
+    names = {kernel.metadata.kernel_name for kernel in get_kernels(cc=80)}
+    chosen = [line.split(": ")[1].split(" (by")[0] for line in printed.splitlines() if line.endswith("(by rule)")]
+    assert len(chosen) == 6 and set(chosen) <= names
+    for op in ("up with activation", "down", "down, gradient of its input", "up, gradient of its weight"):
+        assert f"\n{op}: " in printed
+    assert "within the error budget" in printed and f"PyTorch {torch.__version__}" in printed
+
+
+def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
+    layer = LayerForms.without_memory(LAYER, torch.bfloat16, "swiglu")
+    copies, choices = choices_of(layer, HOPPER)
+    assert copies == (True, True, True)
+    for _, args, kernel in choices:
+        assert isinstance(kernel.metadata.design, WarpSpecializedDesign)
+        assert why_not_faster(args, kernel, HOPPER) is None
+    copies, choices = choices_of(layer, HOPPER._replace(cc=80))
+    assert copies == (False, False, False)
+    (fused, *_), kernels = choices, [choice.kernel for choice in choices if choice.kernel]
+    assert fused.kernel is None  # so the activation is a separate launch
+    assert len(kernels) == 6 and not any(isinstance(k.metadata.design, WarpSpecializedDesign) for k in kernels)
+
+
+@pytest.mark.parametrize(("d_model", "d_ff"), [(2880, 2880), (2048, 768), (512, 768), (4096, 768)])
+def test_takes_one_gemm_for_the_gradient_of_an_activation(d_model, d_ff, with_gluon):
+    layer = LayerForms.without_memory(Case(2048, d_model, d_ff, 4, 2), torch.bfloat16, "gpt_oss")
+    copies, choices = choices_of(layer, HOPPER)
+    op = "down, gradient of its input"
+    (choice,) = (choice for choice in choices if choice.op.startswith(op))
+    assert (choice.op == f"{op} and of the activation") == (d_model in (2880, 2048))
+    if choice.op != op:
+        assert choice.kernel.metadata.kernel_class is WarpSpecializedActivationGradient
+        assert choice.kernel.metadata.epilogue == "gpt_oss" and choice.kernel.metadata.design.gather != copies.dout
+
+
+def test_forms_of_a_plain_activation(with_gluon):
+    case = dataclasses.replace(LAYER, d_ff=64)
+    forms = LayerForms.without_memory(case, torch.bfloat16, "relu_squared").all()
+    assert forms["up"].B.shape[2] == forms["up"].out.shape[1] == 64 == forms["up_wgrad"].A.shape[1]
+    assert all(get_kernels(args, cc=90) for form, args in forms.items() if form != "up_gather")
+    drawn = LayerForms.drawn(Case(16, 16, 8, 2, 1), torch.float32, "cpu", "relu_squared").all()
+    assert drawn["up_dgrad"].B.shape == (2, 8, 16) and drawn["up_dgrad"].B.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "cc", "reason"),
+    [
+        (LAYER, torch.bfloat16, 80, "needs compute capability 90 to 90, the device has 80"),
+        (LAYER, torch.float32, 90, "Operand `A`: expected torch.bfloat16, got torch.float32"),
+        (Case(512, 97, 1024, 4, 2), torch.bfloat16, 90, "expected pointer and strides aligned to 16 bytes"),
+    ],
+    ids=["capability", "dtype", "alignment"],
+)
+def test_says_why_nothing_faster_runs(case, dtype, cc, reason, with_gluon):
+    target = HOPPER._replace(cc=cc)
+    for args in forms(case, dtype).values():
+        said = why_not_faster(args, select_for(args, target), target)
+        assert reason in said, said
+
+
+def test_says_that_software_is_missing(monkeypatch):
+    for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad, WarpSpecializedActivationGradient):
+        monkeypatch.setattr(kernel_class, "obstacle", "no such Gluon")
+    for args in forms().values():
+        assert why_not_faster(args, select_for(args, HOPPER), HOPPER).endswith(": no such Gluon")
+
+
+def test_follows_the_table(with_gluon, capsys):
+    args = forms()["up"]
+    slow = next(k for k in reversed(get_kernels(cc=90)) if k.takes(args))
+    target = HOPPER._replace(gpu="GPU X", table=Table({args.table_key(): slow.metadata.kernel_name}, {}))
+    assert select_for(args, target) is slow is not select_for(args, HOPPER)
+    assert "is available, the table prefers this one" in why_not_faster(args, slow, target)
+    # Another epilogue uses the listed epilogue's kernel.
+    other = dataclasses.replace(args, epilogue="reglu")
+    assert select_for(other, target) is slow.with_epilogue("reglu")
+    explain.print_choices(LayerForms.without_memory(LAYER, torch.bfloat16, "reglu"), target, None)
+    first, *others = (line for line in capsys.readouterr().out.splitlines() if "(by " in line)
+    assert first == f"up with activation: {slow.with_epilogue('reglu').metadata.kernel_name} (by table)"
+    assert others and all(line.endswith("(by rule)") for line in others)
+
+
+@pytest.mark.parametrize(("num_tokens", "decodes"), [(16, True), (1024, False)])
+def test_quantised_weights_are_decoded_by_few_rows_and_dequantised_for_many(num_tokens, decodes, capsys):
+    assert main(["explain", f"{num_tokens},512,256,4,2", "--quantized", "fp8", "--cc", "90"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": decoding_gemm_") == (4 if decodes else 0)
+    assert ("Weights: fp8, dequantised before each GEMM" in printed) != decodes
+
+
+def test_precision_fp8_has_products_of_block_scaled_operands(monkeypatch, capsys):
+    command = ["explain", "512,512,256,4,2", "--precision", "fp8", "--cc", "90"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if not line.startswith(" ")]
+    assert sum(": block_scaled_gemm_" in line for line in lines) == 4
+    assert sum("gradient of its weight: wgrad_" in line for line in lines) == 2
+    assert "numbers: small layer" in printed and "within the error budget" in printed
+    monkeypatch.setattr(explain, "_FP8_ERROR", 0.01)
+    assert main(command) == 1
+    assert "WRONG: output: differs by 0.0" in capsys.readouterr().out
+
+
+def test_wrong_numbers_exit_with_1(monkeypatch, capsys):
+    def wrong(*args, **kwargs):
+        return 1.5 * reference.fused_experts(*args, **kwargs)
+
+    monkeypatch.setattr(explain, "fused_experts", wrong)
+    assert main(["explain", "512,512,1024,4,2", "--cc", "90"]) == 1
+    assert "WRONG: output: " in capsys.readouterr().out
+
+
+def test_compares_speed_with_the_table(monkeypatch, capsys):
+    args = forms()
+    chosen = {name: select_for(args[name], HOPPER) for name in ("down", "up_dgrad", "down_dgrad")}
+    kernels = {args[name].table_key(): kernel.metadata.kernel_name for name, kernel in chosen.items()}
+    milliseconds = {args["down"].table_key(): 1.0, args["up_dgrad"].table_key(): 1.0}
+    target = HOPPER._replace(table=Table(kernels, {}, milliseconds))
+    monkeypatch.setattr(explain, "measure", lambda runs: {"down": 1.1, "up_dgrad": 1.3, "down_dgrad": 9.0})
+    print_speed([Choice(name, args[name], kernel) for name, kernel in chosen.items()], target)
+    down, up_dgrad, down_dgrad = capsys.readouterr().out.splitlines()
+    assert down.endswith("1.100 ms, the table 1.000 ms: as expected")
+    assert up_dgrad.endswith("1.300 ms, the table 1.000 ms: SLOW")
+    assert down_dgrad.endswith("9.000 ms, the table records none")
+
+
+@pytest.mark.parametrize("layer", ["1,2,3,4", "1,2,3,4,x"])
+def test_a_layer_has_five_sizes(layer, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", layer])
+    assert f"a layer must be T,D,F,E,K, got '{layer}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", ["0,2,3,4,1", "1,2,3,0,1", "1,2,3,4,0", "1,-2,3,4,1", "1,2,3,4,5"])
+def test_sizes_that_no_layer_has(layer, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", layer, "--cc", "80"])
+    assert f"T, D, F, E and K must be at least 1, and K at most E, got '{layer}'" in capsys.readouterr().err
+
+
+def test_says_which_ops_are_replayed(device, capsys):
+    explain.print_records(torch.float16, device, "swiglu", None)
+    assert "records: none, because no kernels run or single launches are wanted" in capsys.readouterr().out  # poisoned
+    torch.use_deterministic_algorithms(False)
+    explain.print_records(torch.float16, device, "swiglu", None)
+    names = ["fused_experts", "fused_experts_gradients"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"records: {name}: replayed" for name in names]
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(capsys):
+    assert main(["explain", "512,512,1024,4,2", "--dtype", "float16"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.cuda.get_device_name() in printed and printed.count("within the error budget") == 7
+    assert printed.count("speed: ") == 6
+
+
+@pytest.mark.gpu
+def test_asking_about_this_gpu_says_what_is_selected_here():
+    here = find_target(None, None)
+    asked = find_target(device_cc(torch.device("cuda", 0)), torch.cuda.get_device_name())
+    assert here.is_here and not asked.is_here
+    drawn = LayerForms.drawn(LAYER, torch.bfloat16, "cuda", "swiglu").all()
+    for name, args in forms().items():
+        assert select_for(args, asked) is selection.find(drawn[name])
