@@ -22,7 +22,7 @@ from moe_layers import (
 )
 from moe_layers.memory import saved_bytes
 
-from ..tiers import default_tier
+from ..tiers import default_tier, slow
 from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
 
 ROUTERS = {
@@ -168,6 +168,7 @@ def test_is_not_causal(name, device):
     assert not torch.equal(layer(changed)[:11], layer(x)[:11])
 
 
+@slow
 def test_rows_are_what_experts_take(device, monkeypatch):
     rows = []
     gemm = Rows.gemm

@@ -15,6 +15,7 @@ from moe_kernels.testing import Case, assert_accurate, check_accuracy, make_inpu
 from moe_kernels.types import ExpertAdapters, ExpertWeights
 
 from ...dtypes import DTYPES
+from ...tiers import slow
 
 triton_experts = partial(fused_experts, implementation="triton")
 SCALE = 0.5
@@ -200,6 +201,7 @@ def test_gradcheck_of_reference():
     torch.autograd.gradcheck(lambda x, w, *rest: run_reference(x, w, operands[2], *rest), gradients)
 
 
+@slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_opcheck(recompute, device):
     tokens, weights, experts, w_up, w_down, *factors = draw(Case(6, 8, 4, 3, 2), torch.float32, device)

@@ -285,6 +285,7 @@ def test_gradcheck_of_reference(variant):
     torch.autograd.gradcheck(lambda x, w, *rest: run(x, w, operands[2], *rest), [t for t in leaves if t.requires_grad])
 
 
+@slow
 def test_opcheck(device):
     tokens, weights, experts, *rest = draw_variant(Case(6, 8, 4, 3, 2), "gpt_oss", torch.float32, device)
     permutation = reference.sort_by_expert(experts, 3)

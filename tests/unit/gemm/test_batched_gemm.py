@@ -13,6 +13,7 @@ from moe_kernels.gemm.ops.batched_gemm import _batched_gemm_op
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from ...dtypes import DTYPES
+from ...tiers import slow
 
 triton_gemm = partial(batched_gemm, implementation="triton")
 
@@ -192,6 +193,7 @@ def test_gradcheck_of_reference():
         torch.autograd.gradcheck(reference.batched_gemm, (a[..., :3, :2], b[..., :2, :3]))
 
 
+@slow
 def test_opcheck(device):
     for case in ("batched", "shared_a", "shared_b"):
         a, b = (t.requires_grad_() for t in draw(case, torch.float32, device))

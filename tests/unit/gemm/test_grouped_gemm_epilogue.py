@@ -22,7 +22,7 @@ from moe_kernels.runtime.checks import check_float8
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from ...dtypes import DTYPES
-from ...tiers import default_tier
+from ...tiers import default_tier, slow
 
 FLOAT8 = torch.float8_e4m3fn
 IMPLEMENTATIONS = ("triton", "reference")
@@ -330,6 +330,7 @@ def test_gradcheck_of_reference():
     torch.autograd.gradcheck(lambda a, b, *options: op(a, b, offsets, *options), operands)
 
 
+@slow
 def test_opcheck(device):
     a, b, offsets, bias, row_scale = draw("odd_sizes", torch.float32, device, ("bias", "row_scale"))
     operands = (a.requires_grad_(), b.requires_grad_(), offsets, bias.requires_grad_(), row_scale.requires_grad_())

@@ -10,7 +10,7 @@ from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from ...dtypes import DTYPES
 from ...gpu import waiting_is_an_error
-from ...tiers import default_tier
+from ...tiers import default_tier, slow
 
 triton_jagged = partial(jagged_gemm, implementation="triton")
 # Below the check of the first offset, which a GPU lacks.
@@ -259,6 +259,7 @@ def test_gradcheck_of_reference():
     torch.autograd.gradcheck(lambda a, b: reference.jagged_gemm(a, b, offsets), (a, b))
 
 
+@slow
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck(transposed, device):
     a, b, offsets = draw("odd_sizes", torch.float32, device)
