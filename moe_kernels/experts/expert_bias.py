@@ -1,4 +1,4 @@
-"""What biases of experts need: the expert of each row and slot, and sums over the rows of each expert."""
+"""The expert of each row and slot, and sums over the rows of each expert, for the biases of experts."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ from .gradient_ops import (
     hidden_gradients_op,
     up_gradients_op,
 )
-from .main_grad import main_grad_of, mark_added
+from .main_grad import is_accumulated, main_grad_of, mark_added
 from .operand_checks import check_operands
 from .operands import ExpertOperands
 from .steps import activate, down
@@ -205,14 +205,16 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     def compute(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
         return tuple(map(_compute_gradients(ctx, tensors, is_given, main_grads).get, names))
 
-    key = ctx.places.number, ctx.others, ctx.needs_input_grad
+    key = ctx.places.number, ctx.others, ctx.needs_input_grad, tuple(main_grads)
     found = dict(zip(names, run_as_one(_gradients, key, tensors, compute), strict=True))
     return found | {name: mark_added(getattr(ctx.weights, name)) for name in main_grads}
 
 
 def _main_grads(ctx: Any) -> dict[str, Tensor]:
-    needed = fused_experts_op.needed(ctx)
-    names = [name for name in ("w_up", "w_down") if name in needed]
+    """Return by name what the gradients of weights are added to, for the weights that this backward is about."""
+    nodes = {name: node for name, (node, _) in zip(ctx.names, ctx.next_functions, strict=False)}
+    names = [name for name in ("w_up", "w_down") if name in fused_experts_op.needed(ctx)]
+    names = [name for name in names if is_accumulated("fused_experts", name, nodes[name])]
     return {name: main_grad_of("fused_experts", name, getattr(ctx.weights, name)) for name in names}
 
 

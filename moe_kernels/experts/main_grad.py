@@ -7,6 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.pytorch import will_run
+
+
+def is_accumulated(op: str, name: str, node: Any) -> bool:
+    """Return whether the running backward reaches the node that accumulates a weight's gradient.
+
+    Raises:
+        ValueError: `torch.autograd.grad` asks for the gradient itself.
+    """
+    try:
+        return will_run(node)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{op}: with adds_to_main_grad torch.autograd.grad must not ask for {name}, whose gradient goes to "
+            "main_grad; call backward"
+        ) from error
+
 
 def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
     """Return the float32 tensor that a weight's gradient is added to.
@@ -22,6 +39,8 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
             f"{op}: main_grad of {name} must be float32 {list(weight.shape)} on {weight.device}, got {got}; set it "
             "before backward, or turn adds_to_main_grad off"
         )
+    if any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True)):
+        raise ValueError(f"{op}: main_grad of {name} must not overlap itself, got strides {given.stride()}")
     return given
 
 

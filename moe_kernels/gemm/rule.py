@@ -29,7 +29,7 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
 def is_worth_fusing(args: ActivationGradientArguments) -> bool:
     """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
 
-    Tiles of this GEMM are half as wide, because they share memory with their part of H. What it reads more grows with
+    Tiles of this GEMM are half as wide, because they share memory with their part of H. Its further reads grow with
     the length of the reduction, and the pass that it saves does not. With few rows other designs multiply faster.
     """
     num_groups, depth, _ = args.B.shape

@@ -95,7 +95,7 @@ def launch_backward(
             logits.stride(),
             dlogits_direct,
             (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
-            topk_experts,
+            topk_experts.contiguous(),  # hooks of saved tensors may have changed strides
             dweights.contiguous(),
             dlogits,
             num_tokens,

@@ -145,8 +145,8 @@ def topk_backward_op(
             (0, 0) if logits is None else logits.stride(),
             dlogits_direct,
             (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
-            topk_experts,
-            topk_weights,
+            topk_experts.contiguous(),  # hooks of saved tensors may have changed strides
+            topk_weights.contiguous(),
             dweights.contiguous(),
             dlogits,
             num_tokens,

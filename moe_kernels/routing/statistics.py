@@ -16,7 +16,7 @@ _BLOCK = 1024  # tokens times experts of a step; larger ones spill registers
 
 
 class RoutedForward(NamedTuple):
-    """What statistics read of one forward's routing."""
+    """The tensors that statistics of one forward's routing read."""
 
     logits: Tensor  # [T, E]
     keys: Tensor  # [T, E]

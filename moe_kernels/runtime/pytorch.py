@@ -88,6 +88,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# Whether the backward that runs in this thread executes an autograd node. Raises RuntimeError for the node of a leaf
+# whose gradient `torch.autograd.grad` returns.
+will_run = torch._C._will_engine_execute_node
+
+
 def has_saved_tensors_hooks() -> bool:
     """Return whether `torch.autograd.graph.saved_tensors_hooks` are active."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs

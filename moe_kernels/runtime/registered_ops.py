@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function
 
 from .launch import launching
 from .packing import PackedSignature, Places, places_of
-from .pytorch import disable_dynamo
+from .pytorch import disable_dynamo, has_saved_tensors_hooks
 from .replay import Form, Replayed
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -196,7 +196,7 @@ class Op:
             call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
             return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
-            # What the dispatcher would call next, as compiled code has it: another pass takes longer than a replay.
+            # Calls what the dispatcher would call next. Another pass of it takes longer than a replay.
             if places_of(tensors).are_plain and is_unseen(tensors):
                 return self._below(*arguments)
             return self.overload(*arguments)
@@ -222,8 +222,12 @@ class Op:
 
 def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = ()) -> None:
     """Keep the tensors of a call with packed parameters and results through autograd, other operands as they are."""
-    ctx.save_for_backward(*call.tensors, *results)
+    saved = *call.tensors, *results
+    ctx.save_for_backward(*saved)
     ctx.places, ctx.others = call.places, call.others
+    ctx.strides = None  # of the saved tensors, where hooks may change them
+    if has_saved_tensors_hooks():
+        ctx.strides = [None if tensor is None else tensor.stride() for tensor in saved]
 
 
 def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
@@ -234,7 +238,14 @@ def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """
     tensors = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
-    return tensors
+    return tensors if ctx.strides is None else tuple(map(_with_strides, tensors, ctx.strides))
+
+
+def _with_strides(tensor: Tensor | None, strides: tuple[int, ...] | None) -> Tensor | None:
+    """Return the tensor, or a copy with these strides: ops read the memory of what they saved."""
+    if tensor is None or strides is None or tensor.stride() == strides:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def check_tangents(op: str, values: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The experts of a layer, their low-rank adapters, and the dispatcher of one process."""
+"""The experts of a layer, their low-rank adapters, and the dispatcher of one rank."""
 
 from .lora.adapters import LoRA
 from .quantization import dequantize_experts_, quantize_experts_

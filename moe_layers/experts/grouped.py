@@ -76,7 +76,9 @@ class GroupedExperts(nn.Module):
     Attributes:
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
             and `w_down.main_grad`, and leaves `grad` of both as it is. The kernel of the gradient adds: it sums
-            products in float32 and rounds only the new sum, to float32. Default False; may be changed at any time.
+            products in float32 and rounds only the new sum, to float32. Hooks of these weights get no gradient, and
+            `DistributedDataParallel` does not average `main_grad`: the caller does. Default False; may be changed at
+            any time.
 
     Raises:
         ValueError: a size is not positive, or with "fp8" no multiple of 16; a name is unknown.

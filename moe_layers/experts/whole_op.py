@@ -55,9 +55,8 @@ def runs_as_one_op(
         and layer.observer is None
         and layer._config.latent_dim is None
         and not (experts.reserved_sms or layer.separate_router_input)
-        and (
-            torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor)
-        )  # a mode reads ops
+        # A mode reads ops. Compiled code has none, and cannot ask.
+        and (torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor))
         and is_called_as_written(router)
         and is_called_as_written(experts)
         and (lora is None or not uses_dropout(lora))  # pyright: ignore[reportArgumentType]  # a ModuleDict

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed
 from torch.distributed import ProcessGroup
@@ -16,59 +17,85 @@ from moe_kernels.runtime.pytorch import default_store
 from ..checks import first_three
 
 SECONDS = 15.0  # for ranks in step: stores notice the limit late, and an error should take at most 20 seconds
-_turns: Counter[str] = Counter()  # completed meetings by op and ranks
+_turns: Counter[str] = Counter()  # meetings that took place, or that ranks left, by op and ranks
+_OUTCOME, _MET, _LEFT = "outcome", "met", "left"
+_KNOWN = "_moe_layers_known"  # of an error that all ranks know: the op
 
 
 def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str]:
     """Return every rank's message, by rank in the group.
 
     Raises:
-        ValueError: some ranks have not called within `seconds`.
+        ValueError: some ranks have not called within `seconds`. A later call of all ranks meets.
     """
     ranks, store = distributed.get_process_group_ranks(group), default_store()
-    keys = _keys(op, ranks)
-    own = keys[group.rank()]
-    store.set(own, message)
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError as error:  # the kind of a timeout depends on the store
-        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+    while True:
+        place = _place(op, ranks)
+        keys = [f"{place}/{rank}" for rank in ranks]
+        store.set(f"{place}/{distributed.get_rank()}", message)
+        missing = _missing(store, keys, seconds)
+        # The first rank to write decides for all whether the meeting took place.
+        outcome = store.compare_set(f"{place}/{_OUTCOME}", "", _LEFT if missing else _MET).decode()
+        _advance(op, ranks)
+        if outcome == _MET:
+            return [store.get(key).decode() for key in keys]
         if missing:
-            store.delete_key(own)  # so that a later call of all ranks meets
             raise ValueError(
                 f"{op}: all ranks of the group must call it, got no call within {seconds:g} seconds from "
-                f"rank {first_three(missing)}; let slower ranks catch up by torch.distributed.barrier() before it"
-            ) from error
-    _advance(op, ranks)
-    return [store.get(key).decode() for key in keys]
+                f"rank {first_three([ranks[place] for place in missing])}; let slower ranks catch up by "
+                "torch.distributed.barrier() before it"
+            )
+        # This rank came too late for the others, which meet again in their next call.
 
 
-def tell(op: str, group: ProcessGroup, message: str) -> None:
+def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
+    """Return the places of keys that nobody has set within `seconds`."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # the kind of a timeout depends on the store
+        return [place for place, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _tell(op: str, group: ProcessGroup, message: str) -> None:
     """Leave this rank's message for the next meeting, and stay away from it."""
     ranks = distributed.get_process_group_ranks(group)
-    default_store().set(_keys(op, ranks)[group.rank()], message)
+    default_store().set(f"{_place(op, ranks)}/{distributed.get_rank()}", message)
     _advance(op, ranks)
 
 
 @contextmanager
 def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
-    """Meet after the body. Raise ValueError on all ranks if the body raises on one rank, or if a rank stays away."""
-    problem = ""
+    """Meet after the body. If the body raises on a rank, that rank raises its error at once, all others ValueError.
+
+    An error of a meeting of the same op inside the body is known to all ranks, and passes.
+    """
     try:
         yield
     except BaseException as error:  # also Ctrl-C
-        problem = problem_of(op, error)
-        raise
-    finally:
-        problems = meet(op, group, problem, seconds)
-        ranks = distributed.get_process_group_ranks(group)
-        found = [f"rank {rank}: {text}" for rank, text in zip(ranks, problems, strict=True) if text]
-        if found:
-            raise ValueError(f"{op}: {first_three(found)}")
+        if getattr(error, _KNOWN, None) == op:
+            raise
+        problem = str(error).removeprefix(f"{op}: ")
+        if not isinstance(error, ValueError):
+            _tell(op, group, f"{type(error).__name__}: {problem}")
+            setattr(error, _KNOWN, op)
+            raise
+        _tell(op, group, problem)
+        raise _known(op, [_of_rank(distributed.get_rank(), problem)]) from error
+    problems = meet(op, group, "", seconds)
+    ranks = distributed.get_process_group_ranks(group)
+    if found := [_of_rank(rank, text) for rank, text in zip(ranks, problems, strict=True) if text]:
+        raise _known(op, found)
 
 
-def problem_of(op: str, error: BaseException) -> str:
-    return str(error).removeprefix(f"{op}: ") or type(error).__name__
+def _known(op: str, problems: list[str]) -> ValueError:
+    error = ValueError(f"{op}: {first_three(problems)}")
+    setattr(error, _KNOWN, op)
+    return error
+
+
+def _of_rank(rank: int, problem: str) -> str:
+    return problem if problem.startswith("rank ") else f"rank {rank}: {problem}"
 
 
 def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -> None:
@@ -86,13 +113,19 @@ def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -
 
 
 def _place(op: str, ranks: list[int]) -> str:
-    return f"moe_layers/{op}/{ranks}"
-
-
-def _keys(op: str, ranks: list[int]) -> list[str]:
-    place = _place(op, ranks)
-    return [f"{place}/{_turns[place]}/{rank}" for rank in ranks]
+    """Return the prefix of the keys of the next meeting. Skips meetings that other ranks have left."""
+    store = default_store()
+    while True:
+        place = f"{_group(op, ranks)}/{_turns[_group(op, ranks)]}"
+        outcome = f"{place}/{_OUTCOME}"
+        if not (store.check([outcome]) and store.get(outcome).decode() == _LEFT):
+            return place
+        _advance(op, ranks)
 
 
 def _advance(op: str, ranks: list[int]) -> None:
-    _turns[_place(op, ranks)] += 1
+    _turns[_group(op, ranks)] += 1
+
+
+def _group(op: str, ranks: list[int]) -> str:
+    return f"moe_layers/{op}/{ranks}"

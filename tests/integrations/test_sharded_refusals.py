@@ -207,7 +207,7 @@ def test_adapters_of_pefts_own_are_refused(mesh):
 
 def experts_that_do_not_divide(device):
     model = enabled(num_experts=7)
-    with unchanged(model), refused(r"rank 0: model.layers.0.mlp.experts: num_experts must be a mult.*, rank 1: model"):
+    with unchanged(model), refused(r"rank \d: model.layers.0.mlp.experts: num_experts must be a mult"):
         sharded_by_two(model)
 
 
@@ -245,7 +245,7 @@ def zero_experts(device):
     from moe_layers.integrations.transformers import enable
 
     enable(model, implementation="reference")
-    with unchanged(model), refused(r"rank 0: each expert must hold .*rank 1: each expert must hold an equal part"):
+    with unchanged(model), refused(r"rank \d: each expert must hold an equal part"):
         sharded_by_two(model)
 
 

@@ -95,7 +95,7 @@ def mxfp4_and_adapters(device):
         warnings.simplefilter("ignore")
         models = [adapt(model.train(), lora(targets=names)) for model in (stored, enabled(reference))]
     assert_same_steps(*models)
-    with pytest.raises(ValueError, match="save_sharded: rank 0: adapters must be unloaded"):
+    with pytest.raises(ValueError, match=r"save_sharded: rank \d: adapters must be unloaded"):
         save_sharded(stored, actual)
     with (
         reading_shares(init_device_mesh("cpu", (2,))),

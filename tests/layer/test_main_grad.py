@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels.runtime import replay
+from moe_kernels.runtime.replay import CALLS_BEFORE_RECORD
 from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.grouped import ExpertRows
 
@@ -128,6 +129,19 @@ def test_frozen_weights_need_none(device):
     assert torch.equal(ours.experts.w_down.main_grad.half(), plain.experts.w_down.grad)
 
 
+def test_a_backward_for_other_tensors_adds_nothing(device):
+    _, ours = pair(device)
+    for _ in range(CALLS_BEFORE_RECORD + 3):  # launched, recorded and replayed
+        x = torch.ones(3, 16, device=device, dtype=torch.float16, requires_grad=True)
+        torch.autograd.grad(ours(x).sum(), x)
+        ours(x).sum().backward(inputs=[x, ours.router.weight])
+        assert not any(getattr(ours.experts, name).main_grad.any() for name in WEIGHTS)
+    ours(x).sum().backward(inputs=[ours.experts.w_up])
+    assert ours.experts.w_up.main_grad.any() and not ours.experts.w_down.main_grad.any()
+    with pytest.raises(ValueError, match=r"torch\.autograd\.grad must not ask for w_up, .* call backward"):
+        torch.autograd.grad(ours(x).sum(), ours.experts.w_up)
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_hooks_of_megatron_ignore_what_is_added(zeros, device):
     """Its DistributedDataParallel sets these attributes, adds other `grad`s itself, and needs some `grad`."""
@@ -155,6 +169,13 @@ def test_main_grad_must_fit_its_weight(main_grad, got, device):
     _, ours = pair(device)
     ours.experts.w_up.main_grad = main_grad
     with pytest.raises(ValueError, match=rf"main_grad of w_up must be float32 \[4, 32, 16\] on \w+.*, {got}; set it"):
+        step(ours, 1)
+
+
+def test_main_grad_must_not_overlap_itself(device):
+    _, ours = pair(device)
+    ours.experts.w_up.main_grad = torch.zeros(32, 16, device=device).expand(4, 32, 16)
+    with pytest.raises(ValueError, match=r"main_grad of w_up must not overlap itself, got strides \(0, 16, 1\)"):
         step(ours, 1)
 
 

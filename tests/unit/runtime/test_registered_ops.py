@@ -122,6 +122,16 @@ def test_hooks_on_saved_tensors_may_run_the_op(device):
     assert graphs[0] is not None
 
 
+def test_hooks_on_saved_tensors_may_change_strides(device):
+    leaves, permutation = leaves_of(device)
+    expected = torch.autograd.grad(forward(leaves, permutation).sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.mT.contiguous() if t.dim() > 1 else t, lambda t: t.mT if t.dim() > 1 else t
+    ):
+        out = forward(leaves, permutation)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), leaves), expected))
+
+
 def test_a_profiler_sees_the_ops_of_backward(device, direct):
     leaves, permutation = leaves_of(device)
     out = forward(leaves, permutation)

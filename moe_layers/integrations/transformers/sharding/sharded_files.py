@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ....checks import check_kind, first_three
-from ....parallel.meeting import SECONDS, agree, meet, problem_of, tell, together
+from ....parallel.meeting import SECONDS, agree, meet, together
 from ..enabling import enable
 from .shard_model import group_of, shard_experts, sharded_experts
 
@@ -75,11 +75,9 @@ def reading_shares(
         raise NotImplementedError(
             f"reading_shares: transformers must read parts of DTensors, as 5.23 does, got {transformers.__version__}"
         )
-    original, group, is_told = getattr(owner, _LOAD), group_of(_READ, mesh), False
+    original, group = getattr(owner, _LOAD), group_of(_READ, mesh)
 
     def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_told
-        is_told = True
         with together(_READ, group, _LONG_SECONDS):
             if getattr(model, "is_quantized", False):
                 raise ValueError(
@@ -94,20 +92,30 @@ def reading_shares(
                 raise ValueError(
                     f"{_READ}: the checkpoint must hold all experts of this rank, got none or others of {missing}"
                 )
-        is_told = False
         return info, offloaded
 
     meet(_READ, group, "", seconds)
-    # Without this variable, threads read ahead of the conversion, up to the whole share.
-    with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"), mock.patch.object(owner, _LOAD, staticmethod(load)):
-        try:
-            yield
-        except BaseException as error:  # also Ctrl-C
-            if not is_told:
-                tell(_READ, group, problem_of(_READ, error))
-            raise
-    with together(_READ, group, _LONG_SECONDS):
-        pass
+    with (
+        together(_READ, group, _LONG_SECONDS),
+        _without_reading_ahead(),
+        mock.patch.object(owner, _LOAD, staticmethod(load)),
+    ):
+        yield
+
+
+@contextmanager
+def _without_reading_ahead() -> Iterator[None]:
+    """Keep transformers' threads from reading ahead of the conversion, up to the whole share."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _reads_parts() -> bool:
@@ -137,7 +145,7 @@ def save_sharded(
 
     Raises:
         ValueError: on all ranks: a rank has not called in time, the model has no experts that ranks share or has
-            adapters inside, the ranks disagree, or a file cannot be written.
+            adapters inside, the ranks disagree, or a file cannot be written. The rank that writes raises OSError then.
     """
     group = distributed.group.WORLD if distributed.is_initialized() else None
     if group is None:
