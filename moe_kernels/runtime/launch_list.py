@@ -214,7 +214,7 @@ def _pack(kind: str, numbers: Any) -> bytes:
 
 
 def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
-    """What `make_list` takes for each kernel."""
+    """Return the numbers of a kernel that `make_list` takes."""
     compiled, metadata = step.compiled, step.compiled.metadata
     num_warps, num_ctas, shared = compiled.packed_metadata[:3]
     attributes = [bool(getattr(metadata, name, False)) for name in ("launch_cooperative_grid", "launch_pdl")]
