@@ -211,7 +211,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
 
 
 def _main_grads(ctx: Any) -> dict[str, Tensor]:
-    """Return by name what the gradients of weights are added to, for the weights that this backward is about."""
+    """Return by name the `main_grad` of each weight that the running backward accumulates."""
     nodes = {name: node for name, (node, _) in zip(ctx.names, ctx.next_functions, strict=False)}
     names = [name for name in ("w_up", "w_down") if name in fused_experts_op.needed(ctx)]
     names = [name for name in names if is_accumulated("fused_experts", name, nodes[name])]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.checks import overlaps_itself
 from ..runtime.pytorch import will_run
 
 
@@ -29,7 +30,7 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
     """Return the float32 tensor that a weight's gradient is added to.
 
     Raises:
-        ValueError: the weight has none of its shape on its device.
+        ValueError: the weight has none of its shape on its device, or one whose elements share memory.
     """
     given = getattr(weight, "main_grad", None)
     is_tensor = isinstance(given, Tensor)
@@ -39,7 +40,7 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
             f"{op}: main_grad of {name} must be float32 {list(weight.shape)} on {weight.device}, got {got}; set it "
             "before backward, or turn adds_to_main_grad off"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True)):
+    if overlaps_itself(given):
         raise ValueError(f"{op}: main_grad of {name} must not overlap itself, got strides {given.stride()}")
     return given
 

@@ -262,9 +262,10 @@ class Rows(NamedTuple):
         add_to: Tensor | None = None,  # [E, K, N]
     ) -> Tensor:
         """a.T @ dout of every expert's rows, [E, K, N]. With `add_to` the result is that tensor."""
-        out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1]) if add_to is None else add_to
-        if add_to is None and self._is_aligned_by_copy(out):
-            out = empty_aligned(out, out.device)
+        out = add_to
+        if out is None:
+            out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
+            out = empty_aligned(out, out.device) if self._is_aligned_by_copy(out) else out
         args = WgradArguments(
             a,
             dout,

@@ -106,3 +106,8 @@ def check_float8(op: str, cc: int) -> None:
             f"{op}: float8 operands need a GPU of compute capability {FLOAT8_CC / 10}, this one has {cc / 10}; "
             f"implementation='reference' upcasts them"
         )
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether the tensor is expanded, so that elements share memory."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -42,18 +42,18 @@ def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str
         if missing:
             raise ValueError(
                 f"{op}: all ranks of the group must call it, got no call within {seconds:g} seconds from "
-                f"rank {first_three([ranks[place] for place in missing])}; let slower ranks catch up by "
+                f"rank {first_three([ranks[index] for index in missing])}; let slower ranks catch up by "
                 "torch.distributed.barrier() before it"
             )
         # This rank came too late for the others, which meet again in their next call.
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
-    """Return the places of keys that nobody has set within `seconds`."""
+    """Return the indices of the keys that nobody has set within `seconds`."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:  # the kind of a timeout depends on the store
-        return [place for place, key in enumerate(keys) if not store.check([key])]
+        return [index for index, key in enumerate(keys) if not store.check([key])]
     return []
 
 

@@ -14,6 +14,7 @@ from ...runtime.checks import (
     check_same_device,
     check_same_dtype,
     check_shapes,
+    overlaps_itself,
     result_dtype,
 )
 from ...runtime.dispatch import FLOAT8, once_per_form
@@ -79,7 +80,7 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
     """Raise ValueError if `out` is expanded (elements share memory), or if a tensor requires a gradient."""
     check_no_gradient(op, "out=", out, *inputs)
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+    if overlaps_itself(out):
         raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")
 
 
