@@ -15,6 +15,7 @@ from multiprocessing import Pool
 from unittest import mock
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -39,6 +40,9 @@ from .compiled import disassemble, inspect
 from .racecheck import warp_specialize_lines
 from .sass import functions_between_multiplications, spills_beside_multiplications, unordered_accesses
 from .small_launches import SMALL_LAUNCHES
+
+# Triton's cache knows a function by its text and not by its file, and line information names the file.
+knobs.compilation.always_compile = True
 
 TARGETS = (80, 90, 100)
 # Code other than GEMMs differs little between targets: the oldest and newest, and the middle one for all other cases.
