@@ -150,7 +150,8 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    entry = torch.arange(-(-num_rows // block_rows) + len(offsets) + 1, device=offsets.device)
+    most = torch.sym_min(len(counts), num_rows)  # groups with rows
+    entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
     first = functional.pad(counts.cumsum(0)[:-1], (1, 0))  # [G + 1]
     tiles = torch.stack([group, entry - first[group]], dim=1)

@@ -29,8 +29,14 @@ def table_blocks(num_groups: int) -> dict[str, int]:
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of entries: a rounded-up block for every group and for the tail."""
-    return -(-num_rows // block_rows) + num_groups + 1
+    """Return the maximum number of entries: a rounded-up block for every group that can have rows, and for the tail."""
+    most = torch.sym_min(num_groups + 1, num_rows)
+    return (num_rows - most) // block_rows + most
+
+
+def num_table_programs(capacity: int, num_groups: int) -> int:
+    """Return the number of programs that write a table of these sizes: `write_tile_table` ranks groups by entries."""
+    return -(-max(capacity, num_groups) // table_blocks(num_groups)["PROGRAM_ENTRIES"])
 
 
 def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
@@ -102,10 +108,9 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
     num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
-    options = _options(num_groups, block_rows)
     launch_kernel(
         _tile_table_kernel,
-        (-(-capacity // options["PROGRAM_ENTRIES"]),),
+        (num_table_programs(capacity, num_groups),),
         offsets,
         offsets.stride(0),
         table.bounds,
@@ -115,7 +120,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         num_rows,
         capacity,
         num_groups,
-        **options,
+        **_options(num_groups, block_rows),
     )
 
 
@@ -160,7 +165,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # There are more entries than groups, so these entry numbers include every group.
+        # There are programs for as many entries as groups, so these entry numbers include every group.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))
@@ -188,7 +193,7 @@ def _tile_table_kernel(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
-    """One program writes PROGRAM_ENTRIES table entries. Grid: (cdiv(capacity, PROGRAM_ENTRIES),)."""
+    """One program writes PROGRAM_ENTRIES table entries. Grid: (cdiv(max(capacity, G), PROGRAM_ENTRIES),)."""
     group = tl.arange(0, G_P2)
     raw_ends = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
     raw_starts = tl.load(offsets_ptr + (group - 1) * offsets_stride, mask=(group > 0) & (group <= G), other=0)

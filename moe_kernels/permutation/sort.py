@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..gemm.tile_table import empty_tile_table, make_tile_table, table_blocks, tile_capacity, write_tile_table
+from ..gemm.tile_table import (
+    empty_tile_table,
+    make_tile_table,
+    num_table_programs,
+    table_blocks,
+    tile_capacity,
+    write_tile_table,
+)
 from ..runtime.checks import check_dtype, check_shapes
 from ..runtime.dispatch import choose, once_per_form
 from ..runtime.launch import launch_kernel
@@ -170,14 +177,14 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     capacity = results[4].shape[0]
     blocks = table_blocks(num_experts)
-    num_table_programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
+    table_programs = num_table_programs(capacity, num_experts)
     sizes = num_slots, capacity, num_experts, top_k
     constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **blocks}
     if num_slots <= _FEW_SLOTS:
-        grid = (num_table_programs + cdiv(num_slots, _RANKED),)
+        grid = (table_programs + cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
     else:
-        _count_and_place(topk_experts, results, sizes, constants, num_table_programs)
+        _count_and_place(topk_experts, results, sizes, constants, table_programs)
 
 
 def _count_and_place(
@@ -185,7 +192,7 @@ def _count_and_place(
     results: tuple[Tensor, ...],
     sizes: tuple[int, int, int, int],
     constants: dict[str, int],
-    num_table_programs: int,
+    table_programs: int,
 ) -> None:
     num_slots, _, num_experts, _ = sizes
     block_slots, num_place_warps = _sort_block(num_experts)
@@ -198,7 +205,7 @@ def _count_and_place(
     launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
     launch_kernel(
         _place_kernel,
-        (num_table_programs + num_blocks,),
+        (table_programs + num_blocks,),
         topk_experts,
         counts,
         totals,
@@ -245,11 +252,11 @@ def _rank_kernel(
 ):
     """The first programs write the offsets and table entries; each other program places RANKED slots.
 
-    Grid: (cdiv(capacity, PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
+    Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
     """
-    num_table_programs = tl.cdiv(capacity, PROGRAM_ENTRIES)
+    table_programs = tl.cdiv(tl.maximum(capacity, E), PROGRAM_ENTRIES)
     lane = tl.arange(0, BLOCK)
-    if tl.program_id(0) < num_table_programs:
+    if tl.program_id(0) < table_programs:
         index = tl.arange(0, E_P2)
         totals = tl.zeros((E_P2,), tl.int32)
         for first in range(0, num_slots, BLOCK):
@@ -276,7 +283,7 @@ def _rank_kernel(
             PROGRAM_ENTRIES,
         )
     else:
-        slot = (tl.program_id(0) - num_table_programs) * RANKED + tl.arange(0, RANKED)
+        slot = (tl.program_id(0) - table_programs) * RANKED + tl.arange(0, RANKED)
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
         # Dropped slots sort as expert E, and lanes past the last slot as expert E + 1.
         kept = (expert >= 0) & (expert < E)
@@ -359,14 +366,14 @@ def _place_kernel(
 ):
     """The first programs write the offsets and table entries; each other program places a block of slots.
 
-    Grid: (cdiv(capacity, PROGRAM_ENTRIES) + num_blocks,).
+    Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + num_blocks,).
     """
     index = tl.arange(0, E_P2)
     totals = tl.load(totals_ptr + index, mask=index < E, other=0)
     ends = tl.cumsum(totals, 0)
     starts = ends - totals
-    num_table_programs = tl.cdiv(capacity, PROGRAM_ENTRIES)
-    if tl.program_id(0) < num_table_programs:
+    table_programs = tl.cdiv(tl.maximum(capacity, E), PROGRAM_ENTRIES)
+    if tl.program_id(0) < table_programs:
         if tl.program_id(0) == 0:
             tl.store(offsets_ptr + index, ends, mask=index < E)
         write_tile_table(
@@ -386,7 +393,7 @@ def _place_kernel(
             PROGRAM_ENTRIES,
         )
     else:
-        block = tl.program_id(0) - num_table_programs
+        block = tl.program_id(0) - table_programs
         is_last = tl.program_id(0) == tl.num_programs(0) - 1
         exists = index < E
         earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=exists, other=0)

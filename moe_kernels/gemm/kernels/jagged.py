@@ -119,7 +119,7 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
     num_groups = len(group_offsets) - 1
     capacity = len(table.tiles)
     blocks = table_blocks(num_groups)
-    programs = cdiv(capacity, blocks["PROGRAM_ENTRIES"])
+    programs = cdiv(max(capacity, parts or num_groups), blocks["PROGRAM_ENTRIES"])
     launch_kernel(
         _jagged_table_kernel,
         (programs if out is None else max(programs, 2 * num_programs(out)),),

@@ -38,6 +38,17 @@ def test_many_groups(num_groups, device):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 20, 67])
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [17, 1, 17, 1], [0, 16, 0], [40]])
+def test_the_capacity_suffices_and_is_reached(sizes, num_rows, device):
+    """Most tiles have one row: every group and the tail begin one. Groups without rows have none."""
+    offsets = torch.tensor(sizes, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    table = make_tile_table(offsets, num_rows, 16)
+    assert table.num_tiles[1] <= len(table.tiles) <= min(len(sizes) + 1, num_rows) + num_rows // 16
+    worst = torch.arange(1, len(sizes) + 1, dtype=torch.int32, device=device)
+    assert make_tile_table(worst, num_rows, 16).num_tiles[1] == len(table.tiles)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_a_table_in_one_memory(given, device):
     """The tensors start at multiples of 16 bytes, as if allocated separately, and do not overlap."""
