@@ -27,15 +27,15 @@ from pathlib import Path
 import torch
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
+from moe_kernels.experts.plan import Step
 from moe_kernels.gemm import measurements
 from moe_kernels.gemm.arguments.base import Arguments
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.measurements import Table
 from moe_kernels.gemm.rule import best_first
 from moe_kernels.gemm.selection import copies_for, copies_key
-from moe_kernels.specs import is_gated
-from moe_kernels.testing import Case, make_inputs
-from moe_kernels.tools.layer_gemms import LayerForms
+from moe_kernels.testing import Case
+from moe_kernels.tools.layers import Layer, layer_of
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 
@@ -77,27 +77,33 @@ def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> lis
     return [{**row, "ratio": row["rule_ms"] / row["table_ms"]}]
 
 
-FORMS = (*LayerForms.without_memory(Case(16, 16, 16, 2, 1), torch.float32, "swiglu").all(), "copies")
+FORMS = (
+    *("up", "up_plain", "down", "down_dgrad", "down_wgrad", "up_dgrad", "up_wgrad"),
+    *("up_gather", "up_plain_gather", "down_dgrad_gather", "down_wgrad_gather", "up_wgrad_gather", "copies"),
+)
 TILE_ORDERS = (4, 8, 16)
 
 
 def layer_tasks(shape: Shape, options: argparse.Namespace) -> Iterator[Task]:
     """Yield the tasks of a layer. The first one that runs makes the operands of the GEMMs."""
-    settings = case_of(shape), options.dtype, options.device, shape.activation
-    drawn = functools.cache(lambda: LayerForms.drawn(*settings).all())
+
+    @functools.cache
+    def forms() -> dict[str, Step]:
+        return dict(layer_of_shape(shape, options).forms())
 
     def measure(form: str) -> list[Row]:
         if form != "copies":
-            return [bench_form(drawn()[form], options)]
-        drawn.cache_clear()
+            return [bench_form(forms()[form].args, options)]
+        forms.cache_clear()
         return [bench_copies(shape, options)]
 
     for form in options.forms:
         yield {"shape": shape.name, **shape.sizes, "form": form}, partial(measure, form)
 
 
-def case_of(shape: Shape) -> Case:
-    return Case(shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, routing="even")
+def layer_of_shape(shape: Shape, options: argparse.Namespace) -> Layer:
+    case = Case(shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts, shape.top_k)
+    return layer_of(case, options.dtype, options.device, activation=shape.activation)
 
 
 def bench_form(args: Arguments, options: argparse.Namespace) -> Row:
@@ -132,14 +138,12 @@ def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
 def bench_copies(shape: Shape, options: argparse.Namespace) -> Row:
     """Measure every choice of copies by the whole op with backward."""
     torch.cuda.empty_cache()  # does nothing without a GPU
-    inputs = make_inputs(case_of(shape), options.dtype, options.device)
-    if not is_gated(shape.activation):
-        inputs = inputs._replace(w_up=inputs.w_up[:, : shape.d_ff].contiguous())
-    rule = copies_for(None, inputs.tokens, inputs.w_up, shape.d_ff, shape.num_rows)
-    steps = copies_steps(inputs, shape.top_k, shape.activation)
-    functions = {copies_name(copies): step for copies, step in steps.items()}
+    layer = layer_of_shape(shape, options)
+    rule = copies_for(None, layer.tokens, layer.w_up, shape.d_ff, shape.num_rows)
+    steps = copies_steps(layer)
+    functions: dict[str, Callable[[], object]] = {copies_name(copies): step for copies, step in steps.items()}
     timings = timed(functions, options)
-    key = copies_key(inputs.tokens, inputs.w_up, shape.d_ff, shape.num_rows)
+    key = copies_key(layer.tokens, layer.w_up, shape.d_ff, shape.num_rows)
     times = {name: timing.ms for name, timing in timings.items()}
     return {"op": "copies", "key": key, **compared(copies_name(rule), times)}
 

@@ -111,13 +111,13 @@ def compute_experts(
     implementation: str | None = None,
     **settings: Any,
 ) -> Tensor:  # [T, D]
-    """Compute `fused_experts`. `settings` are those of `_operands`."""
+    """Compute `fused_experts`. `settings` are those of `make_operands`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     _check_formats(weights)
     gated = as_activation("fused_experts", settings.get("activation", "swiglu")).gated
     check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, gated)
-    operands = _operands(tokens, weights, **settings)
+    operands = make_operands(tokens, weights, **settings)
     if choose("fused_experts", implementation, tokens) == "reference":
         if operands.adds_to_main_grad:
             raise NotImplementedError(
@@ -150,7 +150,7 @@ def compute_chosen(
         return compute_experts(tokens, topk_weights, permutation, weights, **options, **settings)
     _check_formats(weights)
     check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
-    operands = _operands(
+    operands = make_operands(
         tokens,
         weights,
         topk_weights=topk_weights.float().contiguous(),
@@ -183,16 +183,16 @@ def compute_routed(
     if torch.compiler.is_dynamo_compiling():
         topk_weights, topk_experts, _ = linear_routing_op(tokens, router)
         choice = {"topk_weights": topk_weights, "topk_experts": topk_experts}
-        made = fused_experts_op(_operands(tokens, weights, **choice, **settings))
+        made = fused_experts_op(make_operands(tokens, weights, **choice, **settings))
     else:
-        made = fused_experts_op(_operands(tokens, weights, router=router, **settings))
+        made = fused_experts_op(make_operands(tokens, weights, router=router, **settings))
         topk_weights, topk_experts = made.topk_weights, made.topk_experts
     assert topk_experts is not None and topk_weights is not None and made.buffer is not None
     offsets = made.buffer.view(-1)[: router.w_router.shape[0]]
     return RoutedExperts(made.out, topk_experts, topk_weights, offsets)
 
 
-def _operands(
+def make_operands(
     tokens: Tensor,  # [T, D]
     weights: ExpertWeights,
     *,

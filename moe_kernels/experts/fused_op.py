@@ -203,7 +203,9 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
     names = ctx.names
 
     def compute(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
-        return tuple(map(_compute_gradients(ctx, tensors, is_given, main_grads).get, names))
+        dout, saved, needed = tensors[0], [_saved(ctx, tensors[1:], is_given)], fused_experts_op.needed(ctx)
+        tensors.clear()
+        return tuple(map(compute_gradients(dout, saved, needed, main_grads).get, names))
 
     key = ctx.places.number, ctx.others, ctx.needs_input_grad, tuple(main_grads)
     found = dict(zip(names, run_as_one(_gradients, key, tensors, compute), strict=True))
@@ -221,7 +223,19 @@ def _main_grads(ctx: Any) -> dict[str, Tensor]:
 def _saved(ctx: Any, tensors: list[Tensor], is_given: list[bool]) -> SavedForBackward:
     given = iter(tensors)
     (operands,), results = fused_experts_op.saved(ctx, [next(given) if given_ else None for given_ in is_given])
-    preactivation, scales, low, topk_weights, topk_experts, buffer = results
+    return read_by_backward(operands, *results)
+
+
+def read_by_backward(
+    operands: ExpertOperands,
+    preactivation: Tensor | None,
+    scales: Tensor | None,
+    low: Tensor | None,
+    topk_weights: Tensor | None,
+    topk_experts: Tensor | None,
+    buffer: Tensor | None,
+) -> SavedForBackward:
+    """Return what backward reads, from the operands and results of forward: see `_Outputs`."""
     if buffer is not None:
         sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
         topk_weights = operands.topk_weights if topk_weights is None else topk_weights
@@ -230,15 +244,14 @@ def _saved(ctx: Any, tensors: list[Tensor], is_given: list[bool]) -> SavedForBac
     return SavedForBackward(operands, preactivation, scales, low)
 
 
-def _compute_gradients(
-    ctx: Any,
-    tensors: list[Tensor],  # dout, the saved ones, then those of `main_grads`; becomes empty
-    is_given: list[bool],  # which of the node's saved tensors exist
+def compute_gradients(
+    dout: Tensor,  # [T, D]
+    of_forward: list[SavedForBackward],  # one; becomes empty
+    needed: set[str],  # names of operands
     main_grads: dict[str, Tensor],  # by the name of the weight
 ) -> dict[str, Tensor | None]:
     """Run the ops. Each tensor is dropped after its last use: see the table at the top."""
-    dout, saved, needed = tensors[0], _saved(ctx, tensors[1:], is_given), fused_experts_op.needed(ctx)
-    tensors.clear()
+    saved = of_forward.pop()
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
     needs_weights = "topk_weights" in needed or needs_router

@@ -17,7 +17,6 @@ from ..gemm.arguments.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
 from ..gemm.epilogue import launch_product
-from ..gemm.kernel import device_cc
 from ..gemm.kernels.pointer_decoding import MAX_ROWS
 from ..gemm.passes import launch_bias_and_scale
 from ..permutation.permute import launch_combine, launch_permute
@@ -85,7 +84,7 @@ class Rows(NamedTuple):
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
         """Whether GEMMs read a copy of this weight, or write their result into one, with rows that start elsewhere."""
-        num_experts, cc = matrices.shape[0], device_cc(matrices.device) if matrices.is_cuda else 0
+        num_experts, cc = matrices.shape[0], selection.target_cc(matrices.device)
         num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * num_experts
         return rule.is_worth_aligning(matrices, num_rows, cc)
 

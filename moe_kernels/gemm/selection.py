@@ -1,11 +1,17 @@
-"""Selection of a kernel for arguments, and its launch. Selection measures no times and never waits for the GPU."""
+"""Selection of a kernel for arguments, and its launch. Selection measures no times and never waits for the GPU.
+
+`planning` lists what a function selects, on this GPU or as on another one: so tools see the GEMMs that an op runs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +19,7 @@ from torch import Tensor
 
 from ..activation.functions import listed_epilogue
 from ..runtime.gluon import warn_if_slower
-from ..runtime.launch import run_launch
+from ..runtime.launch import launching, observing_launches, run_launch
 from ..runtime.replay import clear_records, require_single_launches
 from ..runtime.triton import HAS_TRITON
 from .arguments.base import Arguments, rows_bucket
@@ -38,6 +44,62 @@ class Copies(NamedTuple):
 _copies: dict[tuple[Any, ...], Copies] = {}
 
 
+class Target(NamedTuple):
+    """A GPU that kernels are selected for. It need not be here."""
+
+    cc: int
+    gpu: str | None  # name, by which tables are found
+    table: Table
+
+
+class Choice(NamedTuple):
+    args: Arguments
+    kernel: Kernel | None  # None: no kernel supports the arguments
+
+
+@dataclass
+class _Plan:
+    target: Target | None
+    copies: Copies | None
+    fuses: bool
+    choices: list[Choice] = field(default_factory=list)
+
+
+class _Planner(threading.local):
+    plan: _Plan | None = None
+
+
+_planner = _Planner()
+
+
+@contextlib.contextmanager
+def planning(
+    target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True
+) -> Iterator[list[Choice]]:
+    """List the GEMMs that this thread runs, in their order. Ops run their functions, without autograd and records.
+
+    Args:
+        target: select as on this GPU, and launch nothing: operands may be meta tensors. None, the default: this GPU,
+            and launch.
+        copies: what `choose_copies` returns; None, the default: its own choice.
+        fuses: whether a GEMM may have an activation in its epilogue.
+    """
+    plan = _planner.plan = _Plan(target, copies, fuses)
+    outer, launching.is_in_function = launching.is_in_function, True
+    try:
+        with contextlib.nullcontext() if target is None else observing_launches(lambda launch, run: None):
+            yield plan.choices
+    finally:
+        _planner.plan, launching.is_in_function = None, outer
+
+
+def target_cc(device: torch.device) -> int:
+    """Return the compute capability that kernels are selected for; 0 without a GPU."""
+    if _planner.plan is not None and _planner.plan.target is not None:
+        return _planner.plan.target.cc
+    return device_cc(device) if device.type == "cuda" else 0
+
+
 def select(args: Arguments) -> Kernel:
     """Return the kernel to run for these arguments. Arguments with equal keys get the same kernel.
 
@@ -54,6 +116,11 @@ def select(args: Arguments) -> Kernel:
 
 def find(args: Arguments) -> Kernel | None:
     """Like `select`, but return None if no kernel supports the arguments."""
+    if (plan := _planner.plan) is not None:
+        if args.epilogue is not None and not plan.fuses:
+            return None
+        if plan.target is not None:
+            return find_for(args, plan.target)
     key = _key(args)
     kernel = _selected.get(key)
     if kernel is None and key not in _selected:
@@ -63,15 +130,33 @@ def find(args: Arguments) -> Kernel | None:
     return kernel
 
 
+def find_for(args: Arguments, target: Target) -> Kernel | None:
+    """Return the kernel that `find` would find on a GPU that need not be here."""
+    like = listed(args)
+    kernels = [kernel for kernel in get_kernels(cc=target.cc) if kernel.would_support(like)]
+    kernel = next(iter(best_first(kernels, like, target.table.kernels.get(like.table_key()))), None)
+    if kernel is None or args.epilogue == like.epilogue:
+        return kernel
+    return _with_epilogue(kernel, args)
+
+
 def run(args: Arguments) -> None:
     """Launch the kernel that `select` chooses. The caller, an op, has made the arguments' device the current one."""
-    if _launch(args) is None:
+    if _run(args) is None and _planner.plan is None:
         select(args)  # raises
 
 
 def run_if_supported(args: Arguments) -> bool:
     """Like `run`, but return False if no kernel supports the arguments."""
-    return _launch(args) is not None
+    return _run(args) is not None
+
+
+def _run(args: Arguments) -> Kernel | None:
+    if (plan := _planner.plan) is None:
+        return _launch(args)
+    kernel = find(args) if plan.target is not None else _launch(args)
+    plan.choices.append(Choice(args, kernel))
+    return kernel
 
 
 def _launch_selected(args: Arguments) -> Kernel | None:
@@ -103,13 +188,23 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
-    if args.epilogue == (name := listed_epilogue(args.epilogue)) or measured_best(args) is not None:
+    like = listed(args)
+    if args.epilogue == like.epilogue or measured_best(args) is not None:
         return None
-    listed = find(dataclasses.replace(args, epilogue=name))
-    if listed is None or args.epilogue not in listed.epilogues:
+    kernel = find(like)
+    return None if kernel is None else _with_epilogue(kernel, args)
+
+
+def listed(args: Arguments) -> Arguments:
+    """Return the arguments with the epilogue that represents theirs in the catalog and the tables."""
+    return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
+
+
+def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
+    if args.epilogue is None or args.epilogue not in listed.epilogues:
         return None
     kernel = listed.with_epilogue(args.epilogue)
-    return kernel if kernel.supports(args) else None
+    return kernel if kernel.takes(args) else None
 
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
@@ -166,9 +261,14 @@ def choose_copies(
         w_up: a shape stands for a contiguous weight in the dtype of the tokens, a meta tensor for one of its strides.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
+    if (plan := _planner.plan) is not None and plan.copies is not None:
+        return plan.copies
     if not isinstance(w_up, Tensor):
         w_up = _shaped_like(w_up, tokens.dtype)
     num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
+    if plan is not None and plan.target is not None:
+        entry = plan.target.table.copies.get(copies_key(tokens, w_up, d_ff, num_rows))
+        return copies_for(entry, tokens, w_up, d_ff, num_rows, assumed_rows)
     key = (*_copies_key(tokens, w_up, d_ff, num_rows), assumed_rows)
     copies = _copies.get(key)
     if copies is None:

@@ -7,7 +7,7 @@ that reads a table accesses memory out of bounds.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def table_blocks(num_groups: int) -> dict[str, int]:
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
     """Return the maximum number of entries: a rounded-up block for every group that can have rows, and for the tail."""
-    most = torch.sym_min(num_groups + 1, num_rows)
+    most: Any = torch.sym_min(num_groups + 1, num_rows)
     return (num_rows - most) // block_rows + most
 
 

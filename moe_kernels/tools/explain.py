@@ -11,37 +11,36 @@ The exit status is 1 if a result exceeds the error budget.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import platform
 import shutil
 import subprocess
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..activation.functions import EPILOGUES, listed_epilogue
+from ..activation.functions import EPILOGUES
 from ..experts.fused import fused_experts
+from ..experts.plan import Step
 from ..gemm import measurements, rule, selection
+from ..gemm.arguments.activation_gradient import ActivationGradientArguments
 from ..gemm.arguments.base import Arguments
-from ..gemm.arguments.block_scaled import COLUMNS_WORTH_A_COPY
+from ..gemm.arguments.decoding import DecodingGemmArguments
 from ..gemm.kernel import Kernel, WarpSpecializedDesign, device_cc
-from ..gemm.kernels.pointer_decoding import MAX_ROWS
 from ..gemm.measurements import Table
-from ..gemm.selection import Copies, get_kernels
+from ..gemm.selection import Target, get_kernels
 from ..quantization.formats import FORMATS
 from ..runtime.dispatch import choose
 from ..runtime.gluon import slower_kernels
 from ..runtime.replay import CALLS_BEFORE_RECORD, clear_records, states
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
-from ..specs import is_gated
 from ..testing import Case, check_accuracy, make_inputs, make_permutation, run_with_grads
 from ..types import Permutation, TileTable
-from .layer_gemms import LayerForms, parse_layer
+from .layers import Layer, layer_of, parse_layer
 from .tune import check, measure
 
 _SMALL = Case(256, 256, 128, 4, 2)
@@ -49,71 +48,40 @@ _TINY = Case(8, 128, 64, 2, 2)
 _SLOW = 1.2
 _FP8_ERROR = 0.09  # relative: what e4m3 operands may differ from plain ones
 _RESULTS = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
-_PRODUCTS = ("up, then activation", "down", "down, gradient of its input", "up, gradient of its input")
+_OPS = {
+    "down": "down",
+    "down_dgrad": "down, gradient of its input",
+    "down_wgrad": "down, gradient of its weight",
+    "up_dgrad": "up, gradient of its input",
+    "up_wgrad": "up, gradient of its weight",
+}
+_COPIES = {"up": "tokens_forward", "down_dgrad": "dout", "up_wgrad": "tokens_backward"}
 
 
-class Target(NamedTuple):
-    """The GPU that kernels are selected for: this machine's, or a named one."""
-
-    cc: int
-    gpu: str | None  # name, by which tables are found
-    table: Table
-    is_here: bool
-
-
-class Choice(NamedTuple):
-    """The kernel that runs for one op of a layer."""
-
-    op: str
-    args: Arguments
-    kernel: Kernel | None
-
-
-def find_target(cc: int | None, gpu: str | None) -> Target:
-    """Return this machine's GPU; without one, or if `cc` or `gpu` is given, a GPU that need not be here."""
+def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
+    """Return the GPU to select for, and whether it is here: this machine's, unless there is none or `cc` or `gpu` is
+    given."""
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
-        return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device), is_here=True)
+        return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device)), True
     table = measurements.merged_table(gpu) if gpu and HAS_TRITON else Table({}, {})
-    return Target(cc or 90, gpu, table, is_here=False)
+    return Target(cc or 90, gpu, table), False
 
 
-def select_for(args: Arguments, target: Target) -> Kernel | None:
-    """Return the kernel that `selection.find` chooses, or would choose on a GPU that is not here."""
-    if target.is_here:
-        return selection.find(args)
-    if not HAS_TRITON:
-        return None
-    listed = _listed(args)
-    kernels = [k for k in get_kernels(cc=target.cc) if k.obstacle is None and k.takes(listed)]
-    kernel = next(iter(rule.best_first(kernels, listed, target.table.kernels.get(listed.table_key()))), None)
-    if kernel is None or args.epilogue == listed.epilogue:
-        return kernel
-    if args.epilogue is None or args.epilogue not in kernel.epilogues:
-        return None
-    kernel = kernel.with_epilogue(args.epilogue)
-    return kernel if kernel.takes(args) else None
-
-
-def _listed(args: Arguments) -> Arguments:
-    """Return the arguments with the epilogue that represents theirs in the catalog and the tables."""
-    return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
-
-
-def why_not_faster(args: Arguments, kernel: Kernel | None, target: Target) -> str | None:
+def why_not_faster(step: Step, target: Target) -> str | None:
     """Return why the kernel is not of the fastest design; None if it is."""
+    _, args, kernel = step
     if kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign):
         return None
-    listed = _listed(args)
+    listed = selection.listed(args)
     candidates = [
         k
         for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
         if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
     ]
     # The kernel designed for such operands gives the most useful reason.
-    gathers = any("row_to_token" in name and getattr(args, name) is not None for name in args.tensors)
     candidates.sort(
-        key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != gathers, not k.takes(listed))
+        key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != step.gathers, not k.takes(listed))
     )
     reasons = [_reason(k, listed, target.cc) for k in candidates]
     if None in reasons:
@@ -135,63 +103,13 @@ def _reason(kernel: Kernel, args: Arguments, cc: int) -> str | None:
 
 
 def _is_in_table(args: Arguments, kernel: Kernel | None, target: Target) -> bool:
-    named = target.table.kernels.get(_listed(args).table_key())
+    named = target.table.kernels.get(selection.listed(args).table_key())
     if kernel is None or named is None:
         return False
-    return named == kernel.metadata.kernel_name.replace(args.epilogue or "", _listed(args).epilogue or "")
+    return named == kernel.metadata.kernel_name.replace(args.epilogue or "", selection.listed(args).epilogue or "")
 
 
-def choices_of(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:
-    """Return the copies and kernels that the expert op uses for a layer."""
-    forms = layer.all()
-    num_rows, d_ff = len(forms["down"].A), layer.w_down.shape[2]
-    if target.is_here:
-        copies = selection.choose_copies(layer.tokens, layer.w_up, d_ff, num_rows)
-    else:
-        entry = target.table.copies.get(selection.copies_key(layer.tokens, layer.w_up, d_ff, num_rows))
-        copies = selection.decide_copies(select_for(forms["up_plain"], target), d_ff, layer.w_up.shape[1], entry)
-
-    def choice(op: str, form: str, is_copied: bool = True) -> Choice:
-        args = forms[form if is_copied else f"{form}_gather"]
-        return Choice(op, args, select_for(args, target))
-
-    up = choice("up with activation", "up", copies.tokens_forward)
-    gradient = choice("down, gradient of its input", "down_dgrad", copies.dout)
-    if is_gated(layer.activation):
-        fused = layer.activation_gradient(gather=not copies.dout)
-        if rule.is_worth_fusing(fused) and (kernel := select_for(fused, target)):
-            gradient = Choice("down, gradient of its input and of the activation", fused, kernel)
-    ups = [up] if up.kernel else [up, choice("up, then activation", "up_plain", copies.tokens_forward)]
-    return copies, [
-        *ups,
-        choice("down", "down"),
-        gradient,
-        choice("down, gradient of its weight", "down_wgrad", copies.dout),
-        choice("up, gradient of its input", "up_dgrad"),
-        choice("up, gradient of its weight", "up_wgrad", copies.tokens_backward),
-    ]
-
-
-def decoding_choices(layer: LayerForms, format: str, target: Target) -> list[Choice]:
-    """Return the kernels for quantised weights with too few rows for dequantisation, or nothing."""
-    if len(layer.row_to_token) >= MAX_ROWS * len(layer.w_up):
-        return []
-    return _choices_of_products(layer.decoding(format), target)
-
-
-def block_scaled_choices(layer: LayerForms, target: Target) -> tuple[Copies, list[Choice]]:
-    """Return the copies and kernels of `precision="fp8"`. The gradients of weights are as without it."""
-    copies, choices = choices_of(layer, target)
-    of_weights = [choice for choice in choices if choice.op.endswith("gradient of its weight")]
-    copies = copies._replace(tokens_forward=layer.w_up.shape[1] >= COLUMNS_WORTH_A_COPY)
-    return copies, [*_choices_of_products(layer.block_scaled(), target), *of_weights]
-
-
-def _choices_of_products(forms: dict[str, Arguments], target: Target) -> list[Choice]:
-    return [Choice(op, args, select_for(args, target)) for op, args in zip(_PRODUCTS, forms.values(), strict=True)]
-
-
-def print_versions(target: Target) -> None:
+def print_versions(target: Target, is_here: bool) -> None:
     print(f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     print(f"Triton {triton.__version__ if HAS_TRITON else 'is not installed'}{' (interpreter)' if INTERPRET else ''}")
     if not torch.cuda.is_available():
@@ -201,7 +119,7 @@ def print_versions(target: Target) -> None:
         print(f"GPU: {torch.cuda.get_device_name()}, compute capability {cc}, driver {_driver()}")
     if reason := slower_kernels(target.cc):
         print(f"Warning: {reason}")
-    if not target.is_here:
+    if not is_here:
         print(f"Kernels below: as on {target.gpu or 'a GPU'} of compute capability {target.cc}")
 
 
@@ -227,25 +145,32 @@ def print_tables(target: Target) -> None:
     print(f"Own tables: {measurements.USER or 'switched off by MOE_KERNELS_TUNING'}")
 
 
-def print_choices(layer: LayerForms, target: Target, format: str | None, precision: str | None = None) -> list[Choice]:
-    copies, choices = Copies(False, False, False), [] if format is None else decoding_choices(layer, format, target)
-    if precision is not None:
-        copies, choices = block_scaled_choices(layer, target)
-    elif not choices:
-        copies, choices = choices_of(layer, target)
-        if format is not None:
-            print(f"Weights: {format}, dequantised before each GEMM")
-    aligned = [name for name in ("w_up", "w_down") if not getattr(layer, name).is_contiguous()]
-    if aligned:
+def print_steps(layer: Layer, steps: list[Step], target: Target) -> None:
+    """Print the GEMMs of a layer, and why they are no faster."""
+    decodes = any(isinstance(step.args, DecodingGemmArguments) for step in steps)
+    if layer.format is not None and not decodes:
+        print(f"Weights: {layer.format}, dequantised before each GEMM")
+    weights = {"w_up": layer.w_up, "w_down": layer.w_down}
+    aligned = [name for name, w in weights.items() if rule.is_worth_aligning(w, layer.num_rows, target.cc)]
+    if aligned and not decodes:
         print(f"Weights: GEMMs read aligned copies of {' and '.join(aligned)}")
-    for op, args, kernel in choices:
+    for step in steps:
+        args, kernel = step.args, step.kernel
         by = "table" if _is_in_table(args, kernel, target) else "rule"
-        print(f"{op}: {f'{kernel.metadata.kernel_name} (by {by})' if kernel else 'no kernel'}")
-        if reason := why_not_faster(args, kernel, target):
+        print(f"{op_of(step)}: {f'{kernel.metadata.kernel_name} (by {by})' if kernel else 'no kernel'}")
+        if reason := why_not_faster(step, target):
             print(f"    not warp-specialised: {reason}")
-    names = [name for name, is_copy in copies._asdict().items() if is_copy]
-    print(f"copies before a GEMM that could gather: {', '.join(names) or 'none'}")
-    return choices
+    copied = [_COPIES[step.name] for step in steps if step.kernel and step.name in _COPIES and not step.gathers]
+    print(f"copies before a GEMM that could gather: {', '.join(copied) or 'none'}")
+
+
+def op_of(step: Step) -> str:
+    """Return the name of a step as the report prints it."""
+    if isinstance(step.args, ActivationGradientArguments):
+        return f"{_OPS[step.name]} and of the activation"
+    if step.name == "up":
+        return "up with activation" if step.args.epilogue is not None else "up, then activation"
+    return _OPS[step.name]
 
 
 def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
@@ -292,13 +217,13 @@ def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> N
 
 
 def check_numbers(
-    choices: list[Choice], dtype: torch.dtype, device: str, activation: str, precision: str | None = None
+    steps: list[Step], dtype: torch.dtype, device: str, activation: str, precision: str | None = None
 ) -> bool:
     """Return whether a small layer, and on a GPU each selected kernel, meet the error budget."""
     implementation = choose("explain", None, torch.empty(0, dtype=dtype, device=device))
     check_layer = check_small_layer if precision is None else check_small_fp8_layer
     checks = {f"small layer ({implementation} on {device})": partial(check_layer, dtype, device, activation)}
-    checks |= {c.op: partial(check, c.kernel, c.args) for c in choices if c.kernel is not None}
+    checks |= {op_of(step): partial(check, step.kernel, step.args) for step in steps if step.kernel is not None}
     passed = True
     for name, run in checks.items():
         try:
@@ -311,9 +236,9 @@ def check_numbers(
     return passed
 
 
-def print_speed(choices: list[Choice], target: Target) -> None:
+def print_speed(steps: list[Step], target: Target) -> None:
     """Time the selected kernels and compare the times with those recorded in the table."""
-    chosen = {c.op: (c.kernel, c.args) for c in choices if c.kernel is not None}
+    chosen = {op_of(step): (step.kernel, step.args) for step in steps if step.kernel is not None}
     runs: dict[str, Callable[[], object]] = {
         op: partial(kernel.run, args, assume_supported_args=True) for op, (kernel, args) in chosen.items()
     }
@@ -364,15 +289,14 @@ def print_records(dtype: torch.dtype, device: str, activation: str, precision: s
 def explain_command(options: argparse.Namespace) -> int:
     """Print the report. Return exit status 1 if a result exceeds the error budget."""
     case, dtype = options.layer, getattr(torch, options.dtype)
-    target = find_target(options.cc, options.gpu)
-    print_versions(target)
+    target, is_here = find_target(options.cc, options.gpu)
+    print_versions(target, is_here)
     print_tables(target)
-    if target.is_here:
-        layer = LayerForms.drawn(case, dtype, "cuda", options.activation)
-    else:
-        layer = LayerForms.without_memory(case, dtype, options.activation)
-    choices = print_choices(layer.as_read(target.cc), target, options.quantized, options.precision)
-    runnable = choices if target.is_here else []
+    settings = {"activation": options.activation, "precision": options.precision, "format": options.quantized}
+    layer = layer_of(case, dtype, "cuda" if is_here else "meta", **settings)
+    steps = layer.plan(None if is_here else target) if HAS_TRITON else []
+    print_steps(layer, steps, target)
+    runnable = steps if is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     passed = check_numbers(runnable, dtype, device, options.activation, options.precision)
     if passed:

@@ -14,6 +14,7 @@ stopped. The exit status is 1 if the time did not suffice, or if an entry is wro
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from ..gemm.measurements import Table
 from ..gemm.selection import get_kernels
 from ..quantization.formats import FORMATS
 from ..runtime.triton import triton
-from .layer_gemms import parse_layer
+from .layers import parse_layer
 from .measurement_keys import arguments_of
-from .tune import block_scaled_job, check, decoding_job, jagged_job, layer_job, list_job, tune
+from .tune import check, jagged_job, layer_job, list_job, product_job, tune
 
 
 def tune_command(options: argparse.Namespace) -> int:
@@ -41,10 +42,16 @@ def tune_command(options: argparse.Namespace) -> int:
             raise SystemExit("tune: MOE_KERNELS_TUNING is off: name the table to write by --output")
         path = measurements.USER / measurements.table_name(gpu)
     dtype = getattr(torch, options.dtype)
-    make_job = layer_job if options.precision is None else block_scaled_job
+    if options.precision is not None:
+        settings = {"activation": options.activation, "precision": options.precision}
+        of_layers = [product_job(case, dtype, "cuda", **settings) for case in options.layers]
+    elif options.quantized:
+        kinds = itertools.product(options.layers, options.quantized)
+        of_layers = [product_job(case, dtype, "cuda", format=format) for case, format in kinds]
+    else:
+        of_layers = [layer_job(case, dtype, "cuda", options.activation) for case in options.layers]
     jobs = [
-        *(make_job(case, dtype, "cuda", options.activation) for case in ([] if options.quantized else options.layers)),
-        *(decoding_job(case, format, dtype, "cuda") for case in options.layers for format in options.quantized),
+        *of_layers,
         *(list_job(*map(int, problem.split("x")), dtype=dtype, device="cuda") for problem in options.lists),
         *(jagged_job(*map(int, problem.split(",")), dtype=dtype, device="cuda") for problem in options.jagged),
     ]

@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import reference
 from ..experts.fused import fused_experts
 from ..gemm import measurements
 from ..gemm.arguments.base import Arguments
+from ..gemm.arguments.block_scaled import BlockScaledGemmArguments
+from ..gemm.arguments.decoding import DecodingGemmArguments
 from ..gemm.arguments.grouped import GroupedGemmArguments
 from ..gemm.arguments.jagged import JaggedGemmArguments
 from ..gemm.arguments.list import GroupedGemmListArguments
@@ -31,8 +34,8 @@ from ..gemm.ops.grouped_gemm_list import GroupedProblem
 from ..gemm.rule import best_first
 from ..gemm.selection import Copies, copies_key, get_kernels, pin, pin_copies
 from ..gemm.verify import check_result
-from ..testing import Case, LayerInputs, assert_accurate, make_inputs, make_permutation
-from .layer_gemms import NUM_FORMS, NUM_PRODUCTS, LayerForms
+from ..testing import Case, assert_accurate
+from .layers import Layer, layer_of
 
 _ROUNDS, _ROUND_MS = 3, 25.0
 _NEARLY = 1.03
@@ -114,7 +117,6 @@ class Job(NamedTuple):
     """Entries that share operands."""
 
     label: str
-    num_entries: int
     entries: Callable[[], Iterator[Entry]]
 
 
@@ -174,57 +176,53 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
     """Return the job of one layer: its GEMMs in every form, then its choice of copies."""
 
     def entries() -> Iterator[Entry]:
-        layer = LayerForms.drawn(case, dtype, device, activation).as_read()
-        for args in layer.all().values():
-            yield kernel_entry(args, fastest)
-        del layer, args
-        inputs = make_inputs(dataclasses.replace(case, routing="even"), dtype, device)
-        key = copies_key(inputs.tokens, inputs.w_up, case.d_ff, case.num_tokens * case.top_k)
-        measure = partial(fastest_copies, inputs, case.top_k, activation)
+        layer = layer_of(case, dtype, device, activation=activation)
+        for _, step in layer.forms():
+            yield kernel_entry(step.args, fastest)
+        del step
+        key = copies_key(layer.tokens, layer.w_up, case.d_ff, layer.num_rows)
+        measure = partial(fastest_copies, layer)
         yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(measure())}))
 
-    return Job(",".join(map(str, dataclasses.astuple(case)[:5])), NUM_FORMS + 1, entries)
+    return Job(_label(case), entries)
 
 
-def decoding_job(case: Case, format: str, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of one layer whose weights are quantised, with few rows per expert."""
+def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) -> Job:
+    """Return the job of one layer's products of quantised weights, or of e4m3 operands.
 
-    def entries() -> Iterator[Entry]:
-        layer = LayerForms.drawn(case, dtype, device, "swiglu")
-        for args in layer.decoding(format).values():
-            yield kernel_entry(args, fastest)
-
-    return Job(f"{format} {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_PRODUCTS, entries)
-
-
-def block_scaled_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return the job of one layer's products of e4m3 operands."""
+    Args:
+        settings: those of `layer_of`.
+    """
 
     def entries() -> Iterator[Entry]:
-        layer = LayerForms.drawn(case, dtype, device, activation)
-        for args in layer.block_scaled().values():
-            yield kernel_entry(args, fastest)
+        for step in layer_of(case, dtype, device, **settings).plan():
+            if isinstance(step.args, DecodingGemmArguments | BlockScaledGemmArguments):
+                yield kernel_entry(step.args, fastest)
 
-    return Job(f"fp8 {','.join(map(str, dataclasses.astuple(case)[:5]))}", NUM_PRODUCTS, entries)
+    return Job(f"{settings.get('format') or settings.get('precision')} {_label(case)}", entries)
 
 
-def copies_steps(inputs: LayerInputs, top_k: int, activation: str) -> dict[Copies, Callable[[], None]]:
+def _label(case: Case) -> str:
+    return ",".join(map(str, dataclasses.astuple(case)[:5]))
+
+
+def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
     """Return the whole op and backward for every choice, per gather, between a copy and a gather inside the GEMM."""
-    topk_weights, permutation = make_permutation(inputs, top_k)
-    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.tokens, inputs.w_up, inputs.w_down)]
-    dout = torch.randn_like(inputs.tokens)
+    permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
+    leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
+    dout = torch.randn_like(layer.tokens)
 
     def step(copies: Copies) -> None:
-        pin_copies(inputs.tokens, inputs.w_up, inputs.w_down.shape[2], len(permutation.row_to_token), copies)
-        out = fused_experts(leaves[0], topk_weights, permutation, *leaves[1:], activation=activation)
+        pin_copies(layer.tokens, layer.w_up, layer.w_down.shape[2], layer.num_rows, copies)
+        out = fused_experts(leaves[0], layer.topk_weights, permutation, *leaves[1:], activation=layer.activation)
         torch.autograd.grad(out, leaves, dout)
 
     return {copies: partial(step, copies) for copies in map(Copies._make, itertools.product([False, True], repeat=3))}
 
 
-def fastest_copies(inputs: LayerInputs, top_k: int, activation: str) -> Copies:
+def fastest_copies(layer: Layer) -> Copies:
     """Return the fastest choice of copies for the whole op and backward."""
-    steps = copies_steps(inputs, top_k, activation)
+    steps = copies_steps(layer)
     times = measure({copies_name(copies): step for copies, step in steps.items()})
     _print("copies", times)
     return min(steps, key=lambda copies: times[copies_name(copies)])
@@ -256,7 +254,7 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
             args = GroupedGemmListArguments(a.unbind(), b.unbind(), torch.empty_like(a).contiguous().unbind())
             yield kernel_entry(args, fastest_list)
 
-    return Job(f"{num_problems}x{size}", len(layouts), entries)
+    return Job(f"{num_problems}x{size}", entries)
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
@@ -268,7 +266,7 @@ def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: 
         for b in (a.new_empty(size_k, size_n).normal_(), a.new_empty(size_n, size_k).normal_().t()):
             yield kernel_entry(JaggedGemmArguments(a, b, a.new_empty(num_rows, size_n), offsets), fastest)
 
-    return Job(f"{num_rows},{size_k},{size_n},{num_groups}", 2, entries)
+    return Job(f"{num_rows},{size_k},{size_n},{num_groups}", entries)
 
 
 def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: str) -> bool:
@@ -281,8 +279,8 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
     """
     table = measurements.read(path) if path.exists() else Table({}, {})
     end = time.monotonic() + seconds
-    with tqdm(total=sum(job.num_entries for job in jobs), unit="entry") as progress:
-        for job in jobs:
+    with tqdm(jobs, unit="job") as progress:
+        for job in progress:
             for entry in job.entries():
                 progress.set_postfix_str(f"{job.label}: {entry.key}")
                 if again or not entry.is_known(table):
@@ -290,6 +288,5 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
                         return False
                     table = table.merged(entry.measure())
                     measurements.write(path, table, **fields)
-                progress.update()
             torch.cuda.empty_cache()  # the next operands have other sizes
     return True

@@ -57,7 +57,7 @@ def test_small_run_of_a_layer(monkeypatch, tmp_path, device):
     steps = {
         copies: partial(calls.append, copies) for copies in (Copies(False, False, False), Copies(True, True, True))
     }
-    monkeypatch.setattr(rule_of_thumb, "copies_steps", lambda inputs, top_k, activation: steps)
+    monkeypatch.setattr(rule_of_thumb, "copies_steps", lambda layer: steps)
     monkeypatch.setitem(shapes.OFF_GRID, "small", shapes.Shape("small", 16, 16, 8, 2, 1))
     output = tmp_path / "results.json"
     options = ["--layers", "small", "--forms", "up", "up_wgrad", "copies", "--tile-orders", "--output", str(output)]

@@ -7,30 +7,24 @@ import torch
 
 from moe_kernels import WarpSpecializedDesign, get_kernels, reference
 from moe_kernels.__main__ import main
+from moe_kernels.experts.plan import Step
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.hopper.gated_gradient import WarpSpecializedActivationGradient
 from moe_kernels.gemm.kernels.hopper.grouped import WarpSpecializedGroupedGemm
 from moe_kernels.gemm.kernels.hopper.wgrad import WarpSpecializedWgrad
 from moe_kernels.gemm.measurements import Table
+from moe_kernels.gemm.selection import Target, find_for
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
 from moe_kernels.tools import explain
-from moe_kernels.tools.explain import (
-    Choice,
-    Target,
-    choices_of,
-    find_target,
-    print_speed,
-    select_for,
-    why_not_faster,
-)
-from moe_kernels.tools.layer_gemms import LayerForms
+from moe_kernels.tools.explain import find_target, op_of, print_speed, print_steps, why_not_faster
+from moe_kernels.tools.layers import layer_of
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
 
 LAYER = Case(512, 512, 1408, 4, 2)
-HOPPER = Target(90, None, Table({}, {}), is_here=False)
+HOPPER = Target(90, None, Table({}, {}))
 
 
 @pytest.fixture
@@ -40,18 +34,24 @@ def with_gluon(monkeypatch):
         monkeypatch.setattr(kernel_class, "obstacle", None)
 
 
-def forms(case=LAYER, dtype=torch.bfloat16):
-    return LayerForms.without_memory(case, dtype, "swiglu").all()
+def plan(case=LAYER, dtype=torch.bfloat16, target=HOPPER, **settings):
+    return layer_of(case, dtype, "meta", **settings).plan(target)
 
 
-def test_forms_without_memory_ask_for_the_same(device):
-    small = Case(64, 32, 16, 4, 2)
-    drawn = LayerForms.drawn(small, torch.float32, device, "swiglu").all()
-    meta = forms(small, torch.float32)
-    assert {name: args.table_key() for name, args in drawn.items()} == {
-        name: args.table_key() for name, args in meta.items()
-    }
-    assert all(args.error() is None for args in (*drawn.values(), *meta.values()))
+def args_of(name, steps):
+    return next(step.args for step in steps if step.name == name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "fp8"}, {"format": "mxfp4"}, {"activation": "relu_squared"}])
+@pytest.mark.parametrize("num_tokens", [64, 1024])
+def test_a_plan_without_memory_asks_for_what_the_op_runs(num_tokens, settings, device, monkeypatch):
+    case, dtype = Case(num_tokens, 64, 32, 4, 2), torch.float16 if settings else torch.float32
+    if device == "cpu":  # the kernels' own results are tested elsewhere, and take minutes in the interpreter
+        monkeypatch.setattr(selection, "_launch", selection.find)
+    ran = layer_of(case, dtype, device, **settings).plan()
+    meta = plan(case, dtype, HOPPER._replace(cc=selection.target_cc(torch.device(device)) or 90), **settings)
+    assert [(step.name, step.args.table_key()) for step in ran] == [(s.name, s.args.table_key()) for s in meta]
+    assert all(step.args.error() is None for step in (*ran, *meta))
 
 
 def test_names_a_kernel_for_every_op(capsys):
@@ -66,38 +66,31 @@ def test_names_a_kernel_for_every_op(capsys):
 
 
 def test_takes_warp_specialised_kernels_where_they_run(with_gluon):
-    layer = LayerForms.without_memory(LAYER, torch.bfloat16, "swiglu")
-    copies, choices = choices_of(layer, HOPPER)
-    assert copies == (True, True, True)
-    for _, args, kernel in choices:
-        assert isinstance(kernel.metadata.design, WarpSpecializedDesign)
-        assert why_not_faster(args, kernel, HOPPER) is None
-    copies, choices = choices_of(layer, HOPPER._replace(cc=80))
-    assert copies == (False, False, False)
-    (fused, *_), kernels = choices, [choice.kernel for choice in choices if choice.kernel]
-    assert fused.kernel is None  # so the activation is a separate launch
-    assert len(kernels) == 6 and not any(isinstance(k.metadata.design, WarpSpecializedDesign) for k in kernels)
+    steps = plan()
+    for step in steps:
+        assert isinstance(step.kernel.metadata.design, WarpSpecializedDesign) and not step.gathers
+        assert why_not_faster(step, HOPPER) is None
+    first, *others = plan(target=HOPPER._replace(cc=80))
+    assert first.name == "up" == others[0].name and first.kernel is None  # so the activation is a separate launch
+    assert [step.name for step in others if step.gathers] == ["up", "down_dgrad", "down_wgrad", "up_wgrad"]
+    assert len(others) == 6 and not any(isinstance(s.kernel.metadata.design, WarpSpecializedDesign) for s in others)
 
 
 @pytest.mark.parametrize(("d_model", "d_ff"), [(2880, 2880), (2048, 768), (512, 768), (4096, 768)])
 def test_takes_one_gemm_for_the_gradient_of_an_activation(d_model, d_ff, with_gluon):
-    layer = LayerForms.without_memory(Case(2048, d_model, d_ff, 4, 2), torch.bfloat16, "gpt_oss")
-    copies, choices = choices_of(layer, HOPPER)
-    op = "down, gradient of its input"
-    (choice,) = (choice for choice in choices if choice.op.startswith(op))
-    assert (choice.op == f"{op} and of the activation") == (d_model in (2880, 2048))
-    if choice.op != op:
-        assert choice.kernel.metadata.kernel_class is WarpSpecializedActivationGradient
-        assert choice.kernel.metadata.epilogue == "gpt_oss" and choice.kernel.metadata.design.gather != copies.dout
+    steps = plan(Case(2048, d_model, d_ff, 4, 2), activation="gpt_oss")
+    (step,) = (step for step in steps if step.name == "down_dgrad")
+    assert op_of(step).endswith(" and of the activation") == (d_model in (2880, 2048))
+    if step.kernel.metadata.epilogue is not None:
+        assert step.kernel.metadata.kernel_class is WarpSpecializedActivationGradient
+        assert step.kernel.metadata.epilogue == "gpt_oss" and step.kernel.metadata.design.gather == step.gathers
 
 
 def test_forms_of_a_plain_activation(with_gluon):
-    case = dataclasses.replace(LAYER, d_ff=64)
-    forms = LayerForms.without_memory(case, torch.bfloat16, "relu_squared").all()
-    assert forms["up"].B.shape[2] == forms["up"].out.shape[1] == 64 == forms["up_wgrad"].A.shape[1]
-    assert all(get_kernels(args, cc=90) for form, args in forms.items() if form != "up_gather")
-    drawn = LayerForms.drawn(Case(16, 16, 8, 2, 1), torch.float32, "cpu", "relu_squared").all()
-    assert drawn["up_dgrad"].B.shape == (2, 8, 16) and drawn["up_dgrad"].B.is_contiguous()
+    steps = plan(dataclasses.replace(LAYER, d_ff=64), activation="relu_squared")
+    up = args_of("up", steps)
+    assert up.B.shape[2] == up.out.shape[1] == 64 == args_of("up_wgrad", steps).A.shape[1]
+    assert [step.name for step in steps if step.kernel is None] == ["up"]  # only a GEMM of copied rows applies it
 
 
 @pytest.mark.parametrize(
@@ -111,28 +104,29 @@ def test_forms_of_a_plain_activation(with_gluon):
 )
 def test_says_why_nothing_faster_runs(case, dtype, cc, reason, with_gluon):
     target = HOPPER._replace(cc=cc)
-    for args in forms(case, dtype).values():
-        said = why_not_faster(args, select_for(args, target), target)
+    for step in plan(case, dtype, target):
+        said = why_not_faster(step, target)
         assert reason in said, said
 
 
 def test_says_that_software_is_missing(monkeypatch):
     for kernel_class in (WarpSpecializedGroupedGemm, WarpSpecializedWgrad, WarpSpecializedActivationGradient):
         monkeypatch.setattr(kernel_class, "obstacle", "no such Gluon")
-    for args in forms().values():
-        assert why_not_faster(args, select_for(args, HOPPER), HOPPER).endswith(": no such Gluon")
+    for step in plan():
+        assert why_not_faster(step, HOPPER).endswith(": no such Gluon")
 
 
 def test_follows_the_table(with_gluon, capsys):
-    args = forms()["up"]
+    args = args_of("up", plan())
     slow = next(k for k in reversed(get_kernels(cc=90)) if k.takes(args))
     target = HOPPER._replace(gpu="GPU X", table=Table({args.table_key(): slow.metadata.kernel_name}, {}))
-    assert select_for(args, target) is slow is not select_for(args, HOPPER)
-    assert "is available, the table prefers this one" in why_not_faster(args, slow, target)
+    assert find_for(args, target) is slow is not find_for(args, HOPPER)
+    assert "is available, the table prefers this one" in why_not_faster(Step("up", args, slow), target)
     # Another epilogue uses the listed epilogue's kernel.
     other = dataclasses.replace(args, epilogue="reglu")
-    assert select_for(other, target) is slow.with_epilogue("reglu")
-    explain.print_choices(LayerForms.without_memory(LAYER, torch.bfloat16, "reglu"), target, None)
+    assert find_for(other, target) is slow.with_epilogue("reglu")
+    layer = layer_of(LAYER, torch.bfloat16, "meta", activation="reglu")
+    print_steps(layer, layer.plan(target), target)
     first, *others = (line for line in capsys.readouterr().out.splitlines() if "(by " in line)
     assert first == f"up with activation: {slow.with_epilogue('reglu').metadata.kernel_name} (by table)"
     assert others and all(line.endswith("(by rule)") for line in others)
@@ -169,17 +163,16 @@ def test_wrong_numbers_exit_with_1(monkeypatch, capsys):
 
 
 def test_compares_speed_with_the_table(monkeypatch, capsys):
-    args = forms()
-    chosen = {name: select_for(args[name], HOPPER) for name in ("down", "up_dgrad", "down_dgrad")}
-    kernels = {args[name].table_key(): kernel.metadata.kernel_name for name, kernel in chosen.items()}
-    milliseconds = {args["down"].table_key(): 1.0, args["up_dgrad"].table_key(): 1.0}
+    steps = [step for step in plan() if step.name in ("down", "up_dgrad", "up_wgrad")]
+    kernels = {step.args.table_key(): step.kernel.metadata.kernel_name for step in steps}
+    milliseconds = {step.args.table_key(): 1.0 for step in steps[:2]}
     target = HOPPER._replace(table=Table(kernels, {}, milliseconds))
-    monkeypatch.setattr(explain, "measure", lambda runs: {"down": 1.1, "up_dgrad": 1.3, "down_dgrad": 9.0})
-    print_speed([Choice(name, args[name], kernel) for name, kernel in chosen.items()], target)
-    down, up_dgrad, down_dgrad = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(explain, "measure", lambda runs: dict(zip(runs, (1.1, 1.3, 9.0), strict=True)))
+    print_speed(steps, target)
+    down, up_dgrad, up_wgrad = capsys.readouterr().out.splitlines()
     assert down.endswith("1.100 ms, the table 1.000 ms: as expected")
     assert up_dgrad.endswith("1.300 ms, the table 1.000 ms: SLOW")
-    assert down_dgrad.endswith("9.000 ms, the table records none")
+    assert up_wgrad.endswith("9.000 ms, the table records none")
 
 
 @pytest.mark.parametrize("layer", ["1,2,3,4", "1,2,3,4,x"])
@@ -215,9 +208,7 @@ def test_on_the_gpu(capsys):
 
 @pytest.mark.gpu
 def test_asking_about_this_gpu_says_what_is_selected_here():
-    here = find_target(None, None)
-    asked = find_target(device_cc(torch.device("cuda", 0)), torch.cuda.get_device_name())
-    assert here.is_here and not asked.is_here
-    drawn = LayerForms.drawn(LAYER, torch.bfloat16, "cuda", "swiglu").all()
-    for name, args in forms().items():
-        assert select_for(args, asked) is selection.find(drawn[name])
+    asked, is_here = find_target(device_cc(torch.device("cuda", 0)), torch.cuda.get_device_name())
+    assert not is_here and find_target(None, None) == (asked, True)
+    here = layer_of(LAYER, torch.bfloat16, "cuda").plan()
+    assert [step.kernel for step in plan(target=asked)] == [step.kernel for step in here]

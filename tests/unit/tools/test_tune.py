@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.rule_of_thumb import FORMS
 from moe_kernels import GroupedGemmArguments, get_kernels
 from moe_kernels.__main__ import main
 from moe_kernels.gemm import measurements, selection
@@ -11,10 +12,10 @@ from moe_kernels.gemm.measurements import Table, read, table_name, write
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
 from moe_kernels.tools import tune as tuner
-from moe_kernels.tools.layer_gemms import NUM_FORMS, NUM_PRODUCTS, LayerForms
+from moe_kernels.tools.layers import layer_of
 from moe_kernels.tools.measure import verify
 from moe_kernels.tools.measurement_keys import arguments_of
-from moe_kernels.tools.tune import Entry, Job, block_scaled_job, decoding_job, jagged_job, kernel_entry, layer_job, tune
+from moe_kernels.tools.tune import Entry, Job, jagged_job, kernel_entry, layer_job, product_job, tune
 
 from ..gemm.test_verify import CASES, fused_arguments
 
@@ -49,7 +50,7 @@ def job_of(measured, names=("a", "b", "c")):
 
         return Entry(name, lambda table: name in table.kernels, measure)
 
-    return Job("job", len(names), lambda: map(entry, names))
+    return Job("job", lambda: map(entry, names))
 
 
 def test_goes_on_where_it_was_stopped(tmp_path):
@@ -71,7 +72,7 @@ def test_an_interrupted_run_leaves_what_it_measured(tmp_path):
     def stop():
         raise KeyboardInterrupt
 
-    bad = Job("bad", 1, lambda: iter([Entry("d", lambda table: False, stop)]))
+    bad = Job("bad", lambda: iter([Entry("d", lambda table: False, stop)]))
     with pytest.raises(KeyboardInterrupt):
         tune([good, bad], path, seconds=100, again=False)
     assert set(read(path).kernels) == {"a", "b", "c"}
@@ -91,8 +92,8 @@ def test_tunes_a_layer(tmp_path, device, last_is_fastest):
     job = layer_job(SMALL, torch.float32, device, "swiglu")
     assert tune([job], path, seconds=1000, again=False)
     table = read(path)
-    forms = LayerForms.drawn(SMALL, torch.float32, device, "swiglu").all()
-    assert len(forms) == NUM_FORMS and job.num_entries == NUM_FORMS + 1
+    forms = {name: step.args for name, step in layer_of(SMALL, torch.float32, device).forms()}
+    assert list(forms) == [form for form in FORMS if form != "copies"]
     listed = {args.table_key(): args for args in forms.values() if get_kernels(args)}
     assert set(table.kernels) == set(table.milliseconds) == set(listed)
     for key, args in listed.items():
@@ -104,10 +105,10 @@ def test_tunes_a_layer(tmp_path, device, last_is_fastest):
 
 def test_tunes_gemms_that_decode_weights(tmp_path, device, last_is_fastest):
     path = tmp_path / "table.json"
-    job = decoding_job(SMALL, "fp8", torch.float16, device)
+    job = product_job(SMALL, torch.float16, device, format="fp8")
     assert tune([job], path, seconds=1000, again=False)
     table = read(path)
-    assert len(table.kernels) == job.num_entries == NUM_PRODUCTS
+    assert len(table.kernels) == 4
     for key, name in table.kernels.items():
         assert "weight=fp8" in key and selection.find(arguments_of(key, device)).metadata.kernel_name == name
     assert not verify(table, device)
@@ -115,10 +116,10 @@ def test_tunes_gemms_that_decode_weights(tmp_path, device, last_is_fastest):
 
 def test_tunes_gemms_of_block_scaled_operands(tmp_path, device, last_is_fastest):
     path = tmp_path / "table.json"
-    job = block_scaled_job(SIXTEENS, torch.bfloat16, device, "swiglu")
+    job = product_job(SIXTEENS, torch.bfloat16, device, precision="fp8")
     assert tune([job], path, seconds=1000, again=False)
     table = read(path)
-    assert len(table.kernels) == job.num_entries == NUM_PRODUCTS
+    assert len(table.kernels) == 4
     for key, name in table.kernels.items():
         assert key.startswith("block_scaled_gemm")
         assert selection.find(arguments_of(key, device)).metadata.kernel_name == name
@@ -140,7 +141,7 @@ def test_a_wrong_kernel_enters_no_table(tmp_path, device, last_is_fastest, monke
     args = CASES["grouped"](device)
     spoil(monkeypatch)
     path = tmp_path / "table.json"
-    job = Job("grouped", 1, lambda: iter([kernel_entry(args, tuner.fastest)]))
+    job = Job("grouped", lambda: iter([kernel_entry(args, tuner.fastest)]))
     with pytest.raises(AssertionError, match=r"grouped_gemm_.*: error .* exceeds"):
         tune([job], path, seconds=100, again=False)
     assert not path.exists()

@@ -1,0 +1,64 @@
+"""The GEMMs of one expert layer in a forward and backward, as its op selects them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gemm.arguments.base import Arguments
+from ..gemm.kernel import Kernel
+from ..gemm.selection import Copies, Target, planning
+from ..types import ExpertWeights, QuantizedWeight
+from .fused import make_operands
+from .fused_op import compute_gradients, fused_experts_op, read_by_backward
+
+TRAINED = ("up", "down", "down_dgrad", "down_wgrad", "up_dgrad", "up_wgrad")
+FROZEN = ("up", "down", "down_dgrad", "up_dgrad")
+
+
+class Step(NamedTuple):
+    """A GEMM of the layer."""
+
+    name: str  # of `TRAINED`
+    args: Arguments
+    kernel: Kernel | None  # None: no kernel supports the arguments
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the GEMM gathers rows of tokens."""
+        return any("row_to_token" in name and getattr(self.args, name) is not None for name in self.args.tensors)
+
+
+def plan_experts(
+    tokens: Tensor,  # [T, D]
+    topk_experts: Tensor,  # [T, K] int32
+    topk_weights: Tensor,  # [T, K] float32
+    weights: ExpertWeights,
+    *,
+    activation: str = "swiglu",
+    precision: str | None = None,
+    target: Target | None = None,
+    copies: Copies | None = None,
+    fuses: bool = True,
+) -> list[Step]:
+    """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights are frozen.
+
+    An activation that no kernel computes in its epilogue makes two steps "up": the first has no kernel.
+
+    Args:
+        target, copies, fuses: as in `selection.planning`. With a target all tensors may be meta tensors.
+    """
+    with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
+        operands = make_operands(tokens, weights, activation=activation, precision=precision)
+        operands = operands._replace(topk_experts=topk_experts, topk_weights=topk_weights)
+        made = fused_experts_op(operands)
+        is_frozen = isinstance(weights.w_up, QuantizedWeight)
+        needed = {"tokens", "topk_weights"} if is_frozen else {"tokens", "topk_weights", "w_up", "w_down"}
+        compute_gradients(torch.randn_like(tokens), [read_by_backward(operands, *made[1:])], needed, {})
+    names, steps = list(FROZEN if is_frozen else TRAINED), []
+    for args, kernel in choices:
+        is_tried = kernel is None and args.epilogue is not None
+        steps.append(Step(names[0] if is_tried else names.pop(0), args, kernel))
+    return steps
