@@ -92,6 +92,7 @@ from .gradient_ops import (
 from .main_grad import is_accumulated, main_grad_of, mark_added
 from .operand_checks import check_operands
 from .operands import ExpertOperands
+from .row_products import Rows
 from .steps import activate, down
 
 
@@ -137,8 +138,9 @@ def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor
         operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts)
     assert operands.topk_experts is not None
     sorted_slots = SortedSlots.empty(operands.topk_experts, operands.num_experts)
-    sorted_slots.sort(operands.topk_experts)
-    return operands._replace(sorted_slots=sorted_slots), (topk_weights, topk_experts, sorted_slots.buffer)
+    permutation = sorted_slots.sort(operands.topk_experts)
+    rows = Rows.of(permutation, reserved_sms=0, batch_invariant=operands.batch_invariant)
+    return operands._replace(rows=rows), (topk_weights, topk_experts, sorted_slots.buffer)
 
 
 def _check_chosen(operands: ExpertOperands) -> None:

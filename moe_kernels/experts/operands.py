@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..gemm.batch_invariance import ASSUMED_ROWS
 from ..permutation.sort import SortedSlots
 from ..routing.linear_op import LinearRouter
 from ..types import ScaledForms
@@ -64,9 +63,8 @@ class ExpertOperands(NamedTuple):
         if self.rows is not None:
             return self.rows
         assert self.sorted_slots is not None
-        assumed_rows = ASSUMED_ROWS if self.batch_invariant else None
-        _, slot_to_row, row_to_token, table = self.sorted_slots.permutation(self.tokens.shape[0])
-        return Rows(slot_to_row, row_to_token, table, assumed_rows=assumed_rows)
+        permutation = self.sorted_slots.permutation(self.tokens.shape[0])
+        return Rows.of(permutation, reserved_sms=0, batch_invariant=self.batch_invariant)
 
     def fuses_router_gradient(self) -> bool:
         """Whether the sum of a token's rows adds the gradient through the routing weights: see router_gradient.py."""
