@@ -84,11 +84,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                 yield {"shape": shape.name, "routing": routing}, measure
 
 
-def other_commit(options: argparse.Namespace) -> Row:
-    return {"before_commit": options.before_commit}
-
-
-main = Command(__doc__, add_options, tasks, constants=other_commit)
+main = Command(__doc__, add_options, tasks, constants=lambda options: {"before_commit": options.before_commit})
 
 
 if __name__ == "__main__":

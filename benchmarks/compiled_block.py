@@ -96,17 +96,17 @@ def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
     assert_accurate(actual[same], baseline[same], exact[same], "out")
 
 
-def bench_block(shape: Shape, options: argparse.Namespace, implementation: str | None = None) -> list[Row]:
+def bench_block(shape: Shape, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one shape."""
     device, dtype = options.device, options.dtype
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = MoEConfig(shape.d_model, shape.d_ff, shape.num_experts, shape.top_k)
-    block = TransformerBlock(config, device=device, dtype=dtype, implementation=implementation)
+    block = TransformerBlock(config, device=device, dtype=dtype)
     length = min(SEQUENCE_LENGTH, shape.num_tokens // 2)
     x = torch.randn(shape.num_tokens // length, length, shape.d_model, device=device, dtype=dtype)
     check_block(block, x, device)
-    runs = {"eager": passes(block, x), "compiled": passes(_Compiled(block, device), x)}
+    runs = {"eager": passes(block, x), "compiled": passes(compiled(block, device), x)}
     functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in PASSES}
     timings = timed(functions, options)
     return [
@@ -122,15 +122,6 @@ def bench_block(shape: Shape, options: argparse.Namespace, implementation: str |
         for which in PASSES
         for name in runs
     ]
-
-
-class _Compiled(nn.Module):
-    def __init__(self, block: TransformerBlock, device: str):
-        super().__init__()
-        self.block, self.run = block, compiled(block, device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x)
 
 
 COLUMNS = ("shape", "pass", "implementation", "ms", "ms_p20", "ms_p80", "times_as_fast_as_eager")

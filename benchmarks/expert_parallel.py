@@ -17,8 +17,7 @@ number of ranks that share the experts (EP) and routing:
 The model without overlap is `local_ms + comm_ms`, and `share_of_model` is the model's time divided by the measured
 time: values above 1 are gained by overlap. The model ignores skew, so `share_of_busiest` uses `local_ms` times
 `busiest`, the rows of the busiest rank in even shares. The slowest rank of each call counts. Outputs and gradients of
-all implementations are compared before timing. An implementation that differs is not timed, and the command fails at
-its end.
+all implementations are compared before timing. One that differs is not timed, and the command fails at its end.
 
 All implementations of a configuration share its parameters, and none keeps gradients. A configuration that needs too
 much memory, by `--plan`, has one row with the reason in `skipped`. `best` names the simplest form within 2 % of the
@@ -114,7 +113,7 @@ def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[
         yield {"mb": megabytes, **about}, partial(bench_bandwidth, *sizes)
     sizes = options.ep or [2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0]
     meshes = {ep: expert_mesh(device, ep) for ep in sizes}
-    memory = memory_bytes(device)
+    memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else float("inf")
     planned = configurations(options, sizes)
     fitting = list(dict.fromkeys((each.shape, meshes[each.ep]) for each in planned if 1e9 * each.planned_gb <= memory))
     if device.type == "cuda":
@@ -140,10 +139,6 @@ def measure(
         peak_gb = largest([torch.cuda.max_memory_allocated() / 1e9], device).item()
         rows = [row | {"peak_gb": peak_gb} for row in rows]
     return rows
-
-
-def memory_bytes(device: torch.device) -> float:
-    return torch.cuda.mem_get_info()[1] if device.type == "cuda" else float("inf")
 
 
 def expert_mesh(device: torch.device, ep: int) -> DeviceMesh:

@@ -164,10 +164,7 @@ def check_layer(operands: Operands, precision: str) -> dict[str, float]:
 
     actual, errors = run(partial(fused_experts, precision=precision), tokens.dtype), {}
     recipe = partial(reference_fp8.fused_experts, saves_fp8=precision == "fp8_saved")
-    for name, op, limit in (
-        ("recipe", recipe, OF_RECIPE),
-        ("plain", reference.fused_experts, OF_PLAIN),
-    ):
+    for name, op, limit in (("recipe", recipe, OF_RECIPE), ("plain", reference.fused_experts, OF_PLAIN)):
         errors[name] = max(map(relative_error, actual, run(op, torch.float32)))
         assert errors[name] <= limit, (
             f"{precision} layer: relative error {errors[name]:.4f} against {name} exceeds {limit}"

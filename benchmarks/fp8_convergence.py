@@ -36,12 +36,8 @@ from .common.results_file import Row, Task
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by name
 example: Any = import_module("train_language_model")
 
-PRECISIONS = {
-    "bfloat16": None,
-    "fp8": "fp8",
-    "fp8_saved": "fp8_saved",
-    "float32": "float32",
-}  # as settings of the model
+# Each precision as a setting of the model.
+PRECISIONS = {"bfloat16": None, "fp8": "fp8", "fp8_saved": "fp8_saved", "float32": "float32"}
 PRESETS = {
     "cpu": example.PRESETS["cpu"],
     "gpu": dataclasses.replace(example.PRESETS["gpu"], width=512, num_layers=8, num_heads=8, batch=16),

@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
-from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.selection import select
 from moe_kernels.testing import assert_accurate, make_logits
 
@@ -43,7 +42,7 @@ from .common import plots, shapes
 from .common.command import Command, each
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import Timing, host_us, in_a_graph, timed
+from .common.timing import host_us, in_a_graph, timed
 
 GEMMS = ("up", "down", "up_dgrad", "down_dgrad", "up_wgrad", "down_wgrad")
 COLUMNS = ("shape", "R", "gemm", "routing", "host", "implementation", "kernel", "ms", "tflops", "share_of_dense")
@@ -67,6 +66,11 @@ class Problem:
     @property
     def flops(self) -> int:
         return 2 * self.num_rows * self.size_k * self.size_n
+
+    def described(self) -> Row:
+        """Return the fields that every row of the problem has."""
+        sizes = {"R": self.num_rows, "G": len(self.offsets), "K": self.size_k, "N": self.size_n}
+        return {"shape": self.shape, "gemm": self.gemm, "routing": self.routing, **sizes}
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # a, b, offsets
         generator = torch.Generator(self.offsets.device).manual_seed(0)
@@ -117,26 +121,22 @@ def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> 
                 torch.mm(a[rows].t(), b[rows], out=out[g])
             return out
 
-        return {
-            "op": partial(grouped_gemm_wgrad, a, b, offsets),
-            "kernel": selected_kernel(problem, a, b, offsets),
-            "torch_grouped_mm": partial(functional.grouped_mm, a.t(), b, offs=offsets),
-            "mm_loop": mm_loop,
-            "dense": partial(torch.mm, a.t(), b),
-        }
-    out = a.new_empty(problem.num_rows, problem.size_n)
+        op, left, right = grouped_gemm_wgrad, a.t(), b
+    else:
+        out = a.new_empty(problem.num_rows, problem.size_n)
 
-    def mm_loop() -> Tensor:
-        for matrix, rows in zip(b, pieces, strict=True):
-            torch.mm(a[rows], matrix, out=out[rows])
-        return out
+        def mm_loop() -> Tensor:
+            for matrix, rows in zip(b, pieces, strict=True):
+                torch.mm(a[rows], matrix, out=out[rows])
+            return out
 
+        op, left, right = grouped_gemm, a, b[0]
     return {
-        "op": partial(grouped_gemm, a, b, offsets),
+        "op": partial(op, a, b, offsets),
         "kernel": selected_kernel(problem, a, b, offsets),
-        "torch_grouped_mm": partial(functional.grouped_mm, a, b, offs=offsets),
+        "torch_grouped_mm": partial(functional.grouped_mm, left, b, offs=offsets),
         "mm_loop": mm_loop,
-        "dense": partial(torch.mm, a, b[0]),
+        "dense": partial(torch.mm, left, right),
     }
 
 
@@ -184,10 +184,12 @@ def bench_problem(problem: Problem, options: argparse.Namespace) -> list[Row]:
     timings = timed(calls, options)
     kernel = select(kernel_arguments(problem, *operands)).metadata.kernel_name
     names = {"op": kernel, "kernel": kernel}
-    return [
-        {**_row(problem, name, names.get(name), timing, timings[host, "dense"].ms), "host": host}
-        for (host, name), timing in timings.items()
-    ]
+    rows = []
+    for (host, name), timing in timings.items():
+        row = {**problem.described(), "implementation": name, "kernel": names.get(name), **timing._asdict()}
+        row |= {"tflops": problem.flops / timing.ms / 1e9, "share_of_dense": timings[host, "dense"].ms / timing.ms}
+        rows.append({**row, "host": host})
+    return rows
 
 
 def bench_cpu(options: argparse.Namespace) -> list[Row]:
@@ -198,7 +200,8 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
     check(problem, functions, operands)
     args = kernel_arguments(problem, *operands)
     del functions["kernel"]
-    for kernel in _one_of_each_design(get_kernels(args)):
+    best_of_each_design = {type(kernel): kernel for kernel in reversed(get_kernels(args))}
+    for kernel in best_of_each_design.values():
         artifact, name = kernel.compile(args), kernel.metadata.kernel_name
         made = kernel.with_metadata(args, None)  # a tile table of its own height, if it reads one
         functions[f"run {name}"] = partial(kernel.run, made)
@@ -207,37 +210,9 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
     num_calls, rounds = (20, 25) if options.device == "cuda" else (1, 3)  # without a GPU the CPU computes
     found = host_us(functions, time.perf_counter, options.device, batch=num_calls, rounds=rounds)
     return [
-        {**_sizes(problem), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}
+        {**problem.described(), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}
         for name, microseconds in found.items()
     ]
-
-
-def _one_of_each_design(kernels: list[Kernel]) -> list[Kernel]:
-    """Return the best kernel of each design."""
-    return list({type(kernel): kernel for kernel in reversed(kernels)}.values())
-
-
-def _sizes(problem: Problem) -> dict:
-    return {
-        "shape": problem.shape,
-        "gemm": problem.gemm,
-        "routing": problem.routing,
-        "R": problem.num_rows,
-        "G": len(problem.offsets),
-        "K": problem.size_k,
-        "N": problem.size_n,
-    }
-
-
-def _row(problem: Problem, implementation: str, kernel: str | None, timing: Timing, dense_ms: float) -> dict:
-    return {
-        **_sizes(problem),
-        "implementation": implementation,
-        "kernel": kernel,
-        **timing._asdict(),
-        "tflops": problem.flops / timing.ms / 1e9,
-        "share_of_dense": dense_ms / timing.ms,
-    }
 
 
 def plot(path: Path) -> None:

@@ -11,8 +11,8 @@ Every result is checked before timing, and timings take turns in rounds. Impleme
     pointer     GroupedProblem.run with the pointer kernel that is fastest here, by kernel time
     tma         the same for the TMA kernels
 
-`host` "eager" includes the host time of a call where the GPU waits for it; "graph" replays a CUDA graph of one call,
-and shows GPU time alone.
+`host` "eager" includes the host time of a call where the GPU waits for it; "graph" replays a CUDA graph: GPU time
+alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, reference
-from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.testing import assert_accurate
 
 from .common import plots
 from .common.command import Command, each
 from .common.results_file import Row, Task
-from .common.timing import Timing, in_a_graph, time_interleaved, timed
+from .common.timing import in_a_graph, time_interleaved, timed
 
 # (number of problems, their M = N = K)
 PROBLEMS = ((4, 128), (4, 256), (4, 512), (4, 1024), (64, 128))
@@ -92,31 +91,16 @@ def bench(num_problems: int, size: int, options: argparse.Namespace) -> list[Row
         functions |= {f"graph/{name}": in_a_graph(problem.run) for name, problem in problems.items()}
     timings = timed(functions, options)
     kernels = {name: problem.kernel for name, problem in problems.items()}
-    return [_row(num_problems, size, dtype, name, kernels, timings) for name in functions]
-
-
-def _row(
-    num_problems: int,
-    size: int,
-    dtype: torch.dtype,
-    name: str,
-    kernels: dict[str, Kernel | None],
-    timings: dict[str, Timing],
-) -> dict:
-    host, implementation = name.split("/")
-    kernel, ms = kernels.get(implementation), timings[name].ms
-    return {
-        "problem": f"{num_problems}x{size}",
-        "G": num_problems,
-        "N": size,
-        "dtype": str(dtype)[6:],
-        "host": host,
-        "implementation": implementation,
-        "kernel": kernel.metadata.kernel_name if kernel else None,
-        **timings[name]._asdict(),
-        "tflops": 2e-9 * num_problems * size**3 / ms,
-        "speedup_over_mm_loop": timings[f"{host}/mm_loop"].ms / ms,
-    }
+    sizes = {"problem": f"{num_problems}x{size}", "G": num_problems, "N": size, "dtype": str(dtype)[6:]}
+    rows = []
+    for name, timing in timings.items():
+        host, implementation = name.split("/")
+        kernel = kernels.get(implementation)
+        row = {**sizes, "host": host, "implementation": implementation}
+        row |= {"kernel": kernel.metadata.kernel_name if kernel else None, **timing._asdict()}
+        row["tflops"] = 2e-9 * num_problems * size**3 / timing.ms
+        rows.append({**row, "speedup_over_mm_loop": timings[f"{host}/mm_loop"].ms / timing.ms})
+    return rows
 
 
 def plot(path: Path) -> None:

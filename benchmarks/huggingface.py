@@ -35,14 +35,10 @@ from moe_layers import RoutingReplay, observe
 from moe_layers.integrations.transformers import enable
 
 from .common.command import Command
+from .common.model_variants import draw_tokens
 from .common.qwen3_moe import OURS, SHAPES, ModelShape, check_step, make_model, peak_mib, with_adapters
 from .common.results_file import Row, Task
 from .common.timing import timed
-
-
-def draw_tokens(shape: ModelShape, device: str) -> Tensor:  # [B, S]
-    generator = torch.Generator(device).manual_seed(1)
-    return torch.randint(shape.vocabulary, (shape.batch, shape.context), device=device, generator=generator)
 
 
 def block_of(model: nn.Module) -> nn.Module:
@@ -142,7 +138,7 @@ def bench_model(shape: ModelShape, options: argparse.Namespace) -> list[Row]:
     ours = copy.deepcopy(default)
     print(enable(ours, implementation=options.implementation))
     models = {f"transformers {default.config._experts_implementation}": default, OURS: ours}
-    batch = draw_tokens(shape, device)
+    batch = draw_tokens(shape.batch, shape.context, device, shape.vocabulary)
     check_models(default, ours, shape, batch, rank)
     torch.cuda.empty_cache()  # does nothing without a GPU
     passes = {
@@ -151,6 +147,8 @@ def bench_model(shape: ModelShape, options: argparse.Namespace) -> list[Row]:
     }
     if options.routing:
         passes["training step"] |= routing_steps(ours, batch)
+    numbers = shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    sizes = dict(zip("TDFEK", numbers, strict=True)) | {"layers": shape.num_layers, "vocabulary": shape.vocabulary}
     rows = []
     for which, runs in passes.items():
         memory = {
@@ -162,13 +160,7 @@ def bench_model(shape: ModelShape, options: argparse.Namespace) -> list[Row]:
             model.zero_grad()
         rows += [
             {
-                "T": shape.num_tokens,
-                "D": shape.d_model,
-                "F": shape.d_ff,
-                "E": shape.num_experts,
-                "K": shape.top_k,
-                "layers": shape.num_layers,
-                "vocabulary": shape.vocabulary,
+                **sizes,
                 "pass": which,
                 "implementation": name,
                 **timing._asdict(),
@@ -198,11 +190,9 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
     yield {"shape": options.shape, "lora_rank": options.lora}, partial(bench_model, SHAPES[options.shape], options)
 
 
-def versions(options: argparse.Namespace) -> Row:
-    return {"transformers": transformers.__version__}
-
-
-main = Command(__doc__, add_options, tasks, COLUMNS, constants=versions)
+main = Command(
+    __doc__, add_options, tasks, COLUMNS, constants=lambda options: {"transformers": transformers.__version__}
+)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from moe_kernels.testing import assert_accurate
 from .common import plots
 from .common.command import Command, each
 from .common.results_file import Row, Task
-from .common.timing import Timing, time_interleaved, timed
+from .common.timing import time_interleaved, timed
 
 # (R, K, N, G)
 PROBLEMS = ((131072, 2048, 2048, 16), (131072, 2048, 2048, 128), (32768, 4096, 1024, 64), (8192, 1024, 2048, 12))
@@ -103,39 +103,20 @@ def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespa
     if plain := by_group(args, device):
         kernels["forward/by_group"], functions["forward/by_group"] = plain
     timings = timed(functions, options)
-    return [_row(sizes, skew, dtype, name, kernels.get(name), timings) for name in sorted(functions)]
+    shared = {"problem": name_of(sizes), "R": num_rows, "K": size_k, "N": size_n, "G": num_groups}
+    shared |= {"dtype": str(dtype)[6:], "skew": skew}
+    rows = []
+    for name, timing in sorted(timings.items()):
+        which, implementation = name.split("/")
+        row = {**shared, "pass": which, "implementation": implementation, "kernel": kernels.get(name)}
+        flops = 2 * num_rows * size_k * size_n * (1 if which == "forward" else 3)
+        row |= {**timing._asdict(), "tflops": 1e-9 * flops / timing.ms}
+        rows.append({**row, "share_of_dense": timings[f"{which}/dense"].ms / timing.ms})
+    return rows
 
 
 def name_of(sizes: tuple[int, int, int, int]) -> str:
     return "{}x{}x{}-g{}".format(*sizes)
-
-
-def _row(
-    sizes: tuple[int, int, int, int],
-    skew: str,
-    dtype: torch.dtype,
-    name: str,
-    kernel: str | None,
-    timings: dict[str, Timing],
-) -> dict:
-    num_rows, size_k, size_n, num_groups = sizes
-    which, implementation = name.split("/")
-    flops = 2 * num_rows * size_k * size_n * (1 if which == "forward" else 3)
-    return {
-        "problem": name_of(sizes),
-        "R": num_rows,
-        "K": size_k,
-        "N": size_n,
-        "G": num_groups,
-        "dtype": str(dtype)[6:],
-        "skew": skew,
-        "pass": which,
-        "implementation": implementation,
-        "kernel": kernel,
-        **timings[name]._asdict(),
-        "tflops": 1e-9 * flops / timings[name].ms,
-        "share_of_dense": timings[f"{which}/dense"].ms / timings[name].ms,
-    }
 
 
 def plot(path: Path) -> None:

@@ -8,8 +8,8 @@
     python -m benchmarks.layer --plot benchmarks/results/layer.json
 
 `--shapes` takes names of shapes and of groups of them, by default "tuned". `grouped_mm` takes no rows
-that start between multiples of 16 bytes; such shapes have no baseline. A shape that the GPU's memory cannot hold is
-left out.
+that start between multiples of 16 bytes; such shapes have no baseline. Shapes that exceed the GPU's memory are left
+out.
 
 Every shape is checked before timing. Timings take turns in rounds. The dense bound of a pass is measured in the same
 run: the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. Saved memory is the memory allocated

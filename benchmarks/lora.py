@@ -33,7 +33,7 @@ from moe_kernels.testing import assert_accurate
 from moe_layers import MoEFeedForward
 
 from .common import shapes
-from .common.baselines import dense_gemms
+from .common.baselines import dense_gemms, sort_slots
 from .common.command import Command
 from .common.layers import make_layer, make_tokens, measure_memory, passes
 from .common.results_file import Row, Task
@@ -86,12 +86,8 @@ class Adapted(nn.Module):
         return self.w_up + self.scale * (up_b @ up_a), self.w_down + self.scale * (down_b @ down_a)
 
     def _grouped_mm(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        order = experts.flatten().sort(stable=True)
-        boundaries = torch.arange(len(self.w_up), device=tokens.device, dtype=order.values.dtype)
-        offsets = torch.searchsorted(order.values, boundaries, right=True).int()
-        slot_to_row = torch.empty_like(order.indices)
-        slot_to_row[order.indices] = torch.arange(len(slot_to_row), device=tokens.device)
-        rows = tokens[order.indices // self.top_k]
+        row_to_slot, slot_to_row, offsets = sort_slots(experts, len(self.w_up))
+        rows = tokens[row_to_slot // self.top_k]
         split = self.form == "grouped_mm_split"
         w_up, w_down = (self.w_up, self.w_down) if split else self._materialised()
         up_a, up_b, down_a, down_b = self.factors
@@ -110,14 +106,6 @@ class Adapted(nn.Module):
 
 
 FORMS = ("lora", "frozen", "full", "materialised", "grouped_mm", "grouped_mm_split")
-
-
-def make_form(shape: Shape, form: str, rank: int, device: str, dtype: torch.dtype) -> tuple[nn.Module, MoEFeedForward]:
-    """Return the form and the layer whose weights it holds."""
-    layer = make_layer(shape, device, dtype)
-    if form != "full":
-        layer.requires_grad_(False)
-    return Adapted(layer, rank, form), layer
 
 
 def check(module: Adapted, tokens: Tensor) -> None:
@@ -165,7 +153,8 @@ def bench(shape: Shape, rank: int, options: argparse.Namespace) -> list[Row]:
     device, dtype, forms = options.device, options.dtype, options.forms
     modules, runs, memory = {}, {}, {}
     for form in forms:
-        module, layer = make_form(shape, form, rank, device, dtype)
+        layer = make_layer(shape, device, dtype).requires_grad_(form == "full")
+        module = Adapted(layer, rank, form)
         tokens = make_tokens(layer, shape, "even", dtype)
         if form not in ("frozen", "full"):
             check(module, tokens)

@@ -134,13 +134,13 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 COLUMNS = ("shape", "routing", "pass", "implementation", "ms", "share_of_dense_bound", "saved_mib", "peak_mib")
-
-
-def constants(options: argparse.Namespace) -> Row:
-    return {"peer": options.peer, "peer_version": options.peer_version}
-
-
-main = Command(__doc__, add_options, tasks, COLUMNS, constants=constants)
+main = Command(
+    __doc__,
+    add_options,
+    tasks,
+    COLUMNS,
+    constants=lambda options: {"peer": options.peer, "peer_version": options.peer_version},
+)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,8 @@ STAGES = {
     **dict.fromkeys(("_count_kernel", "_scan_kernel", "_place_kernel", "_rank_kernel", "_tile_table_kernel"), "sort"),
     "elementwise": "PyTorch elementwise",
 }  # stages of kernels with these names; the first match counts
-IN_PLACE = {
-    "_bias_and_scale_kernel": "rows_ptr",
-    "_scan_kernel": "counts_ptr",
-}  # operands that a kernel reads and overwrites
+# Operands that a kernel reads and overwrites.
+IN_PLACE = {"_bias_and_scale_kernel": "rows_ptr", "_scan_kernel": "counts_ptr"}
 
 
 class Gemm(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -78,17 +78,16 @@ def bench_training(shape: Shape, options: argparse.Namespace) -> list[Row]:
         runs[form] = passes(layer, tokens)["forward+backward"]
         runs[form]()
         memory[form] = measure_memory(layer, tokens)
+    rows = compared_with_plain(runs, options)
+    return [row | dict(zip(("saved_mib", "peak_mib"), memory[row["form"]], strict=True)) for row in rows]
+
+
+def compared_with_plain(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> list[Row]:
     timings = timed(runs, options)
-    plain = timings.get(PLAIN)
+    plain_ms = timings[PLAIN].ms if PLAIN in timings else None
     return [
-        {
-            "form": form,
-            **timings[form]._asdict(),
-            "over_plain": None if plain is None else timings[form].ms / plain.ms,
-            "saved_mib": memory[form][0],
-            "peak_mib": memory[form][1],
-        }
-        for form in options.forms
+        {"form": form, **timing._asdict(), "over_plain": plain_ms and timing.ms / plain_ms}
+        for form, timing in timings.items()
     ]
 
 
@@ -106,18 +105,11 @@ def bench_decoding(shape: Shape, options: argparse.Namespace) -> list[Row]:
             return layer(tokens)
 
         runs[form] = in_a_graph(run) if options.device == "cuda" else run
-    timings = timed(runs, options)
-    speed, plain = copy_bytes_per_ms(options.device), timings.get(PLAIN)
-    return [
-        {
-            "form": form,
-            **timings[form]._asdict(),
-            "over_plain": None if plain is None else timings[form].ms / plain.ms,
-            "read_mb": read[form] / 1e6,
-            "share_of_bound": read[form] / speed / timings[form].ms,
-        }
-        for form in options.forms
-    ]
+    rows, speed = compared_with_plain(runs, options), copy_bytes_per_ms(options.device)
+    for row in rows:
+        num_bytes = read[row["form"]]
+        row |= {"read_mb": num_bytes / 1e6, "share_of_bound": num_bytes / speed / row["ms"]}
+    return rows
 
 
 @torch.no_grad()

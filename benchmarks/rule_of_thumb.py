@@ -43,7 +43,7 @@ from .common.command import Command, print_rows
 from .common.layers import fits_memory
 from .common.results_file import Row, Task
 from .common.shapes import Shape, shapes_named
-from .common.timing import in_a_graph, timed
+from .common.timing import Timing, in_a_graph, timed
 
 WITHIN = 1.15  # largest accepted ratio
 
@@ -62,13 +62,8 @@ def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> lis
         raise ValueError(f"rule_of_thumb: the table's kernel must support {key!r}, got {table_kernel}")
     by_rule = best_first(kernels, args, measured=None)[0]
     chosen = {"table": named[table_kernel], "rule": by_rule}
-    for kernel in set(chosen.values()):
-        check(kernel, args)
     # If both choose one kernel, it is timed once.
-    runs = {kernel.metadata.kernel_name: run_of(kernel, args) for kernel in chosen.values()}
-    if options.device == "cuda":
-        runs = {name: in_a_graph(run) for name, run in runs.items()}
-    times = timed(runs, options)
+    times = checked_times({kernel.metadata.kernel_name: kernel for kernel in chosen.values()}, args, options)
     row: Row = {"op": key.split(" ")[0], "key": key}
     for name, kernel in chosen.items():
         timing = times[kernel.metadata.kernel_name]
@@ -120,12 +115,7 @@ def bench_form(args: Arguments, options: argparse.Namespace) -> Row:
     runs = {kernel.metadata.kernel_name: kernel for kernel in kernels}
     orders = TILE_ORDERS if options.tile_orders else ()
     runs |= {f"{rule.metadata.kernel_name} of {n}": in_order(rule, n) for n in orders}
-    for kernel in runs.values():
-        check(kernel, args)
-    functions = {name: run_of(kernel, args) for name, kernel in runs.items()}
-    if options.device == "cuda":
-        functions = {name: in_a_graph(run) for name, run in functions.items()}
-    timings = timed(functions, options)
+    timings = checked_times(runs, args, options)
     return {**row, **compared(rule.metadata.kernel_name, {name: timing.ms for name, timing in timings.items()})}
 
 
@@ -155,10 +145,18 @@ def compared(rule: str, times_ms: dict[str, float]) -> Row:
     return {**row, "ratio": times_ms[rule] / times_ms[best], "times_ms": times_ms}
 
 
+def checked_times(kernels: dict[str, Kernel], args: Arguments, options: argparse.Namespace) -> dict[str, Timing]:
+    for kernel in kernels.values():
+        check(kernel, args)
+    runs = {name: run_of(kernel, args) for name, kernel in kernels.items()}
+    if options.device == "cuda":
+        runs = {name: in_a_graph(run) for name, run in runs.items()}
+    return timed(runs, options)
+
+
 def run_of(kernel: Kernel, args: Arguments) -> Callable[[], object]:
     if isinstance(args, GroupedGemmListArguments):
-        problem = GroupedProblem.from_lists(args.A_list, args.B_list, out_list=args.out_list, kernel=kernel)
-        return problem.run
+        return GroupedProblem.from_lists(args.A_list, args.B_list, out_list=args.out_list, kernel=kernel).run
     return partial(kernel.run, args, assume_supported_args=True)
 
 

@@ -5,8 +5,7 @@
 
 Host time is the CPU time of the calling thread between the first and the last call of a batch, without waiting for the
 GPU. Autograd runs in the calling thread. `*_wall_us` is the time on the clock of the same calls with autograd's own
-thread. The bound of a replayed forward is the time to read the weights of every chosen expert once at the speed of a
-large copy.
+thread. The bound of a replayed forward is the time to read every chosen expert's weights once, as fast as a large copy.
 
 `--host` times only the calls of three layers: the layer as it is and compiled, `grouped_mm` compiled, and a dense MLP
 of two `nn.Linear` and a SiLU with the same d_model and d_ff. They take turns in one run. `host_us` is the time on the
@@ -55,6 +54,12 @@ def count_launches(function: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
 
 
+def warm_up(functions: dict[str, Callable[[], object]]) -> None:
+    for function in functions.values():
+        for _ in range(3):  # the first call compiles
+            function()
+
+
 def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
     """Return one row. Launches and graphs exist on a GPU only; elsewhere their fields are None."""
     torch.cuda.empty_cache()  # does nothing without a GPU
@@ -62,9 +67,7 @@ def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
     layer = make_layer(shape, device, dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
     run = passes(layer, tokens)
-    for function in run.values():
-        for _ in range(3):  # compile and warm up
-            function()
+    warm_up(run)
     row = {"shape": shape.name, "T": shape.num_tokens}
     with torch.autograd.set_multithreading_enabled(False):
         row |= {f"{name}_cpu_us": us for name, us in host_us(run, time.thread_time, device).items()}
@@ -109,7 +112,7 @@ def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
     for name, module in modules.items():
         functions = passes(module, tokens)
         functions = {"inference": torch.no_grad()(functions["forward"]), **functions}
-        _, errors[name] = attempt(partial(_call_thrice, functions))
+        _, errors[name] = attempt(partial(warm_up, functions))
         if errors[name] is None:
             run |= {f"{name}/{which}": function for which, function in functions.items()}
     found = host_us(run, time.perf_counter, device, rounds=rounds)
@@ -120,12 +123,6 @@ def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
             row = {"shape": shape.name, **shape.sizes, "pass": which, "implementation": name, "host_us": us}
             rows.append({**row, "over_dense": None if us is None else us / dense_us, "error": errors[name]})
     return rows
-
-
-def _call_thrice(functions: dict[str, Callable[[], object]]) -> None:
-    for function in functions.values():
-        for _ in range(3):  # compile and warm up
-            function()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

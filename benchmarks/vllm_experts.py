@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_experts --source FILE --commit $(git rev-parse --short HEAD) --output FILE
 
-`--source` is `vllm/model_executor/layers/fused_moe/fused_moe.py`. vLLM need not be installed: only the Triton functions
-of that file are loaded.
+`--source` is `vllm/model_executor/layers/fused_moe/fused_moe.py`. vLLM need not be installed: only that file's Triton
+functions are loaded.
 
 Both sides start with sorted choices of experts, end with one row per token, and replay a CUDA graph. vLLM's side is its
 kernel for both GEMMs, this package's activation between them, and `torch.sum` over a token's outputs. Its tiles are the

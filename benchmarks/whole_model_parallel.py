@@ -196,11 +196,9 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                 yield shared, partial(bench, shared, options, device)
 
 
-def versions(options: argparse.Namespace) -> Row:
-    return {"transformers": transformers.__version__}
-
-
-main = Command(__doc__, add_options, tasks, COLUMNS, constants=versions)
+main = Command(
+    __doc__, add_options, tasks, COLUMNS, constants=lambda options: {"transformers": transformers.__version__}
+)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def _rankable(keys: Tensor) -> Tensor:
 
 
 def _top(keys: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest keys in descending order; ties put the lower index first."""
+    """Return the indices of the k largest keys in descending order. On ties the lower index is first."""
     return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -104,7 +104,8 @@ def routing_weights(
     experts = torch.where(topk_experts < logits.shape[1], topk_experts, -1).long()
     if not spec.is_softmax_of_chosen:
         return _weights_of_choice(logits, experts, spec)
-    # Equal to _weights_of_choice, except that it stays defined where the chosen experts' probabilities underflow.
+    # The weights equal those of `_weights_of_choice`, but remain defined if the chosen experts' probabilities
+    # underflow.
     chosen = torch.where(experts >= 0, logits.gather(1, experts.clamp(min=0)), torch.finfo(logits.dtype).min)
     weights = chosen.softmax(-1)
     weights = weights if spec.is_softmax_of_logits else weights * spec.scale
@@ -430,7 +431,7 @@ def _adapted_linear(
 def with_gradient_to(
     tokens: Tensor, w_router: Tensor, topk_weights: Tensor, permutation: Permutation
 ) -> Tensor:  # [T, K]
-    """Return the weights with a gradient to the tokens, through a softmax over the chosen experts' logits."""
+    """Return the same weights, differentiable in the tokens through a softmax over the chosen experts' logits."""
     experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True)  # [T, K]
     dtype = topk_weights.dtype
     logits = torch.einsum("td, tkd -> tk", tokens.to(dtype), w_router.to(dtype)[experts])
@@ -447,7 +448,7 @@ def row_weights(
 
 
 def row_to_slot(slot_to_row: Tensor) -> Tensor:  # [R]
-    """Return the slot of each row; T * K for rows of dropped slots."""
+    """Return the slot of each row, or T * K for a padding row."""
     num_slots = slot_to_row.numel()
     row = torch.where(slot_to_row >= 0, slot_to_row, num_slots).flatten().long()
     slot = torch.arange(num_slots, device=row.device)

@@ -1,7 +1,7 @@
-"""The specification of products of e4m3 operands that have a scale per block, and of experts trained with them.
+"""The specification of products of e4m3 operands with a scale per block, and of experts that train with such products.
 
-A block's scale is its largest size divided by 448, the largest number of e4m3. Rows that are multiplied have blocks of
-1 x 128 along the reduction, weights blocks of 128 x 128, as in https://arxiv.org/abs/2412.19437, 3.3.
+A block's scale is its largest absolute value divided by 448, the largest number of e4m3. Rows have blocks of 1 x 128
+along the reduction, weights blocks of 128 x 128, as in https://arxiv.org/abs/2412.19437, 3.3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .types import Permutation
 
 BLOCK = 128
 LARGEST = 448.0  # the largest e4m3 number
-SMALLEST = 1e-30  # smaller blocks are scaled as if they reached this size, so that the inverse of a scale is finite
+SMALLEST = 1e-30  # blocks with a smaller maximum get the scale of this one, so that its inverse is finite
 
 
 def quantize_blocks(
@@ -26,8 +26,8 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:  # values [..., M, N] e4m3, scales [..., ceil(M / rows), ceil(N / columns)] float32
     """Return the nearest e4m3 numbers to the values divided by their block's scale, computed in float32.
 
-    The largest value of a block becomes 448 exactly. A block of zeros has the scale 1. A block that holds NaN or an
-    infinity becomes NaN as a whole, or in parts with an infinite scale.
+    The largest value of a block becomes 448 exactly. A block of zeros has the scale 1. In a block that holds NaN or an
+    infinity, all numbers become NaN, or some do and the scale is infinite.
     """
     size_m, size_n = matrix.shape[-2:]
     padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))
@@ -71,7 +71,8 @@ def _product(
 
 
 class _Linear(torch.autograd.Function):
-    """rows @ weight^T per expert. The gradient of the rows is such a product, too; that of the weight is not."""
+    """Computes rows @ weight^T per expert from e4m3 operands. The gradient of the rows has e4m3 operands, too, but that
+    of the weight has not."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:  # [R, in], [E, out, in] -> [R, out]
@@ -89,12 +90,12 @@ class _Linear(torch.autograd.Function):
 
 
 class _WeightedLinear(torch.autograd.Function):
-    """The weighted sum of each token's rows @ weight^T. Its gradient is rounded once per token, before it is copied to
-    rows and weighted, and the gradient of the weights follows from that of the rows:
+    """Computes the weighted sum of each token's rows @ weight^T. The upstream gradient is rounded once per token,
+    before it is copied to rows and weighted. The gradient of the routing weights follows from that of the rows:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    `kept` are the rows as backward has them. They get the gradient of the rows.
+    `kept` are the rows that backward keeps. Autograd passes the gradient of the rows to them.
     """
 
     @staticmethod
@@ -111,7 +112,7 @@ class _WeightedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor):  # [T, D]
         _, rows, weight, weights, slot_to_row, offsets = ctx.saved_tensors
-        slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # T * K for rows that no slot has
+        slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # T * K for padding rows
         padded = functional.pad(dout, (0, 0, 0, 1)).index_select(0, slot // max(slot_to_row.shape[1], 1))
         row_weights = reference.row_weights(weights, slot_to_row, len(rows))[:, None]  # [R, 1]
         dproduct = _product(padded, _rounded_weight(weight, _wide(rows)), offsets)  # dA'
@@ -138,9 +139,9 @@ def fused_experts(
     weight_on_input: bool = False,
     saves_fp8: bool = False,
 ) -> Tensor:  # [T, D]
-    """`reference.fused_experts` with e4m3 operands in four of its six products: both of forward, and both gradients of
-    rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`, backward reads the
-    pre-activations as e4m3 numbers with scales."""
+    """Compute `reference.fused_experts` with e4m3 operands in four of its six products: both of forward, and both
+    gradients of rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`, backward
+    reads the pre-activations as e4m3 numbers with scales."""
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = reference.permute(tokens, permutation)  # [R, D]
     if weight_on_input:
@@ -151,7 +152,7 @@ def fused_experts(
     kept = activated
     if saves_fp8:
         rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
-        read = preactivation + (rounded - preactivation).detach()  # with the gradient of the pre-activations
+        read = preactivation + (rounded - preactivation).detach()  # `rounded` with a gradient
         kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
     out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)

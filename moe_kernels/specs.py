@@ -32,7 +32,7 @@ class RouterSpec:
             by sqrt(D), and multiplied by a learned vector. None, the default, does not normalise the token.
         logit_bias: the linear map has a bias.
         logit_softcap: the logits become softcap * tanh(logits / softcap).
-        sparsemixer_jitter: a value makes the router a SparseMixer (evaluation form, top-2). SparseMixer takes the
+        sparsemixer_jitter: if set, the router is a SparseMixer (evaluation form, top-2). SparseMixer takes the
             highest expert twice, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The
             settings below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds it to
@@ -83,7 +83,8 @@ class RouterSpec:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
         self._check_ranges()
-        # Stored, because torch.compile with dynamic shapes reads numbers such as `scale` as inputs of its graph.
+        # The properties are stored, because torch.compile with dynamic shapes turns numbers such as `scale` into inputs
+        # of its graph.
         object.__setattr__(self, "_is_softmax_of_logits", self._chooses_and_weighs_by_softmax())
 
     def _check_ranges(self) -> None:
@@ -108,7 +109,8 @@ class RouterSpec:
 
     @property
     def is_softmax_of_logits(self) -> bool:
-        """Return whether a softmax over the logits chooses and weighs, normalised over the chosen experts or not."""
+        """Return whether a softmax over the logits chooses and weighs the experts, normalised over the chosen experts
+        or not."""
         return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # from __post_init__
 
     @property
@@ -127,7 +129,8 @@ class RouterSpec:
 
     @property
     def single_weight_is_one(self) -> bool:
-        """Return whether a token's only expert has weight 1 for any logits, up to `scale`: the norm is its score."""
+        """Return whether with top-1 the weight is `scale` for any logits, because a single score is divided by
+        itself."""
         # Published epsilons and minimums, from 1e-20 to 1e-6, only avoid a division by zero.
         return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None
 
@@ -211,7 +214,8 @@ class RouterSpec:
 
 
 class ActivationKind(NamedTuple):
-    """Settings of a named activation. Numbers are the published ones; None means the activation has no such number."""
+    """Settings of a named activation. The numbers are those of published models. None means that the activation has no
+    such number."""
 
     gated: bool
     limit: float | None = None
@@ -239,7 +243,8 @@ KNOWN_ACTIVATIONS = f"{first_three(map(repr, ACTIVATION_KINDS))} (all: help(moe_
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its numbers. Every `activation` argument also accepts a name, meaning the published numbers.
+    """An activation and its numbers. Every `activation` argument also accepts a name, which stands for the published
+    numbers.
 
     Gated, with a gate g and an up value u:
 
@@ -255,8 +260,8 @@ class Activation:
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
     Args:
-        interleaved: gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates come first. Holds
-            for the columns of the pre-activation, and so for the rows of w_up and b_up.
+        interleaved: gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates are first. The
+            order is that of the columns of the pre-activation, and so of the rows of w_up and b_up.
 
     Raises:
         ValueError: the name is unknown, the activation has no such number, the number is not positive, or a plain
@@ -268,7 +273,7 @@ class Activation:
     alpha: float | None = None
     interleaved: bool = False
     gated: bool = field(init=False, repr=False, compare=False)
-    published: bool = field(init=False, repr=False, compare=False)  # the numbers are the published ones
+    published: bool = field(init=False, repr=False, compare=False)  # whether the numbers are those of published models
 
     def __post_init__(self):
         if self.name not in ACTIVATION_KINDS:

@@ -41,7 +41,7 @@ CASES = {
 
 
 class LayerInputs(NamedTuple):
-    """Tensors of one expert feed-forward. The dtype they were made for represents every value exactly."""
+    """Tensors of one expert feed-forward. The dtype for which they were made represents every value exactly."""
 
     tokens: Tensor  # [T, D]
     logits: Tensor  # [T, E] float32
@@ -54,7 +54,7 @@ def make_logits(
 ) -> Tensor:  # [T, E] float32
     """Return logits whose top-k choice follows a pattern.
 
-    "random": independent. "even": each expert gets its share, to within top_k. "zipf": the k-th most popular
+    "random": logits are independent. "even": each expert gets its share, to within top_k. "zipf": the k-th most popular
     expert is chosen in proportion to 1 / k. "first": every token ranks experts 0, 1, ... in this order.
     """
     expert = torch.arange(num_experts, device=device)
@@ -140,8 +140,8 @@ class Errors(NamedTuple):
 
 
 def assert_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, name: str = "", *, budgets: float = 1.0) -> None:
-    """Hold `actual` to the error budget: twice plain PyTorch's error in this dtype, plus one unit in the last place
-    of the largest exact value.
+    """Check `actual` against the error budget: twice plain PyTorch's error in this dtype, plus one unit in the last
+    place of the largest exact value.
 
     Args:
         baseline: the reference in the dtype of `actual`.
@@ -183,7 +183,7 @@ def check_accuracy(
     names: tuple[str, ...],
     frozen: Collection[int] = (),
 ) -> None:
-    """Hold `op` to the error budget: its output and the gradient of each floating-point input, on drawn inputs.
+    """Check `op` against the error budget: its output and the gradient of each floating-point input, on drawn inputs.
 
     Args:
         draw: returns the inputs for a seed, both floating-point ones and integers.
@@ -196,8 +196,8 @@ def check_accuracy(
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
     """Check that each error is within its budget. An error within two budgets gets a second, larger sample.
 
-    Where errors are sums of a few products, the largest of one sample of 64 exceeds twice that of an equally drawn one
-    in about 1 % of cases, of a sample of 256 in 0.2 %. A real error fails again.
+    If errors are sums of a few products, the largest of 64 exceeds twice the largest of another 64 in about 1 % of
+    cases. With samples of 256 this happens in 0.2 % of cases. A real error fails again.
 
     Args:
         measure: `measure_errors` with all operands.

@@ -25,11 +25,11 @@ class Routing(NamedTuple):
 
 
 class TileTable(NamedTuple):
-    """The tiles of a grouped GEMM's rows. Group G is the tail: padding rows, which belong to no group."""
+    """The tiles of a grouped GEMM's rows. Group number G is the tail: padding rows, which belong to no group."""
 
     bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
-    num_tiles: Tensor  # [2] int32: entries of the groups, and entries with the tail; later entries continue its count
+    num_tiles: Tensor  # [2] int32: entries of the groups, entries with the tail; later entries continue the tail
     order: Tensor  # [G] int32: groups by falling number of rows, ties by id
     block_rows: int
 
@@ -52,9 +52,9 @@ class WeightFormat:
 
     Attributes:
         name: "fp8", "mxfp4", "nf4" or "int8".
-        block: (rows, columns) of one expert's [out, in] matrix that share a scale. No columns: the whole row. NF4's
-            blocks lie in the flattened tensor.
-        nested_block: the number of NF4's scales that share a scale of their own; None: scales are float32.
+        block: (rows, columns) of one expert's [out, in] matrix that share a scale. 0 columns mean the whole row. NF4's
+            blocks are taken from the flattened tensor.
+        nested_block: the number of NF4 scales that are quantised with one scale; None: scales are float32.
     """
 
     name: str
@@ -68,14 +68,14 @@ class WeightFormat:
 
 
 class QuantizedWeight(NamedTuple):
-    """A frozen weight [E, out, in] as its format stores it. All tensors are contiguous.
+    """A frozen weight [E, out, in] in the tensors of its format. All tensors are contiguous.
 
     | format | values | scales |
     | --- | --- | --- |
     | fp8 | [E, out, in] float8_e4m3fn | [E, out / 128, in / 128], rounded up: float32, 16 bits or e8m0 |
     | mxfp4 | [E, out, in / 2] or [E, out, in / 32, 16] uint8 | [E, out, in / 32] uint8 or float8_e8m0fnu |
     | nf4 | out * in * E / 2 bytes of any shape | one per block of 64, any shape: float32, or nested uint8 |
-    | int8 | [E, out, in] int8 | the largest size of each row, E * out float32 |
+    | int8 | [E, out, in] int8 | the largest absolute value of each row, E * out float32 |
 
     Shapes: shape [E, out, in], codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales]
     float32, nested_offset [] float32.
@@ -104,7 +104,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class ScaledRows(NamedTuple):
-    """Rows in e4m3 with a scale for each row and each 128 columns, as products of FP8 read them."""
+    """Rows in e4m3 with a scale for each row and each 128 columns: the form that FP8 products read."""
 
     values: Tensor  # [R, K] float8_e4m3fn, contiguous
     scales: Tensor  # [R, ceil(K / 128)] float32, stored by columns
@@ -115,8 +115,9 @@ class ScaledRows(NamedTuple):
 
 
 class ScaledForms(NamedTuple):
-    """The experts' weights in e4m3 with a float32 scale for each 128 x 128 block, once as they are and once transposed
-    ("turned"). Fields are None where a product makes its own operand. All tensors are contiguous."""
+    """The experts' weights in e4m3 with a float32 scale for each 128 x 128 block, both untransposed and transposed
+    ("turned"). If a field is None, the product that needs it quantises the weight itself. All tensors are
+    contiguous."""
 
     up: Tensor | None = None  # [E, 2F or F, D] float8_e4m3fn
     up_scales: Tensor | None = None  # [E, 2F / 128, D / 128], rounded up
@@ -129,7 +130,7 @@ class ScaledForms(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """A trained weight [E, out, in] whose products have e4m3 operands: `ScaledForms` of one weight."""
+    """A trained weight [E, out, in] whose products have e4m3 operands, with its part of `ScaledForms`."""
 
     master: Tensor
     values: Tensor | None  # [E, out, in]

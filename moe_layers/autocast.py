@@ -18,7 +18,7 @@ def call_with_autocast_rules(
 ) -> Result:
     """Call `function` as autocast calls a matrix product: operands in autocast's dtype, autocast off inside.
 
-    As in autocast, float64 stays float64. Quantised weights stay as they are, because the op computes in the dtype of
+    As in autocast, float64 stays float64. Quantised weights are not converted, because the op computes in the dtype of
     the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
     """
     device_type = weight.device.type
@@ -30,7 +30,7 @@ def call_with_autocast_rules(
 
 
 def autocast_is_enabled(device_type: str) -> bool:
-    """As `torch.is_autocast_enabled`, which raises for meta."""
+    """Return whether autocast is enabled for the device type. `torch.is_autocast_enabled` raises for meta."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
@@ -43,7 +43,7 @@ def autocast(operand: None, device_type: str) -> None: ...
 
 
 def autocast(operand: Tensor | None, device_type: str) -> Tensor | None:
-    """Convert the operand to the dtype that autocast gives to operands of a matrix product."""
+    """Convert the operand to the dtype to which autocast converts operands of a matrix product."""
     if operand is None or operand.dtype == torch.float64:
         return operand
     return operand.to(torch.get_autocast_dtype(device_type))

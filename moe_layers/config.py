@@ -42,17 +42,15 @@ class MoEConfig:
         num_zero_experts: experts without parameters that return their token unchanged. Their ids follow the others'.
         latent_dim: the experts process `w_latent_in @ x`, of this size, and `w_latent_out` maps their sum back to
             d_model. The router and the shared expert process x.
-        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order, or a
-            `CapacityFactor`. Slots beyond the capacity add nothing. None for no limit.
-        separate_router_input: the router reads a tensor of its own, the argument `router_input` of the forward, as in
-            Gemma 4. Default: it reads x.
-        recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
-            one GEMM; None keeps them.
-        precision: "fp8" multiplies e4m3 operands in the products of the routed experts' forward and of the gradients of
-            their rows, see `fused_experts`. None multiplies operands in the dtype of the parameters.
+        capacity: largest number of slots of one sequence (the last axis but one of x) that an expert takes, in token
+            order, or a `CapacityFactor`. Slots beyond the capacity add nothing. None means no limit.
+        separate_router_input: the router reads a separate tensor, the argument `router_input` of the forward, as in
+            Gemma 4. By default the router reads x.
+        recompute: "up" recomputes the pre-activations of the experts in backward, with one more GEMM. None saves them.
+        precision: "fp8" multiplies e4m3 operands in the routed experts: in forward, and for the gradients of rows. See
+            `fused_experts`. None multiplies operands in the dtype of the parameters.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.
-        batch_invariant: a token's output does not depend on the other tokens of a call, bit for bit. See the property
-            of `MoEFeedForward`.
+        batch_invariant: a token's output does not depend on other tokens: see `MoEFeedForward.batch_invariant`.
         init_std: standard deviation of all weights at initialisation.
 
     Raises:
@@ -161,13 +159,14 @@ class MoEConfig:
     def flops_per_token(self) -> int:
         """Return the floating-point operations of a token's forward: two per element of the matrices that it uses.
 
-        Backward takes twice as many, one more product of the first weight with `recompute="up"`. Activations, biases
+        Backward takes twice as many, and with `recompute="up"` one more product of `w_up`. Activations, biases
         and the routing after the logits are not counted. With zero experts or a capacity a token may need fewer.
         """
         return 2 * self._matrix_elements(min(self.top_k, self.num_experts))
 
     def _matrix_elements(self, num_experts: int) -> int:
-        """Elements of the matrices of the router, of so many experts and of the parts that process every token."""
+        """Return the number of elements of the matrices of the router, of this number of experts and of the parts that
+        process every token."""
         expert_in = self.latent_dim or self.d_model
         elements = (self.num_experts + self.num_zero_experts) * self.d_model
         elements += num_experts * (2 + self.is_gated) * expert_in * self.d_ff
@@ -180,7 +179,7 @@ class MoEConfig:
     # Serialisation
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain JSON types, which `from_dict` reads.
+        """Return all fields as plain JSON types. `from_dict` reads the result.
 
         An object (activation, router, capacity, balance_losses) becomes a dict of the settings that differ from their
         defaults. The process group of `balance_losses` is left out.
@@ -305,10 +304,10 @@ _PARTS = {
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value in JSON types; for an object, the settings that differ from their defaults."""
+    """Return a field's value in JSON types. An object becomes a dict of its settings that are not defaults."""
     if not is_dataclass(value):
         return value
-    kept = [f for f in fields(value) if f.init and f.name != "group"]  # a process group exists in one process alone
+    kept = [f for f in fields(value) if f.init and f.name != "group"]  # a process group exists in only one process
     return {f.name: getattr(value, f.name) for f in kept if getattr(value, f.name) != f.default}
 
 

@@ -51,28 +51,17 @@ class MoEFeedForward(nn.Module):
     forward and backward are deterministic and never wait for the GPU.
 
     All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (0.02), biases
-    from zero and learned scales from one; `reset_parameters` does it again.
+    from zero and learned scales from one. `reset_parameters` initialises them again.
 
-    The constructor takes the common settings. `MoEConfig` holds all of them: `from_config` builds the layer that a
+    The constructor takes the common settings. `MoEConfig` holds all settings: `from_config` builds the layer that a
     configuration describes, and `config` is the configuration of a layer.
 
-    Args:
-        d_ff: hidden size of one expert.
-        activation: of the experts: "swiglu", another name, or an `Activation`. Gated activations make experts gated.
+    Args (`MoEConfig` describes the others):
         router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
-        bias: the experts' projections have biases.
-        shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
-        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order. Slots
-            beyond it add nothing. Or a `CapacityFactor`; None for no limit.
-        assignment: replaces each token's top-k choice: an `Assignment` (see `assignment.py`), or a function of logits
-            (see `CustomAssignment`).
-        noise: of the router, in training mode.
+        assignment: replaces each token's top-k choice: an `Assignment`, or a function for `CustomAssignment`.
+        noise: noise that the router adds in training mode.
         balance_losses: the coefficients of the auxiliary losses, which every forward adds to the gradient, scaled by
             `set_aux_loss_scale`; None for no losses.
-        recompute: "up" recomputes the pre-activations of the experts in backward instead of keeping them, which costs
-            one GEMM; None keeps them.
-        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, operands in
-            the dtype of the parameters.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -117,7 +106,7 @@ class MoEFeedForward(nn.Module):
                 recompute=recompute,
                 precision=precision,
             )
-        except ValueError as error:  # about an argument of this constructor
+        except ValueError as error:  # the error is about an argument of this constructor
             raise ValueError(str(error).replace("MoEConfig", "MoEFeedForward", 1)) from error
         self._build(config, assignment, noise, implementation=implementation, device=device, dtype=dtype)
 
@@ -132,9 +121,9 @@ class MoEFeedForward(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> MoEFeedForward:
-        """The layer that a configuration describes. The other arguments are those of the constructor.
+        """Build the layer that a configuration describes. The other arguments are those of the constructor.
 
-        A subclass with a constructor of its own overrides this method, too: the constructor does not run.
+        A subclass with its own constructor must also override this method, because it does not call the constructor.
         """
         check_kind("MoEFeedForward", "config", config, MoEConfig)
         layer = cls.__new__(cls)
@@ -205,7 +194,7 @@ class MoEFeedForward(nn.Module):
 
     @property
     def config(self) -> MoEConfig:
-        """The configuration that the layer was built from, with the settings that were changed since."""
+        """Return the configuration from which the layer was built, with later changes of settings."""
         return replace(
             self._config,
             capacity=self.capacity,
@@ -224,18 +213,18 @@ class MoEFeedForward(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts with parameters, on this rank and others."""
+        """Return the number of experts with parameters, on all ranks together."""
         return self.router.num_experts - self.num_zero_experts
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether other tokens of a call change no bit of a token's output. Default False.
+        """Whether a token's output does not depend on the other tokens of a call, bit for bit. Default False.
 
-        Without auxiliary losses they change no bit of its gradient either. Gradients of parameters are sums over all
-        tokens. Each matrix product runs in one kernel for any number of tokens, never in cuBLAS, and the shared expert
-        runs as a routed one. This costs most with few tokens. The reference computes token by token. Expert parallelism
-        does not keep the guarantee, because collectives sum in their own order. Raises ValueError with a capacity, an
-        assignment or noise, which look at other tokens by design.
+        Without auxiliary losses, the gradient of a token does not depend on them, either. Gradients of parameters are
+        sums over all tokens. Each matrix product runs in one kernel for any number of tokens, never in cuBLAS, and the
+        shared expert runs as a routed expert. The cost is highest with few tokens. The reference computes token by
+        token. Expert parallelism does not keep the guarantee, because collectives sum in their own order. Setting it
+        raises ValueError with a capacity, an assignment or noise, which read other tokens by design.
         """
         return self.experts.batch_invariant
 
@@ -254,12 +243,12 @@ class MoEFeedForward(nn.Module):
                 f"got {self.capacity}, {self.router.assignment} and {self.router.noise}"
             )
 
-    # Low-rank adapters of the experts: functions with the layer as their first argument.
+    # Methods for low-rank adapters of the experts. They are functions whose first argument is the layer.
     add_lora, set_lora, remove_lora = add_lora, set_lora, remove_lora
     merge_lora, unmerge_lora = merge_lora, unmerge_lora
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that a forward of `num_tokens` keeps for backward, without parameters and input."""
+        """Return the bytes that a forward of `num_tokens` tokens saves for backward, without parameters and input."""
         return saved_bytes(self, num_tokens, dtype)
 
     def num_parameters(self, *, active: bool = False) -> int:
@@ -273,10 +262,11 @@ class MoEFeedForward(nn.Module):
     def keep_local_experts(self, experts: range) -> None:
         """Drop the parameters of all other experts. The layer then computes these experts' share of the sum.
 
-        Shared and zero experts stay: add them once when the outputs of several layers are summed.
+        Shared and zero experts remain in every such layer. Count them only once when you sum the outputs of several
+        layers.
 
         Raises:
-            ValueError: not a range within this layer's experts, or some experts were dropped before.
+            ValueError: `experts` is not a range within this layer's experts, or some experts were dropped before.
         """
         self.experts.keep(experts, self.num_experts)
         self.dispatcher = LocalDispatcher(experts.start)
@@ -312,14 +302,16 @@ class MoEFeedForward(nn.Module):
         Args:
             return_routing: return (y, LayerRouting). Gradients flow through its weights and logits.
             token_mask: False for padding. Routed experts do not compute padding, and counts and losses leave it out.
-                Its logits are those of a zero token. Shared experts compute it. Backward keeps a masked copy of x.
+                The logits of padding are those of a zero token. Shared experts compute padding, too. A masked copy of x
+                is saved for backward.
             sequence_lengths: lengths of sequences that are packed into the leading axes, for `BalanceLosses.sequence`.
                 Default: the last axis but one holds sequences, if there is an axis before it.
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
             topk_experts: choice of experts that replaces the router's, see `RoutingReplay`. It has the width of the
-                routing that this layer returns; -1 means no expert. The router computes its weights. Ids beyond the
-                experts raise ValueError on a CPU; on a GPU, where they cannot be read, they mean no expert, too.
-            router_input: what the router reads, with `MoEConfig.separate_router_input`.
+                routing that this layer returns; -1 means no expert. The router computes the weights of this choice. Ids
+                beyond the experts raise ValueError on a CPU. On a GPU, where they cannot be read, they also mean no
+                expert.
+            router_input: the tensor that the router reads, with `MoEConfig.separate_router_input`.
 
         Raises:
             ValueError: x is a DTensor or does not end in d_model, its dtype or device differs from the parameters', the
@@ -330,25 +322,22 @@ class MoEFeedForward(nn.Module):
         check_tokens(self, x)
         given = token_mask is not None or topk_experts is not None or router_input is not None
         if not (given or return_routing) and runs_as_one_op(self, tokens):
-            out = self._add_shared(compute_whole(self, tokens), info)
+            out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
+            out = out if shared is None else out + shared(info.all_tokens)
             return out if out.shape == x.shape else restore_shape(out, info)  # no view already
         if self.batch_invariant:
-            self._check_invariance()  # parts may have been replaced
+            self._check_invariance()  # checked in each call, because parts may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
         slots = self._route(router_tokens, info, topk_experts)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
         shared = self.shared_expert
-        shared_out = None if shared is None else shared(info.all_tokens)  # while outputs may be in flight
+        shared_out = None if shared is None else shared(info.all_tokens)  # computed while outputs may be in flight
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
 
-    def _add_shared(self, out: Tensor, info: TokenInfo) -> Tensor:  # [T, D]
-        shared = self._modules.get("shared_expert")
-        return out if shared is None else out + shared(info.all_tokens)
-
     def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None) -> Slots:
-        """The slots that reach an expert."""
+        """Return the slots that reach an expert."""
         given = {} if topk_experts is None else {"topk_experts": topk_experts}
         if info.token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = info.token_mask
@@ -358,8 +347,6 @@ class MoEFeedForward(nn.Module):
             chosen = torch.where(info.token_mask[:, None], chosen, -1)
         max_rows = routed.max_rows if isinstance(routed, Slots) else None
         slots = Slots(chosen, routed.topk_weights, routed.logits, max_rows)
-        if self.capacity is None:
-            return slots
         return drop_beyond_capacity(slots, info.sequence_length, self.router.top_k, self.capacity)
 
     def _to_latent(self, tokens: Tensor) -> Tensor:  # [T, D] -> [T, D or latent_dim]
@@ -381,10 +368,12 @@ class MoEFeedForward(nn.Module):
     def _finish(
         self, out: Tensor, slots: Slots, offsets: Tensor, info: TokenInfo, return_routing: bool
     ) -> Tensor | tuple[Tensor, LayerRouting]:
-        """Losses, counts and statistics; the output in the shape of the input."""
-        has_aux_loss, counts, routing, loss = self._has_aux_loss(), self._counts_experts(), None, None
+        """Add losses, counts and statistics. Return the output in the shape of the input."""
+        routing, loss = None, None
+        has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
+        counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # With zero experts or experts elsewhere the offsets do not count all choices.
+            # With zero experts, or with experts on other ranks, the offsets do not count all choices.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:
@@ -395,12 +384,6 @@ class MoEFeedForward(nn.Module):
             self.observer.add(slots.logits, slots.choices, kept=slots.kept, token_mask=info.token_mask, aux_loss=loss)
         out = restore_shape(out, info)
         return (out, routing) if return_routing and routing is not None else out
-
-    def _has_aux_loss(self) -> bool:
-        return self.balance_losses.any and torch.is_grad_enabled()
-
-    def _counts_experts(self) -> bool:
-        return self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], *, layout: str | None = None, max_shard_bytes: int = 5_000_000_000
@@ -413,6 +396,6 @@ class MoEFeedForward(nn.Module):
         save_safetensors(self, path)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save_safetensors` wrote, converting to the dtype and device of the parameters. A ValueError about
-        missing, unexpected or wrongly shaped tensors leaves the layer unchanged."""
+        """Read a file of `save_safetensors`, and convert it to the dtype and device of the parameters. A ValueError
+        about missing, unexpected or wrongly shaped tensors leaves the layer unchanged."""
         load_safetensors(self, path)

@@ -1,4 +1,4 @@
-"""The tokens of one forward, flattened, and their settings."""
+"""The flattened tokens of one forward, and their settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flatten_tokens(
     sequence_lengths: Tensor | None,  # [N]
     num_tokens: int | Tensor | None,
 ) -> tuple[Tensor, TokenInfo]:  # [T, D]
-    """Check and flatten the arguments of `MoEFeedForward.forward`. Tokens of padding become zero.
+    """Check and flatten the arguments of `MoEFeedForward.forward`. Padding tokens become zero.
 
     Raises:
         ValueError: x is a DTensor or its last axis is not `d_model`, or another argument does not fit x.
@@ -55,7 +55,7 @@ def flatten_tokens(
         check_kind("MoEFeedForward", "sequence_lengths", sequence_lengths, Tensor)
         check_sequence_lengths("MoEFeedForward", sequence_lengths, x.device)
         lengths = sequence_lengths
-    all_tokens = x if x.dim() == 2 else x.reshape(-1, d_model)  # even a view of the same shape takes autograd time
+    all_tokens = x if x.dim() == 2 else x.reshape(-1, d_model)  # even a view of the same shape costs time in autograd
     if token_mask is None:
         return all_tokens, TokenInfo(all_tokens, x.shape, None, lengths, num_tokens)
     check_kind("MoEFeedForward", "token_mask", token_mask, Tensor)
@@ -65,7 +65,7 @@ def flatten_tokens(
             f"got {list(token_mask.shape)} {token_mask.dtype} on {token_mask.device}"
         )
     token_mask = token_mask.reshape(-1)
-    # NaN in padding would reach the gradients of the router, times zero.
+    # NaN in padding would reach the gradients of the router, because 0 * NaN is NaN.
     tokens = torch.where(token_mask[:, None], all_tokens, 0.0)
     return tokens, TokenInfo(all_tokens, x.shape, token_mask, lengths, num_tokens)
 
@@ -77,10 +77,10 @@ def flatten_router_input(
     *,
     separate: bool,
 ) -> Tensor:  # [T, D]
-    """Return the tokens that the router reads: the layer's, or with `separate` those of `router_input`.
+    """Return the tokens that the router reads: the layer's tokens, or with `separate` the tokens of `router_input`.
 
     Raises:
-        ValueError: `router_input` is missing, not wanted, or differs from x in shape or device.
+        ValueError: `router_input` is missing, is given without `separate`, or differs from x in shape or device.
     """
     if separate != (router_input is not None):
         rule = "must be given" if separate else "must not be given"
@@ -102,9 +102,9 @@ def restore_shape(
     out: Tensor,  # [T, D]
     info: TokenInfo,
 ) -> Tensor:  # [..., D]
-    """Return the output in the shape of the layer's input. It is no view, as nn.Linear's is none: a view that is
-    changed in place drops the hook by which FSDP2 gathers the parameters before backward. PyTorch does not notice such
-    a change where a forward hook of the experts keeps `out`; the layer itself never keeps it."""
+    """Return the output in the shape of the layer's input. Like nn.Linear's output it is not a view: a view that is
+    changed in place loses the hook with which FSDP2 gathers the parameters before backward. PyTorch does not notice
+    in-place changes of the result if a forward hook of the experts keeps `out`. The layer does not."""
     return _unsafe_view(out, info.shape)
 
 

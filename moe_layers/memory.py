@@ -16,11 +16,12 @@ from .routing.model_routers import AttachedRouter, attached_routers
 def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the distinct storages saved for backward, without parameters, buffers and the input.
 
-    The layer runs on fake tensors, which have sizes but no memory. This counts all it would save, and launches and
-    allocates nothing on its device. Numbers of dropped or masked tokens do not matter.
+    The layer runs on fake tensors, which have sizes but no memory. The function counts everything that the layer would
+    save, and launches and allocates nothing on the layer's device. The result does not depend on the number of dropped
+    or masked tokens.
 
-    A transformers model that was given to `enable` returns the sum over its MoE blocks: routers, routed experts and
-    shared experts. The attention of its layers is not included.
+    For a transformers model that was given to `enable`, the result is the sum over its MoE blocks: routers, routed
+    experts and shared experts. The attention of its layers is not included.
 
     Args:
         layer: a `MoEFeedForward`, or a model with MoE blocks of transformers.
@@ -55,7 +56,7 @@ def _saved_by_block(router: AttachedRouter, num_tokens: int, dtype: torch.dtype 
 def _check_experts(implementation: str | None, w_up: Tensor, is_shared: bool) -> None:
     if is_shared:
         raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
-    # w_up may be quantised, and then is no tensor.
+    # A quantised w_up is not a tensor.
     if not runs_kernels(implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
         raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
 
@@ -73,7 +74,7 @@ def _saved_by(
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
     loss_scale, last_loss = losses.aux_loss_scale, losses.aux_loss
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
-    kept: dict[int, Tensor] = {}  # by storage; holding the tensors keeps the storages alive
+    kept: dict[int, Tensor] = {}  # storage -> tensor, which keeps the storage alive
 
     def keep(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)

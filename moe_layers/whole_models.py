@@ -15,15 +15,15 @@ from .routing.model_routers import AttachedRouter, attached_routers
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     """Multiply the gradients of the auxiliary losses of every layer by `scale`. The default None means 1.
 
-    Under loss scaling pass the loss scale. Under gradient accumulation pass 1 / number of accumulated calls. The layers
-    keep the tensor without a copy: a change in place takes effect from the next forward on.
+    Pass the loss scale under loss scaling, and 1 / number of accumulated calls under gradient accumulation. The layers
+    keep the tensor without a copy, so a change in place takes effect from the next forward on.
 
     Args:
         model: a `MoEFeedForward`, or a model with such layers or with MoE blocks of transformers.
         scale: a scalar on the layers' device.
 
     Raises:
-        ValueError: not a scalar, or on another device than the parameters.
+        ValueError: `scale` is not a scalar, or is on another device than the parameters.
     """
     layers = _layers(model).values()
     if scale is not None:
@@ -41,13 +41,12 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
-    """Return the auxiliary loss of every layer's last forward with gradients, by layer name: what to add by hand to a
-    loss that is printed or logged.
+    """Return the auxiliary loss of every layer's last forward with gradients, by layer name, to print or log it.
 
-    Each is a scalar on the device, the sum of the layer's losses weighted by `balance_losses`, without the factor of
-    `set_aux_loss_scale`. Backward already adds its gradient, so the values carry none. Layers without such a loss are
-    left out, so a model that only a selection bias balances has none. To differentiate a loss by hand, build the layer
-    without `balance_losses` and apply a loss function to the routing that `return_routing=True` returns.
+    Each value is a scalar on the device, the sum of the layer's losses weighted by `balance_losses`, without the factor
+    of `set_aux_loss_scale`. The values carry no gradient, because backward already adds it. Layers without such a loss
+    are left out, so the result is empty if only a selection bias balances the model. To differentiate a loss by hand,
+    build the layer without `balance_losses`, and apply a loss function to the routing of `return_routing=True`.
 
     Raises:
         ValueError: no layer has had a forward with an auxiliary loss, and no selection bias balances the model instead.
@@ -71,8 +70,8 @@ def _is_balanced_by_bias(layers: Collection[MoEFeedForward | AttachedRouter]) ->
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 
-    The model holds `MoEFeedForward` layers, or MoE blocks of transformers. Set a layer's `observer` to None to stop; of
-    a transformers model, that of the observer's `router`.
+    The model holds `MoEFeedForward` layers, or MoE blocks of transformers. To stop, set a layer's `observer` to None.
+    In a transformers model, set that of the observer's `router`.
 
     Blocks of transformers know padding from the attention mask of their model, so pass the whole model. Their margins
     are differences of the scores whose top-k the router takes.

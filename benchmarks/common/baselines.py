@@ -36,11 +36,7 @@ class TorchGroupedMM(nn.Module):
         logits = functional.linear(tokens, self.w_router).float()
         chosen_logits, experts = logits.topk(self.top_k)
         weights = chosen_logits.softmax(-1)
-        sorted_experts, row_to_slot = experts.flatten().sort(stable=True)
-        boundaries = torch.arange(len(self.w_up), device=tokens.device, dtype=sorted_experts.dtype)
-        offsets = torch.searchsorted(sorted_experts, boundaries, right=True).int()
-        slot_to_row = torch.empty_like(row_to_slot)
-        slot_to_row[row_to_slot] = torch.arange(len(row_to_slot), device=tokens.device)
+        row_to_slot, slot_to_row, offsets = sort_slots(experts, len(self.w_up))
         rows = tokens[row_to_slot // self.top_k]
         hidden = functional.grouped_mm(rows, self.w_up.transpose(1, 2), offs=offsets)
         rows = functional.grouped_mm(self._activated(hidden), self.w_down.transpose(1, 2), offs=offsets)
@@ -55,6 +51,16 @@ class TorchGroupedMM(nn.Module):
         return functional.silu(gate) * up
 
 
+def sort_slots(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort [T, K] choices by PyTorch's ops: row_to_slot [T * K], slot_to_row [T * K] and offsets [E] int32."""
+    sorted_experts, row_to_slot = experts.flatten().sort(stable=True)
+    boundaries = torch.arange(num_experts, device=experts.device, dtype=sorted_experts.dtype)
+    offsets = torch.searchsorted(sorted_experts, boundaries, right=True).int()
+    slot_to_row = torch.empty_like(row_to_slot)
+    slot_to_row[row_to_slot] = torch.arange(len(row_to_slot), device=experts.device)
+    return row_to_slot, slot_to_row, offsets
+
+
 def grouped_mm_takes(shape: Shape, dtype: torch.dtype) -> bool:
     """Return whether `grouped_mm` computes the layer. It needs rows that start at multiples of 16 bytes."""
     return all(width * dtype.itemsize % 16 == 0 for width in (shape.d_model, shape.d_ff))
@@ -66,11 +72,8 @@ def dense_gemms(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Call
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype)
 
-    rows, hidden, activated = (
-        normal(shape.num_rows, shape.d_model),
-        normal(shape.num_rows, shape.up_columns),
-        normal(shape.num_rows, shape.d_ff),
-    )
+    widths = shape.d_model, shape.up_columns, shape.d_ff
+    rows, hidden, activated = (normal(shape.num_rows, width) for width in widths)
     w_up, w_down = normal(shape.up_columns, shape.d_model), normal(shape.d_model, shape.d_ff)
     return {
         "up": partial(torch.mm, rows, w_up.t()),

@@ -85,9 +85,9 @@ def make_model(name: str, num_layers: int, device: str, dtype: torch.dtype) -> n
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
 
 
-def draw_tokens(batch: int, length: int, device: str) -> Tensor:  # [B, S]
+def draw_tokens(batch: int, length: int, device: str, vocabulary: int | None = None) -> Tensor:  # [B, S]
     generator = torch.Generator(device).manual_seed(1)
-    return torch.randint(VOCABULARY, (batch, length), device=device, generator=generator)
+    return torch.randint(vocabulary or VOCABULARY, (batch, length), device=device, generator=generator)
 
 
 def size(text: str) -> tuple[int, int]:

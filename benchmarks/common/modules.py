@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from .baselines import FORWARD_GEMMS, dense_gemms
 from .layers import check_layer, make_layer, make_tokens, measure_memory, num_checked, passes
 from .results_file import Row
 from .shapes import Shape
-from .timing import Timing, timed
+from .timing import timed
 
 
 def checked_layer(
@@ -39,7 +38,10 @@ def bench_modules(
 ) -> list[Row]:
     """Return result rows of these modules and their shares of the dense bound."""
     runs = {name: passes(module, tokens) for name, module in modules.items()}
-    memory = {name: measure_memory(modules[name], tokens) for name in _warmed_up(runs)}
+    for run in runs.values():
+        for function in run.values():
+            function()  # compile and warm up
+    memory = {name: measure_memory(module, tokens) for name, module in modules.items()}
     functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
     functions |= {f"dense/{name}": gemm for name, gemm in dense_gemms(shape, options.device, options.dtype).items()}
     timings = timed(functions, options)
@@ -47,39 +49,12 @@ def bench_modules(
         "forward": sum(timings[f"dense/{name}"].ms for name in FORWARD_GEMMS),
         "forward+backward": sum(t.ms for name, t in timings.items() if name.startswith("dense/")),
     }
-    return [
-        _row(shape, routing, which, name, timings[f"{name}/{which}"], bounds[which], memory[name])
-        for which in bounds
-        for name in modules
-    ]
-
-
-def _warmed_up(runs: dict[str, dict[str, Callable[[], object]]]) -> dict[str, dict[str, Callable[[], object]]]:
-    for run in runs.values():
-        for function in run.values():
-            function()
-    return runs
-
-
-def _row(
-    shape: Shape,
-    routing: str,
-    which: str,
-    implementation: str,
-    timing: Timing,
-    bound_ms: float,
-    memory: tuple[float | None, float | None],
-) -> Row:
-    return {
-        "shape": shape.name,
-        **shape.sizes,
-        "routing": routing,
-        "pass": which,
-        "implementation": implementation,
-        **timing._asdict(),
-        "tokens_per_s": 1e3 * shape.num_tokens / timing.ms,
-        "dense_bound_ms": bound_ms,
-        "share_of_dense_bound": bound_ms / timing.ms,
-        "saved_mib": memory[0],
-        "peak_mib": memory[1],
-    }
+    rows: list[Row] = []
+    for which, bound_ms in bounds.items():
+        for name, (saved, peak) in memory.items():
+            timing = timings[f"{name}/{which}"]
+            row = {"shape": shape.name, **shape.sizes, "routing": routing, "pass": which, "implementation": name}
+            row |= {**timing._asdict(), "tokens_per_s": 1e3 * shape.num_tokens / timing.ms}
+            row |= {"dense_bound_ms": bound_ms, "share_of_dense_bound": bound_ms / timing.ms}
+            rows.append({**row, "saved_mib": saved, "peak_mib": peak})
+    return rows

@@ -15,7 +15,8 @@ from ..common.layers import PASSES, make_tokens
 from ..common.shapes import Shape
 from ..common.timing import Timing
 from .best import best_form
-from .implementations import BASELINE, dtype_for, held, local_layer, make_implementation, make_layer, passes, results
+from .grouped_mm import held
+from .implementations import BASELINE, dtype_for, local_layer, make_implementation, make_layer, passes, results
 from .rank_timing import largest, time_together
 
 

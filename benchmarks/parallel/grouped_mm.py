@@ -53,9 +53,8 @@ class TorchAllToAll(nn.Module):
         return (by_slot * weights[..., None]).sum(1).to(tokens.dtype)
 
     def _experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        w_up, w_down = (
-            _local(weight).transpose(1, 2) for weight in (self.layer.experts.w_up, self.layer.experts.w_down)
-        )
+        experts = self.layer.experts
+        w_up, w_down = (held(weight).transpose(1, 2) for weight in (experts.w_up, experts.w_down))
         gate, up = functional.grouped_mm(rows, w_up, offs=offsets).chunk(2, dim=-1)
         return functional.grouped_mm(functional.silu(gate) * up, w_down, offs=offsets)
 
@@ -69,5 +68,6 @@ def _put(rows: Tensor, places: Tensor) -> Tensor:
     return torch.empty_like(rows).index_copy_(0, places, rows)
 
 
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def held(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_layers import ExpertParallel, MoEFeedForward
 from moe_layers.parallel.collectives import Ranks
 
 from ..common.shapes import Shape
-from .grouped_mm import TorchAllToAll
+from .grouped_mm import TorchAllToAll, held
 
 # Simplest first: among forms of about equal speed, the first is called the best.
 FORMS = {
@@ -46,15 +45,12 @@ def dtype_for(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def implementation_for(device_type: str) -> str:
-    return "triton" if device_type == "cuda" else "reference"
-
-
 def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedForward:
     """Return a layer with the same router on all ranks, but other experts on each, which were never whole. A row sent
     to a wrong rank then changes the results."""
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-    layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation_for(mesh.device_type))
+    implementation = "triton" if mesh.device_type == "cuda" else "reference"
+    layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation)
     parallelize_module(layer, mesh, ExpertParallel(), src_data_rank=None)
     layer.to_empty(device=mesh.device_type)
     for module, seed in ((layer.router, 0), (layer.experts, 1 + mesh.get_local_rank())):
@@ -103,8 +99,3 @@ def passes(module: nn.Module, tokens: Tensor, dout: Tensor) -> dict[str, Callabl
     """Return one call of each pass. A forward saves for backward as in training."""
     leaf = tokens.detach().requires_grad_()
     return {"forward": lambda: module(leaf), "forward+backward": lambda: results(module, tokens, dout)}
-
-
-def held(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

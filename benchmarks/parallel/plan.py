@@ -23,7 +23,8 @@ RATE = 400e12  # assumed FLOP/s of a GPU, with everything that is not a matrix p
 BANDWIDTH = 300e9  # assumed bytes/s of an all-to-all in one host, per direction
 NETWORK = 45e9  # bytes/s of a GPU between hosts
 PER_HOST = 8
-TOKENS = 4 * 4096  # of each GPU
+LENGTH = 4096
+TOKENS = 4 * LENGTH  # of each GPU
 STATE_BYTES = 2 + 2 + 4 + 4 + 4  # of a parameter: itself, its gradient, its master and two moments
 COLUMNS = ("model", "gpus", "ep", "parameters_b", "active_b", "gib", "tokens_per_s_per_gpu", "published")
 COLUMNS += ("compute_ms", "all_to_all_ms", "exposed_fsdp_ms")
@@ -72,10 +73,11 @@ class Model:
         """Return the parameters that one token multiplies."""
         return self.moe_layers * self.top_k * self.expert + self.rest - self.vocabulary * self.d_model
 
-    def flops(self, length: int = 4096) -> float:
+    @property
+    def flops(self) -> float:
         """Return the FLOPs of a token, forward twice and backward, with causal attention of half the length."""
         number, width = self.heads
-        return 8 * (self.active + self.layers * number * width * length)
+        return 8 * (self.active + self.layers * number * width * LENGTH)
 
 
 MODELS = (
@@ -103,7 +105,7 @@ def predictions(rows: list[Row]) -> list[Row]:
 
 def _predict(model: Model, gpus: int, rate: float, bandwidth: float) -> Row:
     ep, copies = PER_HOST, gpus // PER_HOST
-    compute = TOKENS * model.flops() / rate
+    compute = TOKENS * model.flops / rate
     row_bytes = TOKENS * model.top_k * model.d_model * 2 * (ep - 1) / ep
     all_to_all = (EXCHANGES + RECOMPUTED) * model.moe_layers * row_bytes / bandwidth
     # Gathered in forward and again in backward, and gradients reduced: three times the bytes of the parameters.

@@ -14,10 +14,11 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """Return exp(-x) for x >= 0 to its last places. The hardware's exp2 is exact, but x * log2(e) is rounded."""
+    """Return exp(-x) for x >= 0, exact to the last places. The hardware's exp2 is exact, but x * log2(e) would be
+    rounded."""
     x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-x) is zero beyond
     scaled = x * -1.4426950408889634
-    # The rounding error of the product, and that of log2(e) in float32.
+    # The rounding error of the product, plus the rounding error of log2(e) in float32.
     rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
     power = tl.exp2(scaled)
     return tl.fma(power, rest * 0.6931471805599453, power)
@@ -25,7 +26,7 @@ def exp_negative(x):
 
 @triton.jit
 def _sigmoid(x):
-    """Return (sigmoid(x), 1 - sigmoid(x)), each to its own last places."""
+    """Return (sigmoid(x), 1 - sigmoid(x)), each exact to its last places."""
     small = exp_negative(tl.abs(x))
     high = 1.0 / (1.0 + small)
     high += high * tl.fma(-1.0 - small, high, 1.0)  # a Newton step: the division is off by two last places
@@ -46,7 +47,7 @@ def _gelu(x):
     """Return (value, derivative) of x * P(z < x) for a normal z.
 
     P(z > |x|) / exp(-x**2 / 2) is approximated by a polynomial of t = 1 / (1 + 0.35 |x|), with relative error 5e-8.
-    Value and derivative share one exponential, and a small P keeps its digits.
+    Value and derivative share one exponential, and small values of P stay precise.
     """
     t = 1.0 / (1.0 + 0.35 * tl.abs(x))
     total = -0.029157998 * t + 0.144031465
@@ -65,7 +66,7 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    """Return (value, derivative) with below = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    """Return (value, derivative), by way of `below` = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
     square = x * x
     # 2 sqrt(2 / pi), and 0.044715 times that
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
@@ -75,7 +76,7 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _tanh(x):
-    """Return (value, derivative), each to its own last places: a series keeps the digits of small values."""
+    """Return (value, derivative), each exact to its last places. A series keeps small values precise."""
     power = exp_negative(2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + power)
     large = (1.0 - power) * inverse
@@ -317,20 +318,20 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Activations that GEMM kernels apply to their product before storing it, as `forward(gate, up)` and therefore with the
-# published numbers: the gated ones that published models use most. Where rows are gathered, two of them would spill
-# registers.
+# Gated activations that GEMM kernels apply to their product before storing it: those that published models use most.
+# Kernels call `forward(gate, up)`, so activations have the published numbers. With gathered rows two of them would
+# spill registers.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
 }
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
-# Plain activations. Grouped kernels apply them to the product as they store it. Kernels that gather rows do not,
-# because all of them would spill registers. Other kernels apply them in float32.
+# Plain activations. Grouped kernels apply them to the product as they store it. Kernels that gather rows do not apply
+# them, because every one would spill registers. Other kernels apply them in float32.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 
 
 def listed_epilogue(name: str) -> str:
-    """Return the activation that represents all gated, or all plain, epilogues in the catalog and the tables."""
+    """Return the activation that represents all gated epilogues, or all plain ones, in the catalog and the tables."""
     return "relu" if name in PLAIN_EPILOGUES else "swiglu"

@@ -11,7 +11,7 @@ def activation_kernel(
     preactivation_ptr,
     preactivation_strides,  # [R, 2F], or [R, F] if not GATED
     bias_ptr,  # [E, 2F or F] contiguous, or None
-    row_to_expert_ptr,  # [R], with a bias
+    row_to_expert_ptr,  # [R]; only with a bias
     out_ptr,  # [R, F]; with scales, contiguous bytes of e4m3
     out_stride,  # between rows
     scales_ptr,  # [cdiv(F, 128), R] contiguous, or None
@@ -22,7 +22,7 @@ def activation_kernel(
     FORWARD: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides F and the distances of rows
+    ALIGNED: tl.constexpr,  # divides F and the strides of rows
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -66,7 +66,7 @@ def activation_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes the gate's and the up gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
+    """One program writes the gate and up gradients of a tile. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F))."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     first = tl.program_id(1).to(tl.int64) * BLOCK_F
     f = first + tl.arange(0, BLOCK_F)[None, :]
@@ -83,9 +83,9 @@ def activation_backward_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_items"])
 def weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED
-    preactivation_stride,  # between rows, as all strides here
+    preactivation_stride,  # between rows, like all strides here
     bias_ptr,  # [E, 2F or F] contiguous, or None
-    row_to_expert_ptr,  # [R], with a bias
+    row_to_expert_ptr,  # [R]; only with a bias
     dweighted_ptr,  # [R, F]
     dweighted_stride,
     weights_ptr,  # [T * K]
@@ -95,9 +95,9 @@ def weighted_activation_backward_kernel(
     dpreactivation_stride,
     weighted_ptr,  # [R, F], or dweighted_ptr
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in the two results, or None if slot_to_row holds for them
+    destination_ptr,  # [T * K]: each slot's row in the two results; None: that in slot_to_row
     dweights_ptr,  # [T * K]; zeros if programs handle rows
-    scaled_ptr,  # the dpreactivation once more, in bytes of e4m3, or None; this and the next two
+    scaled_ptr,  # dpreactivation also in e4m3 bytes; this and the next two may be None
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
     num_rows,  # R
     num_items,  # slots or rows
@@ -173,7 +173,8 @@ def _load_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32; without a gate, twice the value.
+    """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32. Without a gate, return the value
+    twice.
 
     Reads interleaved columns as they lie in memory and separates them in registers.
     """
@@ -203,7 +204,7 @@ def _store_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write what `_load_pair` reads."""
+    """Write gate and up columns in the layout that `_load_pair` reads."""
     dtype: tl.constexpr = pointer.dtype.element_ty
     if INTERLEAVED:
         c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
@@ -245,7 +246,7 @@ def _store_scaled(
 def _add_bias(
     gate, up, bias_ptr, expert, is_row, first, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr
 ):
-    """Gate and up of rows and columns, with their experts' biases."""
+    """Return gate and up plus the biases of the rows' experts."""
     pointer = bias_ptr + expert * (F * (2 if GATED else 1))
     bias_gate, bias_up = _load_pair(pointer, 1, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
     return gate + bias_gate, up + bias_up

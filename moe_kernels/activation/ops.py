@@ -1,6 +1,7 @@
-"""Activations of the expert feed-forward: forward, and backward with everything the expert op needs from one read.
+"""Activations of the expert feed-forward: forward, and a backward that computes all results of the expert op from one
+read.
 
-What each activation computes is in `functions.py`; here are the ops and the kernels around it.
+`functions.py` defines each activation. This file has the ops and the launches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def apply_activation(
     Shapes: preactivation [R, 2F] or [R, F]; result [R, F].
 
     Raises:
-        ValueError: an unknown activation, or a gated one of an odd number of columns.
+        ValueError: the activation is unknown, or it is gated and the number of columns is odd.
     """
     activation = as_activation("apply_activation", activation)
     sizes = check_shapes("apply_activation", preactivation=(preactivation, "R N"))
@@ -66,7 +67,7 @@ def _bias_arguments(bias: RowBias | None) -> tuple[Any, Any]:
 
 
 def _block(num_columns: int) -> tuple[int, int]:
-    """(rows, columns) of a tile that keeps four warps busy without spilling."""
+    """Return (rows, columns) of a tile that keeps four warps busy without spilling."""
     block_f = min(next_power_of_2(num_columns), 512)
     return max(1, 2048 // block_f), block_f
 
@@ -88,7 +89,8 @@ def launch_activation(
 def launch_scaled_activation(
     preactivation: Tensor, activation: Activation, bias: RowBias | None = None
 ) -> ScaledRows:  # [R, F]
-    """Return activation(H + bias), rounded to the dtype of H, in e4m3 with scales."""
+    """Return activation(H + bias) in e4m3 with scales. The activation is rounded to the dtype of H before it is
+    quantised."""
     out = empty_scaled_rows(preactivation, preactivation.shape[0], _width(preactivation, activation))
     _launch_forward(preactivation, activation, bias, out.values.view(torch.uint8), out.scales)
     return out
@@ -188,7 +190,7 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Other tensors for the results, with their own rows for the slots."""
+    """Tensors that the results are written to instead. Their rows follow another permutation of the slots."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, as all below
     weighted: Tensor  # [S, F]
@@ -207,7 +209,7 @@ def launch_weighted_activation_backward(
     destination: Destination | None = None,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
-    """The elementwise middle of the expert op's backward, one read of H and dA'.
+    """Compute the elementwise middle of the expert op's backward, with one read of H and dA'.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
     recomputed from H as stored, plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
@@ -216,7 +218,7 @@ def launch_weighted_activation_backward(
     Args:
         row_to_token: for inputs with mostly dropped slots. If there are fewer rows than slots, each program then
             handles rows instead of slots.
-        scaled: also gets dH, in e4m3 with scales. Without a destination, and where `can_scale_gradient`.
+        scaled: also gets dH, in e4m3 with scales. Requires `can_scale_gradient` and no destination.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k

@@ -1,13 +1,13 @@
-"""The expert feed-forward and its backward, chunk by chunk, so that communication overlaps with computation.
+"""The expert feed-forward and its backward, chunk by chunk, so that communication can overlap with computation.
 
     forward, each chunk:     H = gather(tokens) @ w_up^T     A = activation(H)    out = combine(A @ w_down^T)
     backward, each chunk:    dA' = gather(dout) @ w_down     dw = <dA', A>        A_w and dH, to the rows of all chunks
     then of all at once:     dX = dH @ w_up                  dtokens = sum of a token's rows of dX
     and last of all at once: dw_down = gather(dout)^T @ A_w  dw_up = dH^T @ gather(tokens)
 
-A chunk's outputs exist before the next chunk's tokens are needed, and the gradients of tokens before those of the
-weights, so they can be sent during the rest. Each weight gradient is one product over the rows of all chunks, not a sum
-of one product per chunk.
+A chunk's outputs exist before the next chunk's tokens are needed, and can be sent while the next chunk is computed. The
+gradients of tokens exist before those of the weights, and can be sent meanwhile. Each weight gradient is one product
+over the rows of all chunks, not a sum of one product per chunk.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from .steps import (
 
 
 class ExpertsInParts:
-    """`fused_experts` step by step on tokens in chunks, by the Triton kernels. Autograd sees none of it.
+    """Computes `fused_experts` step by step on chunks of tokens, with the Triton kernels. Autograd does not record the
+    steps.
 
-    Deterministic, and the same bits for any `reserved_sms`.
+    Deterministic. The bits do not depend on `reserved_sms`.
 
     Args:
         parts: the permutation of each chunk's slots.
@@ -71,7 +72,8 @@ class ExpertsInParts:
         topk_weights: Tensor,  # [T, K] float32 contiguous
         columns: slice = slice(None),
     ) -> Tensor:  # [T, columns]
-        """The second half: all columns, or a slice of them that can be sent before the others."""
+        """Compute the second half of a chunk's forward: all columns, or a slice of columns that can be sent before the
+        others."""
         rows, experts = self.parts[part], self.experts
         if columns != slice(None):
             experts = _columns_of(experts, columns, rows.dense(experts.weights.w_down, activated.dtype))
@@ -80,13 +82,14 @@ class ExpertsInParts:
     def backward(self, whole: Permutation) -> BackwardInParts:
         """
         Args:
-            whole: the permutation of the slots of all chunks, in order. With one chunk it is that chunk's.
+            whole: the permutation of the slots of all chunks, in order. With one chunk, pass that chunk's permutation.
         """
         return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
 
 
 def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
-    """The experts as far as they write these columns of their outputs. `w_down` is theirs, or a dequantised copy."""
+    """Return the experts restricted to these columns of their outputs. `w_down` is their weight, or a dequantised
+    copy."""
     weights = experts.weights
     b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
     down_b = experts.adapters.down_b
@@ -96,7 +99,8 @@ def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
 
 
 class BackwardInParts:
-    """Each chunk's `backward_part`, in any order, then `tokens_gradient` and `weight_gradients`, in any order.
+    """The backward in steps. Call `backward_part` for each chunk, in any order, then `tokens_gradient` and
+    `weight_gradients`, in any order.
 
     Only `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.
     """
@@ -135,7 +139,7 @@ class BackwardInParts:
         topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
         needed: ExpertWeights,  # bools: the gradients to compute
     ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`
-        """Return the needed gradients, and None for the others."""
+        """Return the needed gradients, and None in place of the others."""
         experts, whole, hidden = self.experts, self.whole, self._hidden
         assert hidden is not None
         dw_up = dw_down = db_up = db_down = None
@@ -155,7 +159,8 @@ class BackwardInParts:
         dout: Tensor,  # [T, D] of all chunks, contiguous
         needed: Adapters,  # bools
     ) -> tuple[Tensor | None, ...]:  # in the order of `Adapters`
-        """Return the gradients of the needed pairs of factors; None for others. Recomputes the narrow products."""
+        """Return the gradients of the needed pairs of factors, and None in place of the others. Recomputes the [R, r]
+        products."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         assert hidden is not None
@@ -176,7 +181,7 @@ class BackwardInParts:
         return self._up_low
 
     def _destination(self, part: int, preactivation: Tensor) -> Destination:
-        """Where a chunk's rows of dH and A_w go among those of all chunks."""
+        """Return the tensors for the dH and A_w of all chunks, with the rows that belong to this chunk."""
         whole = self.whole
         if self._hidden is None:
             num_rows, d_ff = len(whole.row_to_token), self.experts.weights.w_down.shape[2]

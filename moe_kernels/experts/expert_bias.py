@@ -1,4 +1,4 @@
-"""The expert of each row and slot, and sums over the rows of each expert, for the biases of experts."""
+"""Helpers for the biases of experts: the expert of each row and slot, and sums over the rows of each expert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 
 def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
-    """The expert of each row. Rows of none count as the last expert's, so that whatever they read exists.
+    """Return the expert of each row. Padding rows get the last expert, so that kernels can load the bias of every row.
 
     Args:
         bounds: [E + 2], as in TileTable.
@@ -20,7 +20,7 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
 
 
 def slot_to_expert(row_to_expert: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] int32
-    """Return the expert of each slot; -1 for a dropped slot."""
+    """Return the expert of each slot, or -1 for a dropped slot."""
     experts = row_to_expert.index_select(0, slot_to_row.clamp(min=0).flatten()).view(slot_to_row.shape)
     return torch.where(slot_to_row >= 0, experts, -1)
 
@@ -31,7 +31,7 @@ def launch_segment_sum(
     row_to_token: Tensor | None = None,  # [R] int32
     row_weights: Tensor | None = None,  # [R] float32 contiguous
 ) -> Tensor:  # [G, N] float32
-    """The sum over each group's rows, times their weights. In a fixed order; an empty group gets zeros."""
+    """Return the sum over each group's rows, times their weights. Adds in a fixed order. An empty group gets zeros."""
     num_groups, num_columns = len(bounds) - 2, rows.shape[1]
     out = rows.new_empty(num_groups, num_columns, dtype=torch.float32)
     if out.numel():

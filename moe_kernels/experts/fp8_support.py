@@ -1,4 +1,4 @@
-"""Where precision "fp8" runs, and where it was measured to be faster."""
+"""The GPUs on which precision "fp8" runs, and the sizes for which it was measured to be faster."""
 
 from __future__ import annotations
 

@@ -45,36 +45,36 @@ def fused_experts(
 ) -> Tensor:  # [T, D]
     """Send each token through its experts and sum the outputs with its routing weights.
 
-    Saves `tokens`, the pre-activations [R, 2F] and the routing for backward. Frozen operands cost no gradient. GEMMs
-    and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without host
-    synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
+    Saves `tokens`, the pre-activations [R, 2F] and the routing for backward. No gradient of frozen operands is
+    computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without
+    host synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
-    Quantised weights are frozen, and backward saves their stored bytes only. From 512 rows per expert on average each
-    weight is dequantised to the dtype of the tokens into a temporary right before the GEMM that reads it, in forward
-    and again in backward, and dropped after it. PyTorch's caching allocator gives the same memory to the next one and
-    to the next layer: it is a workspace that all layers share, without state, rules of lifetime or a size to choose.
-    The result has the bits of dequantised weights. With fewer rows, GEMMs decode the weights of experts that have rows
-    while they load them. The decoded values are the same, and sums are rounded in another order. Sizes alone decide.
-    With `batch_invariant` and in the reference weights are always dequantised.
+    Quantised weights are frozen, and backward saves their stored bytes only. From 512 rows per expert on average, each
+    weight is dequantised to the dtype of the tokens right before the GEMM that reads it, in forward and again in
+    backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory for the
+    next weight and the next layer. The result has the bits of dequantised weights. With fewer rows, GEMMs decode the
+    weights of experts that have rows while they load them. The decoded values are the same, but sums are rounded in
+    another order. Only sizes decide between the two. With `batch_invariant` and in the reference, weights are always
+    dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
     [E, F], b_down [E, D]; result [T, D].
 
     Args:
-        w_up: a tensor, or a `QuantizedWeight` if `w_down` is one of the same format.
+        w_up: a tensor, or a `QuantizedWeight` if `w_down` is a `QuantizedWeight` of the same format.
         permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
-        adapters: low-rank changes of the weights, in the weights' dtype or another that is rounded to it. No tensor of
-            the size of the weights is made. Saves [R, r] more for backward.
+        adapters: low-rank changes of the weights, in any floating-point dtype; they are rounded to that of the weights.
+            No tensor of the size of the weights is made. Saves a further tensor [R, r] for backward.
         weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
         recompute: "up" does not save the pre-activations; backward multiplies by `w_up` once more, with the same bits.
             The reference saves what autograd saves.
-        reserved_sms: SMs that persistent GEMMs leave to concurrent communication. The bits stay the same.
-        batch_invariant: the other tokens change no bit of a token's output, nor of the gradients of the token and its
-            routing weights. The number of rows does not affect the choice of kernels, and the reference computes token
-            by token.
+        reserved_sms: SMs that persistent GEMMs leave to concurrent communication. The bits do not depend on it.
+        batch_invariant: a token's output, and the gradients of the token and its routing weights, do not depend on the
+            other tokens, bit for bit. Kernels are then chosen without the number of rows, and the reference computes
+            token by token.
         precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
             each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
-            dtype of the tokens. Weights are quantised in every forward and backward; the layer keeps the result.
+            dtype of the tokens. Weights are quantised in every forward and backward; `MoEFeedForward` keeps the result.
             "fp8_saved" also saves the pre-activations in e4m3: half the bytes, and less precise gradients.
         implementation: "triton", "reference", or None to choose by device.
 
@@ -124,7 +124,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Autograd through the reference would save dequantised weights; the op saves its operands.
+        # Autograd through the reference would save dequantised weights. The op saves the quantised ones.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -143,7 +143,7 @@ def compute_chosen(
     implementation: str | None = None,
     **settings: Any,
 ) -> Tensor:  # [T, D]
-    """Sort the slots and compute `fused_experts`, as one op where the kernels run."""
+    """Sort the slots and compute `fused_experts`. With the Triton kernels, both are one op."""
     if choose("fused_experts", implementation, tokens) == "reference":
         permutation = sort_by_expert(topk_experts, weights.w_up.shape[0], implementation=implementation)
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
@@ -176,8 +176,8 @@ def compute_routed(
 ) -> RoutedExperts:
     """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op of kernels.
 
-    Every expert that the router knows is among the weights. No gradient flows back through the routing of the result.
-    Compiled code routes by an op of its own, so that checkpointing can keep the choice: see `save_routing`.
+    The weights must contain every expert that the router can choose. The returned routing carries no gradient. Compiled
+    code routes with a separate op, so that checkpointing can keep the choice: see `save_routing`.
     """
     _check_formats(weights)
     if torch.compiler.is_dynamo_compiling():
@@ -203,7 +203,7 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack what all ways to the op share. The op checks shapes, dtypes and devices, once for each form.
+    """Pack the operands that all callers of the op pass. The op checks shapes, dtypes and devices, once for each form.
 
     Args:
         others: further fields of `ExpertOperands`.
@@ -221,7 +221,7 @@ def make_operands(
     if others.get("adds_to_main_grad"):
         _check_main_grad(tokens, weights)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
-    # Without a backward there is nobody to save the pre-activations for.
+    # Without a backward nothing is saved, so nothing needs to be recomputed.
     recomputes = recompute == "up" or not torch.is_grad_enabled()
     return ExpertOperands(tokens, experts, recompute=recomputes, precision=precision, **others)
 
@@ -251,7 +251,7 @@ def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAda
 
 
 def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
-    """Raise ValueError unless the copy engine can address rows of these sizes in e4m3."""
+    """Raise ValueError unless the copy engine can address e4m3 rows of these sizes."""
     if d_model % 16 or d_ff % 16:
         raise ValueError(f"{op}: precision='fp8' needs multiples of 16, got d_model={d_model} and d_ff={d_ff}")
 
@@ -280,7 +280,7 @@ def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> N
 
 
 def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    # All experts may share the factor on the side of the tokens.
+    # All experts may share the factor that multiplies tokens, or that yields outputs.
     allowed = [[1, *shape[1:]], list(shape)] if name in ("up_a", "down_b") else [list(shape)]
     if 0 in shape[1:] or list(factor.shape) not in allowed:
         wanted = " or ".join(map(str, allowed))

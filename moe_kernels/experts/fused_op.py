@@ -27,8 +27,8 @@ added where the rows of dX are summed: see `router_gradient.py`. Else the router
 A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
 one.
 
-Backward is a sequence of ops, so that memory is free as soon as nothing reads it any more. Live tensors of each op
-besides the operands, `out` and `dout`; brackets hold the copies of gathered rows [R, D]:
+Backward is a sequence of ops, so that memory is free as soon as nothing reads it any more. The table lists the live
+tensors of each op besides the operands, `out` and `dout`. Brackets hold the copies of gathered rows [R, D]:
 
     hidden gradients    H, dH, A_w, [gather(dout)]
     down gradients      dH, A_w, [gather(dout)], dw_down
@@ -52,16 +52,16 @@ replaces A_w and a copy [R, D], which are larger unless there are few rows per e
 autograd does not retain the graph. With recompute="up" dH overwrites H.
 
 With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
-128 columns, weights one for each 128 x 128 block; sums are float32. Tensors are quantised where they are made:
+128 columns, weights a scale for each 128 x 128 block. Sums are float32. Tensors are quantised where they are computed:
 
     tokens, dout    once per token, before GEMMs gather their rows
-    A               where the activation is computed from H; no other form of A is made in forward
-    dH              where backward computes it, beside the form in the dtype of the tokens that dw_up reads
+    A               where the activation is computed from H; forward makes A in e4m3 only
+    dH              where backward computes it, in addition to dH in the dtype of the tokens, which dw_up reads
     weights         by the caller (`ScaledForms`), or here for each product, right before it
 
-dw_up and dw_down are products in the dtype of the tokens of the same tensors as without FP8. The same tensors are
-saved, and the given forms of the weights. With "fp8_saved" H is saved in e4m3, too, in a bit more than half the bytes;
-backward reads it back, and overwrites it by dH.
+dw_up and dw_down multiply the same tensors as without FP8, in the dtype of the tokens. The same tensors are saved, and
+the given forms of the weights. With "fp8_saved" H is also saved in e4m3, in a bit more than half the bytes. Backward
+dequantises it and overwrites it with dH.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Outputs(NamedTuple):
     preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward computes it again
     scales: Tensor | None  # [R, 2F / 128 or F / 128] of H in e4m3
     low: Tensor | None  # X @ up_a^T [R, r] with adapters
-    topk_weights: Tensor | None  # [T, K] of a router; the next likewise
+    topk_weights: Tensor | None  # [T, K]; this and the next only with a router
     topk_experts: Tensor | None  # [T, K]
     buffer: Tensor | None  # memory of `SortedSlots`; None if rows are given
 
@@ -128,7 +128,8 @@ def fused_experts_op(operands: ExpertOperands) -> _Outputs:
 
 
 def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Choose experts and sort the slots, as far as the caller has not. Return also the last three of `_Outputs`."""
+    """Choose experts and sort the slots, unless the caller has done so. Also return the last three fields of
+    `_Outputs`."""
     if operands.rows is not None:
         return operands, (None, None, None)
     _check_chosen(operands)
@@ -183,7 +184,7 @@ def _(operands):
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
-    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # as saved, they may lack attributes
+    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack attributes
     if "selection_bias" in ctx.names:  # backward does not read it, and updates in place may precede backward
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
@@ -194,7 +195,7 @@ _gradients = Replayed("fused_experts_gradients", frees_operands=True)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
-    """Compute the gradients, in one list of launches where nothing sees the ops."""
+    """Compute the gradients. If nothing sees the ops, their launches are replayed as one list."""
     if dout is None:
         return {}
     main_grads = {} if ctx.weights is None else _main_grads(ctx)
@@ -215,7 +216,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
 
 
 def _main_grads(ctx: Any) -> dict[str, Tensor]:
-    """Return by name the `main_grad` of each weight that the running backward accumulates."""
+    """Return, by the weight's name, the `main_grad` of each weight whose gradient the running backward accumulates."""
     nodes = {name: node for name, (node, _) in zip(ctx.names, ctx.next_functions, strict=False)}
     names = [name for name in ("w_up", "w_down") if name in fused_experts_op.needed(ctx)]
     names = [name for name in names if is_accumulated("fused_experts", name, nodes[name])]
@@ -291,7 +292,7 @@ def compute_gradients(
 
 
 def _needs(needed: set[str], projection: str) -> tuple[bool, bool, bool]:
-    """Whether the gradients of a projection's weight, bias and adapter are needed."""
+    """Return whether the gradients of a projection's weight, bias and adapter are needed."""
     factors = {f"{projection}_a", f"{projection}_b"}
     return f"w_{projection}" in needed, f"b_{projection}" in needed, not needed.isdisjoint(factors)
 
@@ -303,7 +304,8 @@ def _of_input(made: UpGradients, dtopk_weights: Tensor) -> Tensor:
 def _router_gradients(
     operands: ExpertOperands, dtopk_weights: Tensor, dtokens: Tensor | None, needed: set[str]
 ) -> dict[str, Tensor | None]:
-    """The gradients of the router's operands, and that of the tokens through the experts and the router."""
+    """Return the gradients of the router's operands, and the gradient of the tokens through both the experts and the
+    router."""
     router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
     assert router is not None and topk_weights is not None and topk_experts is not None
     needs = needed_of_router(needed - {"tokens"} if operands.fuses_router_gradient() else needed)

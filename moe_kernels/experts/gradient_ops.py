@@ -1,7 +1,8 @@
-"""The ops of the gradients of the expert feed-forward: `fused_op.py` derives the formulas.
+"""The ops that compute the gradients of the expert feed-forward. `fused_op.py` derives the formulas.
 
-Three ops, so that memory is free between them as soon as nothing reads it any more. The op of a weight's gradient adds
-it to `main_grad` if there is one. The ops' schemas do not say so, because no tracer gets there: see `fused.py`.
+Backward is three ops, so that tensors are freed between them as soon as nothing reads them any more. The op of a
+weight's gradient adds it to `main_grad` if there is one. The ops' schemas do not declare this mutation, because no
+tracer reaches the ops with a `main_grad`: see `fused.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .steps import (
 
 
 def empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor | None:
-    """Rows multiplied by one factor of an adapter whose other factor is `b`, unwritten."""
+    """Return an unwritten tensor for the product of rows and one factor of an adapter, or None. `b` is the other
+    factor."""
     return None if b is None else empty_rows(like, operands.num_rows, b.shape[2])
 
 
@@ -49,8 +51,8 @@ class SavedForBackward(NamedTuple):
 class _HiddenGradients(NamedTuple):
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]
-    dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
-    drows: Tensor | None  # [R, D]: gather(dout), where dw_down reads a copy
+    dtopk_weights: Tensor  # [T, K] float32, if the weights multiply the output
+    drows: Tensor | None  # [R, D]: gather(dout), if dw_down reads a copy
     down_low: Tensor | None  # gather(dout) @ down_b [R, r] with adapters
     up_low: Tensor | None  # dH @ up_b [R, r] with adapters
     scaled: Tensor | None  # dH in e4m3 [R, 2F or F] with a precision
@@ -66,11 +68,12 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> _HiddenGradients:
-    """A tracer cannot know whether `drows` is a copy, so it always gets the tensor, unwritten where GEMMs gather."""
+    """Compute the gradients of the pre-activations. A tracer cannot know whether `drows` is a copy, so it always gets a
+    tensor, which is unwritten if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
-    is_own = operands.recompute or scales is not None  # not a saved tensor
+    is_own = operands.recompute or scales is not None  # H is not a saved tensor
     if preactivation is None:
         preactivation, *_ = activate(experts, rows, tokens, topk_weights)
     elif scales is not None:
@@ -169,7 +172,7 @@ def _empty_factors(like: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 class UpGradients(NamedTuple):
     dtokens: Tensor | None
-    dtopk_weights: Tensor | None  # [T, K], where the weights multiply the input
+    dtopk_weights: Tensor | None  # [T, K], if the weights multiply the input
     db_up: Tensor | None
     dup_a: Tensor | None
     dup_b: Tensor | None  # [E, r, 2F or F], transposed

@@ -1,4 +1,5 @@
-"""Weights whose gradient is added to their `main_grad`, as Megatron's parameters have it, instead of to `grad`."""
+"""Weights whose gradient is added to their attribute `main_grad`, which Megatron's parameters have, instead of to
+`grad`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..runtime.pytorch import will_run
 
 
 def is_accumulated(op: str, name: str, node: Any) -> bool:
-    """Return whether the running backward reaches the node that accumulates a weight's gradient.
+    """Return whether the running backward executes the node that accumulates a weight's gradient.
 
     Raises:
         ValueError: `torch.autograd.grad` asks for the gradient itself.
@@ -30,7 +31,8 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
     """Return the float32 tensor that a weight's gradient is added to.
 
     Raises:
-        ValueError: the weight has none of its shape on its device, or one whose elements share memory.
+        ValueError: the weight has no `main_grad` of its shape on its device, or the elements of `main_grad` share
+            memory.
     """
     given = getattr(weight, "main_grad", None)
     is_tensor = isinstance(given, Tensor)
@@ -48,8 +50,8 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
 def mark_added(weight: Any) -> Tensor | None:
     """Return what autograd gets for a weight whose gradient is in `main_grad`.
 
-    That is None, or for Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its parameters, a
-    tensor that its hooks ignore.
+    This is None, except under Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its
+    parameters. Its hooks need a tensor, which they ignore.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

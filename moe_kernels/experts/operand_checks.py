@@ -22,7 +22,7 @@ def check_operands(
     b_down: Tensor | None,
     gated: bool,
 ) -> None:
-    """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. None is absent.
+    """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. None means an absent operand.
 
     Args:
         slots: `slot_to_row` with offsets, `topk_experts` without.

@@ -1,4 +1,4 @@
-"""The operands of the expert feed-forward's op and of the ops of its gradients."""
+"""The operands of the expert feed-forward's op, and of the ops that compute its gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExpertOperands(NamedTuple):
     recompute: bool = False  # compute H again in backward
     precision: str | None = None
     forms: ScaledForms | None = None  # the weights in e4m3, with precision "fp8"
-    adds_to_main_grad: bool = False  # the gradients of weights
+    adds_to_main_grad: bool = False  # add the gradients of weights to `main_grad`
 
     @property
     def num_experts(self) -> int:
@@ -55,11 +55,11 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """The experts as the GEMMs of rows read them."""
+        """Return the experts in the form in which the GEMMs of rows read them."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:
-        """The rows in expert order, of the caller or of `sorted_slots`."""
+        """Return the position of the rows: the caller's `rows`, or those of `sorted_slots`."""
         if self.rows is not None:
             return self.rows
         assert self.sorted_slots is not None
@@ -67,7 +67,8 @@ class ExpertOperands(NamedTuple):
         return Rows.of(permutation, reserved_sms=0, batch_invariant=self.batch_invariant)
 
     def fuses_router_gradient(self) -> bool:
-        """Whether the sum of a token's rows adds the gradient through the routing weights: see router_gradient.py."""
+        """Return whether the launch that sums a token's rows adds the gradient through the routing weights: see
+        `router_gradient.py`."""
         router, experts = self.router, self.experts
         return (
             router is not None

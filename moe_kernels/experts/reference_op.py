@@ -1,9 +1,9 @@
 """The reference of `fused_experts` as one registered op, for tracers.
 
 The reference cuts rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
-data: they see this op, whose shapes are known. It runs the reference, and its backward runs the reference again to
-differentiate it. Without a tracer the reference runs by itself, differentiated by autograd, unless weights are
-quantised: autograd would save them dequantised.
+data. They see this op, whose shapes are known. The op runs the reference, and its backward runs the reference again to
+differentiate it. Without a tracer the reference runs without the op, and autograd differentiates it. Quantised weights
+always take the op, because autograd would save them dequantised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReferenceOperands(NamedTuple):
     experts: Experts
     permutation: Permutation
     batch_invariant: bool  # compute token by token
-    precision: str | None  # with "fp8" and "fp8_saved" operands of products are rounded
+    precision: str | None  # "fp8" and "fp8_saved" round the operands of products
 
 
 class ReferenceGradients(NamedTuple):
@@ -126,9 +126,9 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool,
         experts = operands.experts._replace(weights=ExpertWeights(*rest[:4]), adapters=Adapters(*rest[4:]))
         return run_reference(operands._replace(tokens=tokens, topk_weights=topk_weights, experts=experts))
 
-    # Autograd is off inside an op, torch.func is not.
+    # Inside an op autograd is off, but torch.func works.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
-    # Autograd's strides depend on the form, those of a fake must not.
+    # The strides that autograd gives depend on the inputs, but those of a fake must not.
     gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
     return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 
@@ -139,6 +139,6 @@ def _(dout, operands, needed):
     return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else None for t, is_needed in pairs))
 
 
-def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # tensors, None where absent
+def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # a tensor or None by name
     tensors = operands.tokens, operands.topk_weights, *operands.experts.weights, *operands.experts.adapters
     return dict(zip(_DIFFERENTIABLE, tensors, strict=True))

@@ -1,10 +1,10 @@
-"""The gradient of tokens: the sum over their rows, and what it gets through the routing weights, in one pass.
+"""The gradient of tokens in one pass: the sum over their rows, and the part that flows through the routing weights.
 
-Where a token's weights w are a softmax over the logits of its chosen experts alone, no other logit has a gradient, and
+If a token's weights w are a softmax over the logits of its chosen experts alone, no other logit has a gradient, and
 
     dlogits = w * (dw - sum of w * dw)      dtokens = sum over its rows of dX[row] + dlogits * w_router[expert]
 
-So neither a product with a [T, E] gradient nor a pass that adds its result is needed.
+Therefore neither a product with a [T, E] gradient nor a pass that adds its result is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-_MOST_COLUMNS = 1024  # per program: in flight are a row and the router's, each as wide
+_MOST_COLUMNS = 1024  # per program, which loads this much of a row and of a row of the router
 
 
 def launch_combine_with_router(
@@ -28,7 +28,7 @@ def launch_combine_with_router(
     bounds: Tensor,  # [E + 2] int32, as in TileTable
     w_router: Tensor,  # [E, D]
 ) -> Tensor:  # [T, D]
-    """In float32, rounded once. Nothing of a dropped slot."""
+    """Return the sum, accumulated in float32 and rounded once. Dropped slots add nothing."""
     num_tokens, top_k = slot_to_row.shape
     d_model = rows.shape[1]
     if top_k == 0:
@@ -60,7 +60,7 @@ def launch_combine_with_router(
 def _slot_terms(
     topk_weights: Tensor, dweights: Tensor, slot_to_row: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor]:  # experts [T, K] int32, dlogits [T, K] float32
-    """The expert of each slot, some expert if it is dropped, and the gradient of its logit."""
+    """Return the expert of each slot and the gradient of its logit. A dropped slot gets an arbitrary expert."""
     num_tokens, top_k = slot_to_row.shape
     slot_experts, dlogits = torch.empty_like(slot_to_row), torch.empty_like(topk_weights)
     num_experts, block_k = bounds.shape[0] - 2, next_power_of_2(top_k)
@@ -106,11 +106,12 @@ def _slot_terms_kernel(
     slot, mask = t * TOP_K + k, (t < num_tokens) & (k < TOP_K)
     weight = tl.load(weights_ptr + slot, mask=mask, other=0.0)
     dweight = tl.load(dweights_ptr + slot, mask=mask, other=0.0)
-    # Less the mean before it is multiplied: where one expert has nearly all, they nearly cancel.
+    # Subtract the mean before multiplying by the weight: if one expert has nearly all the weight, the two nearly
+    # cancel.
     dlogit = weight * (dweight - tl.sum(weight * dweight, 1, keep_dims=True))
     tl.store(dlogits_ptr + slot, dlogit, mask=mask)
     row = tl.load(slot_to_row_ptr + slot, mask=mask, other=-1)
-    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)  # the last that begins at the row or before
+    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)  # the last expert that begins at the row or before
     for step in tl.static_range(SEARCH_STEPS):
         later = expert + (1 << (SEARCH_STEPS - 1 - step))
         start = tl.load(bounds_ptr + later, mask=later < NUM_EXPERTS, other=2147483647)
@@ -130,7 +131,7 @@ def _combine_with_router_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and the distances of rows
+    ALIGNED: tl.constexpr,  # divides D and the strides of rows
     BLOCK_D: tl.constexpr,
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
@@ -144,7 +145,7 @@ def _combine_with_router_kernel(
         expert = tl.load(experts_ptr + t * TOP_K + k).to(tl.int64)
         dlogit = tl.load(dlogits_ptr + t * TOP_K + k)
         mask = d < tl.where(row >= 0, D, 0)
-        # Rows are read once, so they should not displace the router's weight in the cache of the SM.
+        # Rows are read once, so they should not evict the router's weight from the cache of the SM.
         row_ptrs = rows_ptr + row * rows_stride + d * rows_strides[1]
         value = tl.load(row_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         router_ptrs = w_router_ptr + expert * w_router_stride + d * w_router_strides[1]

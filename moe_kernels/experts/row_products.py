@@ -1,4 +1,5 @@
-"""The products on one chunk's rows: gather or copy, form of the weight, kernel."""
+"""The products on one chunk's rows. Decides for each product between a gather and a copy, and chooses the form of the
+weight and the kernel."""
 
 from __future__ import annotations
 
@@ -47,13 +48,13 @@ Matrices = Tensor | QuantizedMatrices | ScaledMatrices
 
 
 class Rows(NamedTuple):
-    """The integers of a permutation, and how kernels are chosen and launched on its rows."""
+    """The integers of a permutation. The methods choose and launch kernels on its rows."""
 
     slot_to_row: Tensor  # [T, K] contiguous
     row_to_token: Tensor  # [R] contiguous
     table: TileTable
     reserved_sms: int = 0  # SMs that persistent GEMMs leave free
-    assumed_rows: int | None = None  # per expert, for the choice of kernels; not None: batch-invariant
+    assumed_rows: int | None = None  # rows per expert for which kernels are chosen, if batch-invariant
 
     @classmethod
     def of(cls, permutation: Permutation, *, reserved_sms: int, batch_invariant: bool = False) -> Rows:
@@ -62,13 +63,14 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """The tokens in the memory layout that the kernels read."""
+        """Return the tokens in the memory layout that the kernels read."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
     ) -> Matrices:  # [E, out, in], or [E, in, out]
-        """The weight as the second operand of a GEMM of rows. A quantised one stays so for few rows."""
+        """Return the weight as the second operand of a GEMM of rows. With few rows, a quantised weight stays
+        quantised."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
         if isinstance(weight, ScaledWeight):
@@ -83,14 +85,14 @@ class Rows(NamedTuple):
         return weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
-        """Whether GEMMs read a copy of this weight, or write their result into one, with rows that start elsewhere."""
+        """Return whether GEMMs read a copy of this weight with aligned rows, or write their result into such a copy."""
         num_experts, cc = matrices.shape[0], selection.target_cc(matrices.device)
         num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * num_experts
         return rule.is_worth_aligning(matrices, num_rows, cc)
 
     def decodes(self, weight: QuantizedWeight) -> bool:
-        """Whether GEMMs decode the weight while they load it, by the average number of rows. Dequantised weights have
-        the kernels of plain ones, which batch invariance needs."""
+        """Return whether GEMMs decode the weight while they load it: if experts have few rows on average. Batch
+        invariance needs dequantised weights, because their kernels are those of plain weights."""
         return self.assumed_rows is None and self.row_to_token.shape[0] < MAX_ROWS * weight.shape[0]
 
     def gemm(
@@ -104,7 +106,8 @@ class Rows(NamedTuple):
     ) -> Tensor:  # [R, N]
         """Multiply each row by its expert's matrix and add the bias. `gather` reads the rows of `a` by token.
 
-        The product of `extra` is added before rounding. With matrices in e4m3 `a` is quantised if it is not yet.
+        The product of `extra` is added before rounding. If the matrices are in e4m3, `a` is quantised unless it already
+        is.
         """
         if isinstance(b, ScaledMatrices):
             return self._scaled_gemm(a, b, bias, gather)
@@ -166,7 +169,8 @@ class Rows(NamedTuple):
         gather: bool,
         extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | ScaledRows]:
-        """(product [R, 2F or F], the activation [R, F] of product plus bias), which is in e4m3 if the matrices are."""
+        """Return (product [R, 2F or F], the activation [R, F] of product plus bias). The activation is in e4m3 if the
+        matrices are."""
         if isinstance(b, ScaledMatrices):
             preactivation = self.gemm(a, b, gather=gather)
             return preactivation, launch_scaled_activation(preactivation, activation, self.row_bias(bias))
@@ -187,7 +191,7 @@ class Rows(NamedTuple):
         gather: bool,
         extra: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Product and activation from one kernel, or None if there is none for these arguments."""
+        """Return product and activation from one kernel, or None if no kernel computes both for these arguments."""
         extra_a, extra_b = extra or (None, None)
         num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
         preactivation = empty_rows(a, num_rows, num_columns)
@@ -221,13 +225,13 @@ class Rows(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
 
-        Returns None where a product and a pass over it are faster. With `overwrite` dH is in the memory of H.
+        Return None if a product and a pass over it are faster. With `overwrite` dH is in the memory of H.
         """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
             return None
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
-        # Expanded tensors have the shape of the results without their memory.
+        # Expanded tensors have the shape of the results without allocating their memory.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(
@@ -260,7 +264,7 @@ class Rows(NamedTuple):
         gather_dout: bool = False,
         add_to: Tensor | None = None,  # [E, K, N]
     ) -> Tensor:
-        """a.T @ dout of every expert's rows, [E, K, N]. With `add_to` the result is that tensor."""
+        """Return a.T @ dout of every expert's rows, [E, K, N]. With `add_to`, add to that tensor and return it."""
         out = add_to
         if out is None:
             out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
@@ -292,14 +296,14 @@ class Rows(NamedTuple):
         return selection.choose_copies(tokens, w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
 
     def permute(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
-        """Each token, times the slot's weight, copied to its rows."""
+        """Copy each token, times the slot's weight, to its rows."""
         rows = empty_rows(tokens, self.row_to_token.shape[0], tokens.shape[1])
         launch_permute(tokens, topk_weights, self.slot_to_row, rows)
         return rows
 
     def _permute_scaled(self, tokens: ScaledRows) -> ScaledRows:  # [T, K] -> [R, K]
         values = tokens.values.new_empty(self.row_to_token.shape[0], tokens.values.shape[1])
-        whole = torch.int64  # 8 numbers at once
+        whole = torch.int64  # copies 8 numbers at once
         launch_permute(tokens.values.view(whole), None, self.slot_to_row, values.view(whole))
         return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
 
@@ -317,14 +321,15 @@ class Rows(NamedTuple):
         return slot_to_expert(self.row_experts(), self.slot_to_row)
 
     def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
-        """The sum over each expert's rows of weight * token."""
+        """Return the sum over each expert's rows of weight * token."""
         ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
         row_weights = None if ones is None else self.permute(ones, topk_weights)
         return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
 
 
 def _scaled_matrices(weight: ScaledWeight, transposed: bool) -> ScaledMatrices:
-    """[E, out, in], or [E, in, out] if transposed. The reduction is contiguous in what is stored."""
+    """Return the matrices [E, out, in], or [E, in, out] if transposed. The axis of the reduction is contiguous in
+    memory."""
     values, scales = (weight.values, weight.scales) if transposed else (weight.turned, weight.turned_scales)
     if values is None or scales is None:
         made = launch_quantize_weight(weight.master, as_is=transposed, transposed=not transposed)

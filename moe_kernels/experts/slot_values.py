@@ -1,4 +1,5 @@
-"""Moves the routing weights of slots to rows, and sums their gradients, which rows hold in parts."""
+"""Copies the routing weights of slots to rows. Sums the gradients of the routing weights, which each row holds in
+several parts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def launch_row_weights(topk_weights: Tensor, slot_to_row: Tensor, row_weights: T
 
 
 def launch_slot_sums(row_sums: Tensor, slot_to_row: Tensor) -> Tensor:  # [R, C] contiguous -> [T, K]
-    """Return the sum of each slot's row, always added in the same order; 0 for a dropped slot."""
+    """Return for each slot the sum over the columns of its row, added in a fixed order, or 0 for a dropped slot."""
     sums, num_slots, num_columns = row_sums.new_empty(slot_to_row.shape), slot_to_row.numel(), row_sums.shape[1]
     if num_slots:
         block_c = min(next_power_of_2(num_columns), _BLOCK)

@@ -25,8 +25,8 @@ _activation = functools.cache(Activation)
 
 
 class Adapters(NamedTuple):
-    """`ExpertAdapters` as the kernels read them: in the weights' dtype, one per expert, the scale in `up_b` and
-    `down_b`, ranks that are multiples of 8."""
+    """`ExpertAdapters` in the form that the kernels read: in the weights' dtype, one adapter per expert, and ranks
+    padded to multiples of 8. The scale is multiplied into `up_b` and `down_b`."""
 
     up_a: Tensor | None = None  # [E, r, D]
     up_b: Tensor | None = None  # [E, 2F or F, r]
@@ -35,7 +35,8 @@ class Adapters(NamedTuple):
 
     @classmethod
     def of(cls, adapters: ExpertAdapters, weights: ExpertWeights, dtype: torch.dtype | None = None) -> Adapters:
-        """Autograd differentiates through this. `dtype` replaces that of weights, which quantised ones lack."""
+        """Convert adapters. Autograd differentiates the conversion. `dtype` is used for quantised weights, which have
+        no dtype of their own."""
         up_a, up_b, down_a, down_b, scale = adapters
         dtype = weights.w_up.dtype if isinstance(weights.w_up, Tensor) else dtype
         assert dtype is not None
@@ -59,7 +60,7 @@ _NO_ADAPTERS = Adapters()
 
 
 class Experts(NamedTuple):
-    """Weights and settings, the same for all chunks."""
+    """The weights and settings, which are the same for all chunks."""
 
     weights: ExpertWeights  # contiguous biases
     adapters: Adapters
@@ -77,7 +78,7 @@ class Experts(NamedTuple):
         *,
         adapters: ExpertAdapters | None = None,
         weight_on_input: bool = False,
-        dtype: torch.dtype | None = None,  # dtype of the tokens; for adapters of quantised weights
+        dtype: torch.dtype | None = None,  # dtype of the tokens; needed for adapters of quantised weights
     ) -> Experts:
         w_up, w_down, b_up, b_down = weights
         if b_up is not None or b_down is not None:
@@ -89,7 +90,7 @@ class Experts(NamedTuple):
         return cls(weights, factors, *settings, weight_on_input)
 
     def scaled(self, forms: ScaledForms) -> Experts:
-        """Return the same experts, computed in e4m3."""
+        """Return the same experts with weights in e4m3."""
         (w_up, w_down, *_), f = self.weights, forms
         assert isinstance(w_up, Tensor) and isinstance(w_down, Tensor)
         up = ScaledWeight(w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
@@ -100,11 +101,11 @@ class Experts(NamedTuple):
         return _activation(self.activation, self.limit, self.alpha, self.interleaved)
 
     def input_weights(self, topk_weights: Tensor | None) -> Tensor | None:
-        """The routing weights where they multiply the tokens."""
+        """Return the routing weights if they multiply the tokens, else None."""
         return topk_weights if self.weight_on_input else None
 
     def output_weights(self, topk_weights: Tensor) -> Tensor | None:
-        """The routing weights where they multiply the experts' outputs."""
+        """Return the routing weights if they multiply the experts' outputs, else None."""
         return None if self.weight_on_input else topk_weights
 
 
@@ -120,7 +121,7 @@ def activate(
     tokens: Tensor,  # [T, D]
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> Activated:
-    """H = gather(tokens) @ w_up^T and A = activation(H)."""
+    """Return H = gather(tokens) @ w_up^T and A = activation(H)."""
     weights, (up_a, up_b, _, _), tokens = experts.weights, experts.adapters, rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, weights).tokens_forward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
@@ -135,7 +136,7 @@ def activate(
 
 
 def down(experts: Experts, rows: Rows, activated: Tensor | ScaledRows) -> Tensor:  # [R, F] -> [R, D]
-    """Y = A @ w_down^T."""
+    """Return Y = A @ w_down^T."""
     weights, (_, _, down_a, down_b) = experts.weights, experts.adapters
     extra = None
     if down_a is not None and down_b is not None:
@@ -149,7 +150,7 @@ class HiddenGradients(NamedTuple):
 
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]
-    dtopk_weights: Tensor  # [T, K] float32, where the weights multiply the output
+    dtopk_weights: Tensor  # [T, K] float32, if the weights multiply the output
     drows: Tensor | None  # [R, D] from `copy_dout`
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
     up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
@@ -167,14 +168,14 @@ def hidden_gradients(
     needs_topk_weights: bool = True,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> HiddenGradients:
-    """dH, A_w and the gradient of the routing weights.
+    """Return dH, A_w and the gradient of the routing weights.
 
-    With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination both are written there.
-    `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
+    With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination dH and A_w are written
+    there. `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
     """
     dout, b_down = rows.as_read(dout), experts.weights.b_down
     _, up_b, down_a, down_b = experts.adapters
-    of_other_rows = destination is not None  # dH then follows another permutation
+    of_other_rows = destination is not None  # the rows of dH then follow another permutation
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
@@ -210,7 +211,7 @@ def _differentiate(
     overwrite: bool,
     scaled: ScaledRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
-    """Compute dA' = given @ w_down and from it the results, in one GEMM, or in a GEMM and a pass.
+    """Compute dA' = given @ w_down and the results that depend on it, in one GEMM, or in a GEMM and a pass.
 
     The pass overwrites dA' with A_w.
     """
@@ -222,7 +223,7 @@ def _differentiate(
         if made is not None:
             return made
     dactivated = rows.gemm(given, w_down, gather=gather, extra=extra)  # dA' [R, F]
-    del w_down  # it may be a dequantised copy
+    del w_down  # w_down may be a dequantised copy
     if overwrite:
         destination = Destination(preactivation, dactivated, rows.slot_to_row)
     dpreactivation, dtopk_weights = launch_weighted_activation_backward(
@@ -240,12 +241,13 @@ def _differentiate(
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
-    """Return whether `dout` is copied to its rows; else GEMMs gather. True for traced tensors: they select nothing."""
+    """Return whether `dout` is copied to its rows. Otherwise GEMMs gather. True for traced tensors, for which no kernel
+    is selected."""
     return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
 
 
 def copy_dout(experts: Experts, rows: Rows, dout: Tensor) -> Tensor | None:  # [R, D]
-    """Copy `dout` to its rows. Return None where it is faster that GEMMs gather."""
+    """Copy `dout` to its rows. Return None if a gather inside the GEMMs is faster."""
     dout = rows.as_read(dout)
     return rows.permute(dout) if rows.choose_copies(dout, experts.weights).dout else None
 
@@ -258,7 +260,7 @@ def w_down_gradient(
     weighted: Tensor,  # A_w [R, F]
     main_grad: Tensor | None = None,  # [E, D, F]
 ) -> Tensor:  # [E, D, F]
-    """gather(dout)^T @ A_w, or `main_grad`, to which it is added."""
+    """Return gather(dout)^T @ A_w, or `main_grad`, to which the product is added."""
     a = rows.as_read(dout).contiguous() if drows is None else drows
     if _is_transposed(experts.weights.w_down):
         return rows.wgrad(weighted, a, gather_dout=drows is None, add_to=_transposed(main_grad)).transpose(1, 2)
@@ -273,7 +275,7 @@ def w_up_gradient(
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
     main_grad: Tensor | None = None,  # [E, 2F or F, D]
 ) -> Tensor:  # [E, 2F or F, D]
-    """dH^T @ gather(tokens), or `main_grad`, to which it is added."""
+    """Return dH^T @ gather(tokens), or `main_grad`, to which the product is added."""
     tokens = rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
@@ -303,9 +305,9 @@ def up_adapter_gradients(
     up_low: Tensor,  # [R, r] from `hidden_gradients`
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
-    """(dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
+    """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
 
-    These narrow products read memory most of the time. They gather, because tokens fit the L2 cache better than rows.
+    Memory bandwidth bounds these narrow products. They gather, because tokens fit the L2 cache better than rows.
     """
     tokens = rows.as_read(tokens)
     if experts.weight_on_input:
@@ -322,7 +324,7 @@ def down_adapter_gradients(
     weighted: Tensor,  # A_w [R, F]
     down_low: Tensor,  # [R, r] from `hidden_gradients`
 ) -> tuple[Tensor, Tensor]:  # ddown_a [E, r, F], ddown_b transposed [E, r, D]
-    """(gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
+    """Return (gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
     down_a = experts.adapters.down_a
     assert down_a is not None
     low = rows.gemm(weighted, down_a.transpose(1, 2))
@@ -336,7 +338,7 @@ def up_input_gradient(
     dpreactivation: Tensor | ScaledRows,  # dH [R, 2F or F]
     up_low: Tensor | None,  # [R, r] from `hidden_gradients`
 ) -> Tensor:  # [R, D]
-    """dX = dH @ w_up."""
+    """Return dX = dH @ w_up."""
     up_a = experts.adapters.up_a
     extra = None if up_low is None or up_a is None else (up_low, up_a)
     return rows.gemm(dpreactivation, rows.matrices(experts.weights.w_up, dpreactivation.dtype), extra=extra)
@@ -350,7 +352,7 @@ def tokens_gradient(
     dtopk_weights: Tensor | None = None,  # [T, K]; read with w_router
     w_router: Tensor | None = None,  # [E, D]
 ) -> Tensor:  # [T, D]
-    """The sum of a token's rows of dX, with `w_router` plus the gradient through the routing weights."""
+    """Return the sum of each token's rows of dX. With `w_router`, add the gradient through the routing weights."""
     if w_router is None:
         return rows.combine(dup_input, experts.input_weights(topk_weights))
     assert dtopk_weights is not None

@@ -1,10 +1,10 @@
-"""Helpers of the ops with `batch_invariant=True`: no bit of a token's result depends on the rest of the batch.
+"""Helpers of the ops with `batch_invariant=True`: a token's result does not depend on the other tokens, bit for bit.
 
 The batch can influence a token's result in three ways:
 
 * The kernel of a matrix product is chosen by the number of rows, and each kernel sums in its own order. The package
   therefore chooses its kernels for `ASSUMED_ROWS`, whatever the actual number. It calls no library's product, because a
-  library chooses for itself. Within a kernel, every tile sums an element in the same order.
+  library chooses its kernel by the number of rows. Within a kernel, every tile sums an element in the same order.
 * The address and strides of the tokens also decide between kernels: see `canonical_layout`.
 * On a CPU, PyTorch's summation order depends on the shape of a product. The ends of a tensor are computed with other
   instructions than its middle. The reference therefore computes one token after another.
@@ -24,7 +24,7 @@ from ..runtime.registered_ops import registered_op
 from . import selection
 from .arguments.dense import GemmArguments
 
-ASSUMED_ROWS = 2048  # rows per group; the tables of kernels hold this number for most layers
+ASSUMED_ROWS = 2048  # rows per group; the tables of kernels have entries for this number and most layers
 
 
 def invariant_linear(
@@ -34,7 +34,7 @@ def invariant_linear(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [T, N]
-    """Return `tokens @ weight.T`; other tokens change no bit of a token's result or gradient.
+    """Return `tokens @ weight.T`. A token's result and gradient do not depend on the other tokens, bit for bit.
 
     Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
     `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic. Differentiable in `tokens` and `weight`. The
@@ -76,7 +76,7 @@ def _alone(tensor: Tensor, i: int) -> Tensor:
 def canonical_layout(rows: Tensor) -> Tensor:
     """Return the same values in a layout independent of the batch: contiguous, at a multiple of 16 bytes."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
-        return rows.view(-1).view(rows.shape)  # the stride of a single row can be anything
+        return rows.view(-1).view(rows.shape)  # gives a single row, whose stride is arbitrary, the usual stride
     return rows.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,8 @@
-"""The launches of a grouped GEMM with bias, row scale and activation, which its kernel may not compute itself.
+"""Launches of a grouped GEMM with bias, row scale and activation. Its kernel computes them, or further launches do.
 
-The fastest kernels support no row scale and not every bias. After such a kernel, these cost a memory-bound pass over
-the output and round the product once more. In float16, where the product might overflow, a slower kernel computes all.
+The fastest kernels support no row scale and not every bias. After such a kernel, a memory-bound pass over the output
+applies them and rounds the product once more. In float16, where the product might overflow, a slower kernel computes
+everything.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def launch_epilogue_backward(
     dout: Tensor,  # [R, F]
     activation: str,
 ) -> Tensor:  # [R, 2F]
-    """Return the gradient through the activation, by a registered op."""
+    """Return the gradient through the activation, computed by a registered op."""
     spec = as_activation("grouped_gemm", activation)
     return _activation_backward_op(preactivation, dout, spec.name, spec.limit, spec.alpha, spec.interleaved)
 
@@ -61,7 +62,7 @@ def launch_block_scaled_gemm(
     activation: str | None,
     out: Tensor,  # [R, N], `args.out`; with an activation, [R, F]
 ) -> None:
-    """Write `args.out` and `out`. Everything beyond the product is a pass of its own."""
+    """Write `args.out` and `out`. Bias, row scale and activation are separate passes."""
     if bias is not None or row_scale is not None:
         kernel = selection.select(args)
         assert isinstance(kernel, RowTileKernel)
@@ -89,7 +90,7 @@ def launch_product(args: GroupedGemmArguments) -> None:
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return selection.run(args)
     table = kernel.tile_table(plain)
-    selection.run(dataclasses.replace(plain, tile_table=table))  # by the same kernel
+    selection.run(dataclasses.replace(plain, tile_table=table))  # runs the same kernel
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 

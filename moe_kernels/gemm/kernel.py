@@ -29,7 +29,7 @@ from .arguments.base import Arguments
 
 @dataclass(frozen=True)
 class Status:
-    """Yes, or a reason why not: false exactly when `error` is set."""
+    """The result of a check: true, or false with the reason in `error`."""
 
     error: str | None = None
 
@@ -88,7 +88,7 @@ class GemmOperands:
 
 @dataclass(frozen=True)
 class Design:
-    """A kernel's algorithm and tile sizes. `tile_shape` is (rows of out, columns of out, reduction)."""
+    """A kernel's algorithm and tile sizes. `tile_shape` is (rows of out, columns of out, reduction length)."""
 
     tile_shape: tuple[int, int, int]
     num_warps: int
@@ -96,7 +96,7 @@ class Design:
     gather: bool = False  # rows of an operand are read through an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # row tiles that walk the columns together, to share operands in the L2 cache
+    group_tiles: int = 8  # row tiles computed together for each column tile, to share operands in the L2 cache
 
     @property
     def tile_options(self) -> dict[str, int]:
@@ -143,7 +143,7 @@ class KernelMetadata:
 class Kernel(abc.ABC):
     """One kernel in one configuration."""
 
-    arguments_class: type  # has A, accumulator_type and `operands`; `Arguments` adds checks
+    arguments_class: type  # a class with `A`, `accumulator_type` and `operands`; `Arguments` adds checks
     obstacle: str | None = None  # why the installed software cannot run the kernel
     epilogues: Collection[str] = ()  # possible epilogues; the catalog lists the kernel with the first
 
@@ -166,7 +166,7 @@ class Kernel(abc.ABC):
         return self.obstacle is None and bool(self.takes(args))
 
     def takes(self, args: Arguments) -> Status:
-        """Like `supports`, but ignores the installed software and GPU: tensors may be on any device."""
+        """Check as `supports` does, but ignore the installed software and the GPU: tensors may be on any device."""
         if not isinstance(args, self.arguments_class):
             return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
         if args.accumulator_type != torch.float32:
@@ -176,7 +176,7 @@ class Kernel(abc.ABC):
         for name, tensor in args.operands.items():
             if error := operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
-        # After this check, designs may rely on the shapes.
+        # Shapes are valid from here on, so designs may rely on them.
         if isinstance(args, Arguments) and (error := args.error()):
             return Status(error)
         return self.supports_design(args)
@@ -189,9 +189,9 @@ class Kernel(abc.ABC):
         return Status(f"needs compute capability {wanted}, the device has {cc}")
 
     def with_epilogue(self, activation: str) -> Kernel:
-        """Return this kernel, which has an epilogue, with another of its `epilogues`.
+        """Return this kernel with another of its `epilogues`. It must already have one.
 
-        The catalog lists one activation for all, because the fastest kernel does not depend on it.
+        The catalog lists one activation in place of all, because the fastest kernel does not depend on the activation.
         """
         return _with_epilogue(self, activation)
 
@@ -230,7 +230,7 @@ class Kernel(abc.ABC):
         """Compile for arguments like these, on their device or the compilation target, without a launch.
 
         Raises:
-            ValueError: the arguments are not supported, or are empty, so that no launch exists.
+            ValueError: the arguments are not supported, or are empty and need no launch.
         """
         if not assume_supported_args:
             self._require(args)
@@ -266,8 +266,8 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return the relative time at equal speed per multiplication: the multiplications of all tiles, padding
-        included, or more if reading the operands takes longer."""
+        """Return the estimated time in multiplications: those of all tiles, padding included, or more if reading the
+        operands takes longer. It assumes an equal speed of all kernels."""
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:
@@ -337,7 +337,7 @@ def is_device_cc_supported(ccs: Collection[int]) -> Status:
 
 
 def operand_error(operand: Operand, tensor: Tensor) -> str | None:
-    """Return the error in the tensor's dtype, layout or alignment, or None."""
+    """Return the error in the tensor's dtype, layout or alignment, or None if it fits."""
     if tensor.dtype not in operand.dtypes:
         return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
     if tensor.dim() < 2:

@@ -18,11 +18,11 @@ class Table(NamedTuple):
 
     kernels: dict[str, str]  # by `Arguments.table_key`
     copies: dict[str, list[bool]]  # by `copies_key`
-    milliseconds: dict[str, float] | None = None  # times of the kernels by the same keys, if recorded
+    milliseconds: dict[str, float] | None = None  # the kernels' times by the keys of `kernels`, if recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables; `other` wins for keys in both."""
-        # A time belongs to the kernel it was measured for.
+        # A time is kept only with the kernel for which it was measured.
         milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
         return Table(
             self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})
@@ -43,7 +43,7 @@ def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
     return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
 
 
-# Read once: the selection of a process does not follow later changes of its environment.
+# The variables are read once: later changes of the environment do not affect a process's selection.
 USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
 
 

@@ -1,4 +1,4 @@
-"""Bias and row scale after a grouped GEMM, and the gradients of a row scale, as launches of their own."""
+"""Separate launches for bias and row scale after a grouped GEMM, and for the gradients of a row scale."""
 
 from __future__ import annotations
 

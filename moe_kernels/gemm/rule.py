@@ -1,4 +1,5 @@
-"""The rule of thumb: the order of kernels, and the worth of copies and fusions, without a measurement."""
+"""The rule of thumb for sizes without a measurement: the order of kernels, and whether copies and fusions are worth
+their cost."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .kernel import Design, Kernel, PointerDesign, StreamingDesign, WarpSpeciali
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
-    """Sort kernels that support the arguments: the measured best first, then by a rule of thumb.
+    """Sort kernels that support the arguments: the fastest measured one first, the others by the rule of thumb.
 
     The rule of thumb is each kernel's estimate of its work divided by the speed of its design.
     """
@@ -29,16 +30,18 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
 def is_worth_fusing(args: ActivationGradientArguments) -> bool:
     """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
 
-    Tiles of this GEMM are half as wide, because they share memory with their part of H. Its further reads grow with
-    the length of the reduction, and the pass that it saves does not. With few rows other designs multiply faster.
+    Tiles of the fused GEMM are half as wide, because they share memory with their part of H. Its additional reads grow
+    with the length of the reduction, but the cost of the saved pass does not. With few rows other designs multiply
+    faster.
     """
     num_groups, depth, _ = args.B.shape
     return rows_bucket(args.num_rows, num_groups) >= _ROWS_WORTH_FUSING and depth <= _LONGEST_FUSED
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
-    """Return whether a GEMM by these matrices, or with this result, gains more by the copy engine of a GPU of compute
-    capability `cc` than a copy with aligned rows costs. The copy engine takes rows of whole 16 bytes."""
+    """Return whether the copy engine of a GPU of compute capability `cc` saves more time than a copy to aligned rows
+    costs. The tensor is an operand or the result of a GEMM. The copy engine needs rows that are multiples of 16
+    bytes."""
     many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
     return many and cc >= 90 and matrices.element_size() == 2 and not has_aligned_rows(matrices)
 
@@ -57,11 +60,11 @@ _DRIFTING = 0.85  # speed of warp-specialised programs that drift apart
 
 
 def _half_speed(args: Arguments) -> int:
-    """Return how much reading costs, from measurements on an H100.
+    """Return how many multiplications per element read give half the full speed, from measurements on an H100.
 
-    A piece of a row that starts between cache lines is read as two of them, and then reading bounds the GEMM: tiles of
-    128x256 are 1.19 to 1.35 times as fast as 128x128. With many rows they are 1.1 to 1.35 times as fast if no tile is
-    half as wide.
+    A piece of a row that does not start at a cache line is read as two cache lines. Reading then bounds the GEMM: tiles
+    of 128x256 are 1.19 to 1.35 times as fast as tiles of 128x128. With many rows the wide tiles are 1.1 to 1.35 times
+    as fast if none is cut to half its width.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED
@@ -76,14 +79,14 @@ def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
 
 
 def _drifts(args: Arguments) -> bool:
-    """Return whether warp-specialised programs that share data run apart, so that the L2 cache holds it no longer.
+    """Return whether warp-specialised programs that share data drift so far apart that the L2 cache drops the data.
 
-    On an H100 they took 0.95 to 1.23 times the time of other TMA kernels in gradients of many rows whose last column
-    tile is partly filled and that gather nothing.
+    On an H100 such kernels took 0.95 to 1.23 times as long as other TMA kernels. This holds for gradients of many rows
+    without a gather, whose last column tile is partly filled.
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as in the gradient of the rows
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as for the gradient of the rows
         gathers = args.row_to_token is not None
     else:
         return False
@@ -91,9 +94,10 @@ def _drifts(args: Arguments) -> bool:
 
 
 def _speed(design: Design, half_speed: int, drifts: bool) -> float:
-    """Return the relative speed on one tile. Larger tiles read less per multiplication, and some designs stall less."""
+    """Return the relative speed of computing one tile. Larger tiles read less per multiplication, and some designs
+    stall less."""
     if isinstance(design, StreamingDesign):
-        return 1.0  # its estimate is that of reading
+        return 1.0  # such a kernel's estimate already covers reading
     rows, columns, _ = design.tile_shape
     reuse = rows * columns / (rows + columns)  # multiplications per element read
     if isinstance(design, WarpSpecializedDesign):

@@ -1,4 +1,4 @@
-"""Selection of a kernel for arguments, and its launch. Selection measures no times and never waits for the GPU.
+"""Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
 `planning` lists what a function selects, on this GPU or as on another one: so tools see the GEMMs that an op runs.
 """
@@ -37,7 +37,7 @@ class Copies(NamedTuple):
     """Whether each gather of the expert op is a separate copy rather than part of the GEMM that reads the rows."""
 
     tokens_forward: bool
-    dout: bool  # one copy for both GEMMs that read it
+    dout: bool  # one copy serves both GEMMs that read dout
     tokens_backward: bool
 
 
@@ -115,7 +115,7 @@ def select(args: Arguments) -> Kernel:
 
 
 def find(args: Arguments) -> Kernel | None:
-    """Like `select`, but return None if no kernel supports the arguments."""
+    """Return the kernel that `select` chooses, or None if no kernel supports the arguments."""
     if (plan := _planner.plan) is not None:
         if args.epilogue is not None and not plan.fuses:
             return None
@@ -147,7 +147,7 @@ def run(args: Arguments) -> None:
 
 
 def run_if_supported(args: Arguments) -> bool:
-    """Like `run`, but return False if no kernel supports the arguments."""
+    """Launch the kernel as `run` does and return True, or return False if no kernel supports the arguments."""
     return _run(args) is not None
 
 
@@ -181,10 +181,10 @@ def pin(args: Arguments, kernel: Kernel) -> None:
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
-    """Return the kernel of an epilogue that the catalog does not list, or None.
+    """Return the kernel for an epilogue that the catalog does not list, or None if there is no such kernel.
 
-    The catalog lists one epilogue for all of its kind. Another epilogue gets the kernel that would run with the listed
-    one, unless the table has a measurement of its own.
+    The catalog lists one epilogue in place of all of its kind. Another epilogue gets the kernel that would run with the
+    listed one, unless the table has a measurement for the other epilogue.
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
@@ -223,7 +223,8 @@ def get_kernels(
     """Return the kernels that support `args`, run on compute capability `cc` and pass the filter.
 
     Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the choice
-    of the measured table, then the order of a rule of thumb. Any possible epilogue is considered, not only listed ones.
+    of the measured table, then the order of a rule of thumb. Every epilogue that a kernel supports is considered, not
+    only listed ones.
 
     With `cc`, the device of `args` is ignored: tensors on any device stand for tensors on such a GPU. The device's
     table then decides nothing. Without `cc`, only kernels that run on the device of `args` are listed.
@@ -249,16 +250,16 @@ def measured_best(args: Arguments) -> str | None:
 def choose_copies(
     tokens: Tensor, w_up: Tensor | torch.Size, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the table's choice of copies; without an entry, a rule decides.
+    """Return the table's choice of copies. Without an entry in the table, a rule decides.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
-    by gathering. For tokens in backward the columns of w_up decide, which are half as many for a plain activation.
-    More columns are needed there, because the copy exists next to the largest gradient and raises the peak of memory.
-    Forward fuses a plain activation only into a GEMM of copied rows.
+    by gathering. For tokens in backward the number of columns of w_up decides. It is half as large for a plain
+    activation. The threshold is higher there, because the copy exists at the same time as the largest gradient and
+    raises the peak of memory. Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
-        w_up: a shape stands for a contiguous weight in the dtype of the tokens, a meta tensor for one of its strides.
+        w_up: a shape means a contiguous weight in the dtype of the tokens, a meta tensor a weight with its strides.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     if (plan := _planner.plan) is not None and plan.copies is not None:
@@ -280,9 +281,9 @@ def choose_copies(
 def copies_for(
     entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the choice of copies with this entry of a table, or None for no entry."""
+    """Return the choice of copies that this entry of a table encodes, or None for no entry."""
     num_experts, num_columns, d_model = w_up.shape
-    # Expanded tensors have the shape of the rows without their memory.
+    # Expanded tensors have the shape of the rows without allocating their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
     offsets = torch.empty(num_experts, dtype=torch.int32, device=tokens.device)
     if w_up.is_meta:
@@ -313,7 +314,8 @@ def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: C
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    # All that `copies_for` reads. The layout of the tokens is not: it makes up rows of its own.
+    # The key holds everything that `copies_for` reads. It omits the layout of the tokens, because `copies_for` uses
+    # rows of its own.
     sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
     rows = rows_bucket(num_rows, sizes[0])
     return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows

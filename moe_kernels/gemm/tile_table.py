@@ -21,9 +21,9 @@ MAX_GROUPS = 8192
 
 @functools.cache
 def table_blocks(num_groups: int) -> dict[str, int]:
-    """Return the block sizes. A program compares ENTRY_BLOCK entries with all groups at once, few enough to need few
-    registers and let an SM run many programs. Its PROGRAM_ENTRIES outweigh its scan of the groups, but stay few enough
-    that no program takes long."""
+    """Return the block sizes. A program compares ENTRY_BLOCK entries with all groups at once. ENTRY_BLOCK is small, so
+    that a program needs few registers and an SM runs many programs. PROGRAM_ENTRIES is large enough to outweigh a
+    program's scan of the groups, but small enough that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
@@ -53,7 +53,7 @@ def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: i
 class _Parts(NamedTuple):
     """Layout of a table's tensors in one block of memory."""
 
-    sizes: tuple[int, ...]  # sizes of the tensors and of the gaps between them, which keep all as aligned as the first
+    sizes: tuple[int, ...]  # sizes of the tensors, and of the gaps that align them like the first
     places: tuple[int, ...]  # positions of order, bounds, tiles and num_tiles in `sizes`
     total: int
 
@@ -71,7 +71,7 @@ def _parts(num_rows: int, num_groups: int, block_rows: int) -> _Parts:
 
 
 def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the bytes that the tensors of a table take together."""
+    """Return the number of bytes of all tensors of a table."""
     return 4 * _parts(num_rows, num_groups, block_rows).total
 
 
@@ -82,7 +82,8 @@ def tile_table_in(
     num_groups: int,
     block_rows: int,
 ) -> TileTable:
-    """Return an `empty_tile_table` in one block of memory. This is faster, but an op may not return it."""
+    """Return an `empty_tile_table` in one block of memory. One block is faster, but an op may not return such a
+    table."""
     sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
     if memory is None:
         numbers = like.new_empty(total, dtype=torch.int32)
@@ -104,7 +105,7 @@ def make_tile_table(
 
 
 def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
-    """Write the table of these offsets."""
+    """Write the table that belongs to these offsets."""
     num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")

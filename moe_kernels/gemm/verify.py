@@ -26,12 +26,12 @@ from .arguments.jagged import JaggedGemmArguments
 from .arguments.list import GroupedGemmListArguments
 from .kernel import Kernel
 
-_FAR = 4.0  # error budgets; rounding alone never exceeds them
-_BLOCK_ROWS = 256  # rows of a dense product, which has no groups, that are checked as one group
+_FAR = 4.0  # multiple of the error budget that rounding alone never exceeds
+_BLOCK_ROWS = 256  # rows of a dense product that are checked as one group
 
 
 class Comparison(NamedTuple):
-    """Part of a result."""
+    """Part of a kernel's result, and the same part computed by plain PyTorch and in float64."""
 
     actual: Tensor
     baseline: Tensor  # plain PyTorch in the same dtype
@@ -59,7 +59,7 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
 
 
 def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callable[[Arguments], Kernel | None]:
-    """Return `launch` followed by a check of every n-th launch's result, each time in other groups.
+    """Return `launch` followed by a check of every n-th launch's result. Each check takes other groups.
 
     A single sample may exceed the budget by chance, so the check allows four times the budget. It skips launches that a
     CUDA graph captures, because results cannot be read during capture.
@@ -108,7 +108,8 @@ def _sampled(num_groups: int, first: int) -> list[int]:
 
 
 def _as_precise_as_sums_of(dtype: torch.dtype, comparison: Comparison) -> Comparison:
-    """Round float32 results of narrow operands: tensor cores sum their products in fewer bits than plain PyTorch."""
+    """Round float32 results of 16-bit and float8 operands, because tensor cores sum their products in fewer bits than
+    plain PyTorch."""
     actual, baseline, exact = comparison
     if dtype.itemsize >= 4 or actual.dtype != torch.float32:
         return comparison
@@ -199,7 +200,7 @@ def _of_block_scaled_gemm(args: BlockScaledGemmArguments, first: int) -> Iterato
 
 def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> Iterator[Comparison]:
     if args.out.data_ptr() == args.preactivation.data_ptr():
-        return  # what it was computed from is overwritten
+        return  # its operands are overwritten
     bounds, dtype = _bounds(args, args.num_rows), args.out.dtype
     for group in _sampled(len(args.B), first):
         rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
@@ -221,7 +222,7 @@ def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> It
 
 
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
-    if args.accumulate:  # the summand is overwritten
+    if args.accumulate:  # `out` before the addition is overwritten
         return
     bounds = _bounds(args, args.num_rows)
     for group in _sampled(len(args.out), first):

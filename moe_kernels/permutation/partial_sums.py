@@ -22,10 +22,11 @@ def sum_shares(
 ) -> None:
     """Write the sum of the partial results of P ranks to `out`. `own` replaces `received[rank]`, which is not read.
 
-    Accumulates in float32, in the order of the ranks, and rounds once. Deterministic. Triton only. No gradient.
+    Accumulates in float32, in the order of the ranks, and rounds once. Deterministic. Only Triton computes it. Not
+    differentiable.
 
     Raises:
-        NotImplementedError: Triton kernels cannot run on the device, or not in the dtype.
+        NotImplementedError: Triton kernels cannot run on the device, or cannot compute in the dtype.
         ValueError: a shape, dtype or device disagrees with the signature, a tensor is not contiguous, or `rank` is not
             in [0, P).
     """
@@ -44,7 +45,7 @@ def sum_shares(
 
 
 def launch_sum_shares(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:
-    """`sum_shares` of checked tensors that are not empty."""
+    """Compute `sum_shares` for checked tensors that are not empty."""
     num_rows, num_columns = (1, out.numel()) if out.is_contiguous() else out.shape
     launch_kernel(
         _sum_shares_kernel,

@@ -53,8 +53,8 @@ def combine(
     Shapes: rows [R, D], topk_weights [T, K] float32, slot_to_row [T, K] int32; result [T, D].
 
     Args:
-        slot_to_row: contains each row index at most once, -1 for dropped slots. Row indices are checked on
-            the CPU alone, because on a GPU a check would need a host synchronisation.
+        slot_to_row: contains each row index at most once, and -1 for dropped slots. Row indices are checked only on the
+            CPU, because on a GPU a check would need a host synchronisation.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -115,14 +115,15 @@ def _permute_backward(ctx, drows):
 _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
-_TILE_BYTES = 2**17  # registers of one program of 32 warps, which has an SM to itself
+_TILE_BYTES = 2**17  # registers of one program of 32 warps, which occupies a whole SM
 _FEWEST_TILES = 128  # fewer tiles leave SMs idle
 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
-    """(tokens and columns per program, its warps).
+    """Return (tokens per program, columns per program, warps).
 
-    Memory writes fastest while it reads nothing, so with many tokens each SM reads a whole tile, then writes its rows.
+    Memory writes are fastest when no reads run at the same time. With many tokens each SM therefore reads a whole tile,
+    and then writes its rows.
     """
     num_tokens, d_model = tokens.shape
     block_d = min(next_power_of_2(d_model), 4096)
@@ -168,7 +169,7 @@ def _permute_kernel(
     num_tokens,
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and the distances of rows
+    ALIGNED: tl.constexpr,  # divides D and the strides of rows
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -253,7 +254,8 @@ def launch_combine(
 
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
-    """Return the columns per program: a power of two from 512 that divides `d_model`, so no thread idles, else all."""
+    """Return the columns per program: a power of two from 512 that divides `d_model`, so that no thread idles, else all
+    columns."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
@@ -297,7 +299,7 @@ def _combine_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and the distance of rows
+    ALIGNED: tl.constexpr,  # divides D and the stride of rows
     BLOCK_D: tl.constexpr,
     SKIP: tl.constexpr,  # most slots may be dropped
 ):
@@ -319,7 +321,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
-    """Columns d of a slot's row in float32; zeros for a dropped slot."""
+    """Return the columns d of a slot's row in float32, or zeros for a dropped slot."""
     pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
     kept = tl.where(row >= 0, D, 0)
     value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)
@@ -346,7 +348,7 @@ def _combine_dweights_op(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
 
 
 def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] float32
-    """Return the inner product of each slot's token in `dout` and its row; 0 for a dropped slot."""
+    """Return the inner product of each slot's token in `dout` and its row, or 0 for a dropped slot."""
     num_tokens, top_k = slot_to_row.shape
     dweights = dout.new_empty(num_tokens, top_k, dtype=torch.float32)
     if dweights.numel():

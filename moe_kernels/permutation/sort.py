@@ -32,10 +32,10 @@ from ..types import Permutation, TileTable
 MAX_EXPERTS = 1024
 BLOCK_ROWS = 128  # default height of the tile table's blocks
 
-_FEW_SLOTS = 1024  # up to here, comparing all slots with all takes less time than two more launches
+_FEW_SLOTS = 1024  # up to this number, comparing all pairs of slots is faster than two more launches
 _RANKED = 32  # slots whose rows one program finds
 _COMPARED = slots_compared_at_once
-_ALIGNED_INTEGERS = 4  # 16 bytes, which Triton's kernels are compiled for
+_ALIGNED_INTEGERS = 4  # int32 in the 16 bytes of alignment for which Triton compiles kernels
 
 
 def sort_by_expert(
@@ -69,7 +69,7 @@ def sort_by_expert(
         return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
     check_num_experts(num_experts)
     results = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
-    # Compiled code serves any number of tokens, so it applies the bound unconditionally.
+    # Compiled code runs for any number of tokens, so it applies the bound unconditionally.
     if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
         results = _bound_op(*results[:3], max_rows, block_rows)
     offsets, slot_to_row, row_to_token, *table = results
@@ -92,7 +92,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# One op, because Inductor compiles a visible slice a second time for few tokens.
+# The slices are part of one op, because Inductor compiles a visible slice a second time for few tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -112,10 +112,10 @@ def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
 
 
 def _sort_block(num_experts: int) -> tuple[int, int]:
-    """(slots that one program counts and places, warps that place them).
+    """Return (slots that one program counts and places, warps that place them).
 
-    One warp sorts and scans without shared memory or barriers. Many experts make the counts large, one row per program,
-    so fewer and larger programs are faster.
+    One warp sorts and scans without shared memory or barriers. The counts have a row per program. With many experts
+    rows are long, so fewer and larger programs are faster.
     """
     return (256, 1) if num_experts <= 128 else (512, 4)
 
@@ -130,7 +130,8 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation in one tensor, for a caller that bounds no rows. Its parts are views that start at 16 bytes."""
+    """A permutation in one tensor, for calls without `max_rows`. Its parts are views that start at multiples of 16
+    bytes."""
 
     buffer: Tensor  # [N, 4] int32; begins with the offsets [E]
     slots_per_token: int
@@ -173,7 +174,7 @@ def _padded_size(shape: tuple[int, ...]) -> int:
 
 
 def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, results: tuple[Tensor, ...]) -> None:
-    """Write a permutation's tensors: offsets, slot_to_row, row_to_token and those of its tile table."""
+    """Write a permutation's tensors: offsets, slot_to_row, row_to_token and the tensors of its tile table."""
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     capacity = results[4].shape[0]
     blocks = table_blocks(num_experts)
@@ -197,7 +198,7 @@ def _count_and_place(
     num_slots, _, num_experts, _ = sizes
     block_slots, num_place_warps = _sort_block(num_experts)
     num_blocks = cdiv(num_slots, block_slots)
-    counts = topk_experts.new_empty(num_blocks, num_experts)  # then: slots of the expert in earlier blocks
+    counts = topk_experts.new_empty(num_blocks, num_experts)  # later: the expert's slots in earlier blocks
     totals = topk_experts.new_empty(num_experts)
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)

@@ -1,4 +1,4 @@
-"""Exact dequantisation in plain PyTorch: the specification of the kernels. It also reads checkpoints.
+"""Exact dequantisation in plain PyTorch, for reading checkpoints. It also specifies the bits of the kernels' results.
 
 Every format is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
 
@@ -7,7 +7,7 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
             https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
     nf4     code from a table of 16, two in a byte, the high bits first. A nested scale is a code from a table of 256
             times the scale of its own block, plus an offset (https://arxiv.org/abs/2305.14314).
-    int8    code * largest * (1 / 127), in this order, with the largest size of the row.
+    int8    code * largest * (1 / 127), in this order, where `largest` is the row's largest absolute value.
 
 The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 it is
 infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. fp8 has the bits of transformers' loader (`Fp8Dequantize`).
@@ -24,15 +24,15 @@ from torch import Tensor
 from ..types import QuantizedWeight
 
 _TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
-_SUBNORMAL = 1 << 22  # the bits of 2 ** -127
-ONE_127TH = 0.00787401574803149  # as bitsandbytes writes it
+_SUBNORMAL = 1 << 22  # the bits of the subnormal float32 number 2 ** -127
+ONE_127TH = 0.00787401574803149  # 1 / 127 in the digits of bitsandbytes
 
 
 def decode_scales(scales: Tensor) -> Tensor:  # float32
     """Return scales of any dtype as float32. Bytes are e8m0 exponents."""
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
-    # By bits, because some devices cannot convert e8m0.
+    # Assembles float32 from bits, because some devices cannot convert e8m0.
     stored = scales.view(torch.uint8)
     exponent = stored.int() << 23
     powers = torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)  # 255 gives infinity
@@ -64,7 +64,8 @@ def decode_mxfp4(
     blocks: Tensor,  # [..., in / 32, 16] uint8
     scales: Tensor,  # [..., in / 32] uint8 or float8_e8m0fnu
 ) -> Tensor:  # [..., in] float32
-    """Multiply twice each number by half of its group's power of two. This is exact, and every half fits float32."""
+    """Return each number times its group's power of two, computed as (2 * number) * (power / 2): every half power fits
+    float32."""
     table = torch.tensor(_TWICE_E2M1, device=blocks.device)
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [..., in / 32, 32]
     return (table[nibbles.int()] * _half_powers(scales).unsqueeze(-1)).flatten(-2)

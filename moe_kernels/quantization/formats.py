@@ -14,12 +14,12 @@ from ..types import QuantizedWeight, WeightFormat
 FP8 = WeightFormat("fp8", (128, 128))  # e4m3; DeepSeek-V3, Qwen3
 MXFP4 = WeightFormat("mxfp4", (1, 32))  # e2m1 values, e8m0 scales; gpt-oss
 NF4 = WeightFormat("nf4", (1, 64))  # bitsandbytes
-NF4_NESTED = WeightFormat("nf4", (1, 64), nested_block=256)  # with bitsandbytes' double quantisation
+NF4_NESTED = WeightFormat("nf4", (1, 64), nested_block=256)  # bitsandbytes' double quantisation
 INT8 = WeightFormat("int8", (1, 0))  # bitsandbytes' LLM.int8(): a scale per row
 
 FORMATS = {"fp8": FP8, "mxfp4": MXFP4, "nf4": NF4, "nf4_nested": NF4_NESTED, "int8": INT8}
 
-# Formats of other projects whose arithmetic is not here, each with the reason.
+# Unsupported formats of other projects, each with the reason.
 _REFUSED = {
     "awq": "its groups have zero points",
     "gptq": "its groups have zero points",
@@ -38,11 +38,11 @@ _VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8, "int8": torch
 
 
 def as_format(op: str, format: str | WeightFormat) -> WeightFormat:
-    """Return the format of this name, or the checked format itself.
+    """Return the format of this name. A `WeightFormat` is checked and returned unchanged.
 
     Raises:
         NotImplementedError: a format of another project that is not supported.
-        ValueError: the name is unknown, or the format has a block that it does not allow.
+        ValueError: the name is unknown, or the block size is not allowed for the format.
     """
     if isinstance(format, str) and format in FORMATS:
         return FORMATS[format]
@@ -72,7 +72,8 @@ def _check_block(op: str, format: WeightFormat) -> None:
 
 
 def scales_shape(format: WeightFormat, shape: torch.Size) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight [E, out, in]; of NF4, the number of its blocks."""
+    """Return the shape of the scales of a weight [E, out, in]. NF4 has one axis: a scale per block of the flattened
+    weight."""
     rows, columns = format.block
     num_experts, size_out, size_in = shape
     if format.name == "nf4":
@@ -81,7 +82,8 @@ def scales_shape(format: WeightFormat, shape: torch.Size) -> tuple[int, ...]:
 
 
 def check_quantized(op: str, name: str, weight: QuantizedWeight) -> None:
-    """Raise ValueError unless the tensors of a quantised weight are those of its format and shape.
+    """Raise ValueError unless the tensors of a quantised weight have the dtypes and sizes that its format and shape
+    require.
 
     Only shapes, dtypes and devices are read: the values of scales are not checked.
     """
@@ -133,7 +135,7 @@ def _check_scales(op: str, name: str, weight: QuantizedWeight) -> None:
     nested = format.nested_block is not None
     check_dtype(op, f"the scales of {name}", scales, *((torch.uint8,) if nested else _SCALE_DTYPES[format.name]))
     wanted = scales_shape(format, weight.shape)
-    # The scales of rows, and those of NF4's flattened tensor, may have any shape: bitsandbytes' are flat.
+    # Scales of rows and of NF4 blocks may have any shape, because bitsandbytes stores them flat.
     fits = scales.numel() == math.prod(wanted) if format.name in ("int8", "nf4") else scales.shape == wanted
     if not fits:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Device functions that quantise float32 values to e4m3 with a scale per block, bit by bit as `reference_fp8`."""
+"""Device functions that quantise float32 values to e4m3 with a scale per block. The bits are those of
+`reference_fp8`."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ _SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
 
 @triton.jit
 def block_scales(sizes):
-    """Return (scales, their inverses) of blocks. `sizes` holds the largest absolute value of each block."""
+    """Return (scales, inverse scales) of blocks. `sizes` holds the largest absolute value of each block."""
     at_least = tl.maximum(sizes, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # PyTorch divides a number by a tensor in this way.
+    # PyTorch divides a number by a tensor with these two operations.
     inverse = tl.where(sizes == 0.0, 1.0, tl.div_rn(1.0, at_least) * _LARGEST)
     return tl.div_rn(1.0, inverse), inverse
 
 
 @triton.jit
 def largest_size(values, AXIS: tl.constexpr):
-    """Return the largest absolute value along an axis, or NaN if there is one. None reduces all axes.
+    """Return the largest absolute value along an axis, or NaN if any value is NaN. With axis None, reduce all axes.
 
-    Compares the bits as integers: they are ordered as the absolute values are, and NaN follows infinity.
+    Compares the bits as integers: integers have the order of the absolute values, and NaN follows infinity.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
@@ -41,7 +42,7 @@ def encode_e4m3(values):
     # Round the bits here, ties to even, because the interpreter truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of the mantissa, the exponent's bias
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # keeps 3 mantissa bits, changes the bias
     # Numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 rounds to such a multiple.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)
@@ -59,7 +60,7 @@ def quantize_tile(values, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_scales(scales_ptr, row_stride, block_stride, scales, row, is_row, first, K, BLOCKS: tl.constexpr):
-    """Write scales [R, BLOCKS] of rows with K columns. The first scale belongs to block `first`."""
+    """Write scales [R, BLOCKS] of rows with K columns. Column 0 of the scales belongs to block `first` of the row."""
     block = first + tl.arange(0, BLOCKS)
     mask = is_row[:, None] & (block < (K + 127) // 128)[None, :]
     scales_ptrs = scales_ptr + row[:, None] * row_stride + block.to(tl.int64)[None, :] * block_stride

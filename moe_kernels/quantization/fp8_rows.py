@@ -29,12 +29,12 @@ def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # [R, K], any strides
 
 
 def packed_width(num_columns: int) -> int:
-    """Return the bytes of a packed row: its e4m3 numbers, then its scales, in whole float64 numbers."""
+    """Return the bytes of a packed row: its e4m3 numbers and its scales, padded to a multiple of 8 bytes."""
     return num_columns + 8 * cdiv(num_columns, 2 * BLOCK)
 
 
 def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / itemsize] in the dtype of rows
-    """Return quantised rows whose scales follow their numbers. The dtype of the result only carries the bytes."""
+    """Return quantised rows, each row's numbers followed by its scales. The dtype of the result has no meaning."""
     num_rows, num_columns = rows.shape
     packed = rows.new_empty(num_rows, packed_width(num_columns), dtype=torch.uint8)
     _launch(rows, packed, packed[:, num_columns:].view(torch.float32))

@@ -1,4 +1,4 @@
-"""Quantise weights to e4m3 with a scale per 128 x 128 block, in both orientations, and again after they change.
+"""Quantise weights to e4m3 with a scale per 128 x 128 block, in both orientations, and quantise changed blocks again.
 
 A block's scale and numbers are the same in both orientations, because blocks are square. The bits are those of
 `reference_fp8` on every device.
@@ -31,10 +31,11 @@ def launch_quantize_weight(
     transposed: bool = True,
     checksums: Tensor | None = None,  # [blocks] int64
 ) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:  # [E, out, in] and [E, in, out]
-    """Return the quantised weight and its transpose; None for one that is not asked for. Reads the weight once.
+    """Return the quantised weight and its transpose, or None in place of one that is not requested. Reads the weight
+    once.
 
     Args:
-        checksums: written by the same read.
+        checksums: memory that the same launch fills with the blocks' checksums.
     """
     _, size_out, size_in = weight.shape
     forms = (
@@ -58,12 +59,12 @@ def launch_requantize(
 
 
 def quantize_experts(w_up: Tensor, w_down: Tensor, *, turned: bool = True) -> ScaledForms:
-    """Return the experts' weights in e4m3, and with `turned` their transposes, too."""
+    """Return the experts' weights in e4m3. With `turned`, also return their transposes."""
     return scaled_forms(*(launch_quantize_weight(weight, transposed=turned) for weight in (w_up, w_down)))
 
 
 def scaled_forms(*of_weights: tuple[QuantizedWeight | None, QuantizedWeight | None]) -> ScaledForms:
-    """Join the forms of w_up and those of w_down, each a weight and its transpose."""
+    """Join the quantised forms of w_up and of w_down. Each form is a weight and its transpose."""
     fields: dict[str, Tensor] = {}
     for name, (here, turned) in zip(("up", "down"), of_weights, strict=True):
         for suffix, form in (("", here), ("_turned", turned)):
@@ -119,7 +120,7 @@ def _odd_numbers(first: tl.constexpr):
 
 @triton.jit
 def _checksum(weight):  # [128, 128]
-    """Return the sum of the elements' bits times an odd number for each, modulo 2**64."""
+    """Return the sum over the elements of bits * odd number of the element, modulo 2**64."""
     bits = weight.to(tl.uint16 if weight.dtype.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
     factors = _odd_numbers(0)[:, None] * _odd_numbers(128)[None, :]
     return tl.sum(bits.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64, bitcast=True)

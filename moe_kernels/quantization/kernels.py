@@ -1,7 +1,7 @@
 """Device functions that decode tiles of quantised weights, and the kernel that dequantises whole weights.
 
-Codes become float32 by integer operations where the GPU has no conversion, and in the interpreter, which cannot convert
-float8. All ways give the bits that `decode.py` defines.
+Integer operations convert codes to float32 where the GPU has no conversion, and in the interpreter, which cannot
+convert float8. Every conversion gives the bits that `decode.py` defines.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ONE_127TH = tl.constexpr(ONE_127TH)  # pyright: ignore[reportCallIssue]
 @triton.jit
 def decode_e4m3(byte):
     """Return e4m3 bits as float32."""
-    # GPUs from Ada on convert to float16 in one instruction for two numbers.
+    # From Ada on, GPUs convert two e4m3 numbers to float16 with one instruction.
     HAS_FLOAT8: tl.constexpr = False if INTERPRET else tl.target_info.cuda_capability_geq(8, 9)
     if HAS_FLOAT8:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # Moved to where a float32's bits end, they are a number 2 ** 120 times too small.
+        # At the place of float32's exponent and mantissa, the bits are a number 2 ** 120 times too small.
         bits = byte.to(tl.int32)
         value = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -38,13 +38,14 @@ def decode_e4m3(byte):
 
 @triton.jit
 def _int8(byte):
-    """Return an integer as float32: as the last bits of 2 ** 23, because conversions take four times as long."""
+    """Convert an integer to float32 by placing it in the last bits of 2 ** 23. A conversion instruction takes four
+    times as long."""
     return ((byte.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
 def _twice_e2m1(nibble):
-    """Return twice the value of e2m1 bits as float32: 0, 1, 2, 3, 4, 6, 8, 12, then the negative ones."""
+    """Return twice the value of e2m1 bits as float32: 0, 1, 2, 3, 4, 6, 8, 12, then their negatives."""
     return (((nibble & 7) << 22) | ((nibble & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**127
 
 
@@ -52,8 +53,9 @@ def _twice_e2m1(nibble):
 def _mxfp4_pairs(packed, half_powers):
     """Return the numbers in the low and in the high bits of bytes as bfloat16, four bytes in 26 instructions.
 
-    As `_twice_e2m1`, but two numbers at once. Products with powers of two are exact, subnormal ones included. Compute
-    capability 8 multiplies bfloat16 only as part of an addition; -0 is the number whose addition changes nothing.
+    Decodes two numbers at once, otherwise as `_twice_e2m1`. Products with powers of two are exact, subnormal ones
+    included. Compute capability 8 multiplies bfloat16 only in a fused multiply-add, so -0 is added, which changes no
+    value.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -85,7 +87,8 @@ def _mxfp4_pairs(packed, half_powers):
 
 @triton.jit
 def _code(codes_ptr, nibble):
-    """Return a code of a table of 16. Software pipelining would copy each to shared memory first: assembly hides it."""
+    """Look up a code in a table of 16. Inline assembly hides the load from software pipelining, which would copy each
+    code to shared memory first."""
     if INTERPRET:
         return tl.load(codes_ptr + nibble)
     else:
@@ -95,7 +98,7 @@ def _code(codes_ptr, nibble):
 
 @triton.jit
 def _spread(scale, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Return each scale for all elements of its block, [BLOCK_OUT, BLOCK_IN]."""
+    """Repeat each scale for all elements of its block, [BLOCK_OUT, BLOCK_IN]."""
     ROWS: tl.constexpr = scale.shape[0]
     COLUMNS: tl.constexpr = scale.shape[1]
     by_block = scale.reshape(ROWS, 1, COLUMNS, 1)
@@ -118,7 +121,8 @@ def _power(byte, HALF: tl.constexpr, NAN_255: tl.constexpr):
 
 @triton.jit
 def _add(a, b):
-    """Return a + b. Hidden from the compiler, which would fuse it with a multiplication and round once, not twice."""
+    """Return a + b. Inline assembly keeps the compiler from fusing the sum with a multiplication, which would round
+    once, not twice."""
     if INTERPRET:
         return a + b
     else:
@@ -127,7 +131,7 @@ def _add(a, b):
 
 @triton.jit
 def _scale(ptr, index, inside, nested_codes_ptr, nested_scales_ptr, nested_offset_ptr, FORM: tl.constexpr):
-    """Return scales as float32; `index` counts them from the weight's first."""
+    """Load scales as float32. `index` counts from the first scale of the whole weight."""
     stored = tl.load(ptr + index, mask=inside, other=0)
     NESTED: tl.constexpr = FORM[2]
     if NESTED > 0:
@@ -160,8 +164,8 @@ def decode_tile(
     BLOCK_IN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Return the tile [BLOCK_OUT, BLOCK_IN] of one expert's matrix. Outside of the matrix it is zero, or NaN where the
-    scale of a block that reaches into the matrix is no number."""
+    """Return the tile [BLOCK_OUT, BLOCK_IN] of one expert's matrix. Elements outside the matrix are zero, or NaN if the
+    scale of their block is NaN."""
     KIND: tl.constexpr = FORM[0]
     ROWS: tl.constexpr = FORM[1][0]
     COLUMNS: tl.constexpr = FORM[1][1]
@@ -169,7 +173,7 @@ def decode_tile(
     i = first_in + tl.arange(0, BLOCK_IN)
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     if KIND == "nf4" and IN % COLUMNS != 0:
-        # Blocks, and pairs in a byte, run over the ends of rows.
+        # NF4 flattens the weight, so blocks and pairs of codes in a byte may cross the ends of rows.
         index = (expert * OUT + o[:, None]) * IN + i[None, :]
         packed = tl.load(values_ptr + index // 2, mask=inside, other=0).to(tl.int32)
         code = _code(codes_ptr, tl.where(index % 2 == 0, packed >> 4, packed & 15))
@@ -177,7 +181,7 @@ def decode_tile(
             scales_ptr, index // COLUMNS, inside, nested_codes_ptr, nested_scales_ptr, nested_offset_ptr, FORM
         )
         return (code * scale).to(DTYPE)
-    # One scale for each block that the tile touches.
+    # Load one scale for each block that the tile touches.
     NUM_ROWS: tl.constexpr = max(BLOCK_OUT // ROWS, 1)
     NUM_COLUMNS: tl.constexpr = max(BLOCK_IN // COLUMNS, 1)
     SCALE_ROWS: tl.constexpr = (OUT + ROWS - 1) // ROWS
@@ -288,12 +292,12 @@ def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
 
 
-# How scales are read from the bits of their dtype. The number 255 is NaN only where the dtype says e8m0.
+# Decoding of scales that kernels load as integers. The byte 255 is NaN only if the dtype is e8m0.
 _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch.bfloat16: "bfloat16"}
 
 
 def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
-    """Return (name, block, nested block or 0, how scales are read from bits or None) as one compile-time value."""
+    """Return (name, block, nested block or 0, decoding of scales or None) as one compile-time value."""
     (rows, columns), size_in = weight.format.block, weight.shape[2]
     block = rows, columns or max(next_power_of_2(size_in), 256)  # no columns: one block covers the row
     return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)

@@ -26,21 +26,21 @@ def dequantize(
 ) -> Tensor:  # [E, out, in]
     """Return the weight as floating point: code times scale in float32, rounded once to `dtype`.
 
-    The same bits on every device and by both implementations. Not differentiable.
+    Every device and both implementations give the same bits. Not differentiable.
 
     Shapes: result [E, out, in].
 
     Args:
-        dtype: float32, float16 or bfloat16; the reference computes any.
+        dtype: float32, float16 or bfloat16. The reference also computes other floating-point dtypes.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: the tensors of the weight are not those of its format and shape, or one requires a gradient.
+        ValueError: the tensors of the weight do not match its format and shape, or one requires a gradient.
     """
     check_quantized("dequantize", "weight", weight)
     if not dtype.is_floating_point:
         raise ValueError(f"dequantize: dtype must be of floating point, got {dtype}")
-    like = weight.values.new_empty(0, dtype=dtype)  # its device and dtype decide
+    like = weight.values.new_empty(0, dtype=dtype)  # its device and dtype choose the implementation
     if choose("dequantize", implementation, like, KERNEL_DTYPES) == "reference":
         return decode_weight(weight, dtype)
     return _dequantize_op(weight, dtype)
@@ -61,10 +61,10 @@ def quantize_rows(
     *,
     implementation: str | None = None,
 ) -> ScaledRows:
-    """Return e4m3 numbers with a float32 scale for each row and each 128 columns, the last block being shorter.
+    """Return e4m3 numbers with a float32 scale for each row and each 128 columns. A row's last block may be shorter.
 
-    The scale is the largest size in the block divided by 448. NaN, and an infinity, stay in their row. The same bits on
-    every device and by both implementations. Not differentiable.
+    The scale is the largest absolute value of the block divided by 448. NaN and infinities affect no other row. Every
+    device and both implementations give the same bits. Not differentiable.
 
     Args:
         implementation: "triton", "reference", or None to choose by device.
@@ -98,7 +98,7 @@ def pack_rows(
 ) -> Tensor:  # [R, W] in the dtype of rows
     """Return `quantize_rows` as one tensor to send: the bytes of each row's numbers, then those of its scales.
 
-    The dtype is that of the rows, so that autograd accepts the tensor; its values have no meaning.
+    The tensor has the dtype of the rows, so that autograd accepts it. Its values have no meaning in that dtype.
     """
     if choose("pack_rows", implementation, rows) == "triton":
         return _pack_rows_op(rows)

@@ -1,4 +1,4 @@
-"""Quantisation in plain PyTorch: each value becomes the nearest code of its block's scale."""
+"""Quantisation in plain PyTorch: each value, divided by its block's scale, is rounded to the nearest code."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-_E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring sizes
+_E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring absolute values
 
 
 def quantize(
     weight: Tensor,  # [E, out, in]
     format: str | WeightFormat,
 ) -> QuantizedWeight:
-    """Store a weight in few bits. The scale of a block follows from its largest size.
+    """Quantise a weight. The scale of a block follows from its largest absolute value.
 
-    Computes in float32, in plain PyTorch. Equal to transformers for fp8 and to bitsandbytes for nf4 and int8, but for
-    values that lie halfway between two codes. Not differentiable.
+    Computes in float32, in plain PyTorch. Results equal those of transformers for fp8 and of bitsandbytes for nf4 and
+    int8, except for values halfway between two codes. Not differentiable.
 
     Shapes: weight [E, out, in].
 
@@ -72,7 +72,8 @@ def _fp8(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
 
 
 def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    """The scale is the largest power of two below the largest size, over that of the format: 4.
+    """Quantise blocks. The scale is the largest power of two up to the block's largest absolute value, divided by 4,
+    the largest power of two of the format.
 
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 6.3.
     """
@@ -80,7 +81,7 @@ def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
     exponent = blocks.abs().amax(3).frexp().exponent - 1 - 2  # frexp's mantissa lies in [0.5, 1)
     stored = (exponent + 127).clamp(0, 254)
     sizes = torch.ldexp(blocks.abs(), 127 - stored.unsqueeze(3))
-    # Ties go to the even code: the limits below it belong to it, too.
+    # Ties go to the even code, so an even code includes both of its limits.
     limits = torch.tensor(_E2M1_LIMITS, device=weight.device)
     below = torch.bucketize(sizes, limits)  # a limit belongs to the code below
     above = torch.bucketize(sizes, limits, right=True)
@@ -102,7 +103,7 @@ def _nf4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
 
 
 def _nearest(flat: Tensor, codes: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return the uint8 index of the nearest code times the largest size of each block, and these sizes."""
+    """Divide each block by its largest absolute value. Return the uint8 index of the nearest code, and the divisors."""
     size = len(flat)
     blocks = functional.pad(flat, (0, -size % block)).view(-1, block)
     largest = blocks.abs().amax(1)
@@ -113,7 +114,8 @@ def _nearest(flat: Tensor, codes: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _dynamic_codes() -> Tensor:  # [256]
-    """The sorted codes of 8 bits whose number of exponent bits varies: https://arxiv.org/abs/1511.04561."""
+    """Return the sorted values of the 8-bit codes with a variable number of exponent bits:
+    https://arxiv.org/abs/1511.04561."""
     codes = [0.0, 1.0]
     for exponent in range(7):
         limits = torch.linspace(0.1, 1.0, 2**exponent + 1, dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""Logits to experts and weights."""
+"""Routing: from logits to experts and weights."""

@@ -17,8 +17,8 @@ from .linear_kernels import launch_product, launch_weight_gradient
 
 @once_per_form
 def check_linear_router(tokens: Tensor, w_router: Tensor) -> None:
-    """Raise ValueError unless shapes and devices fit, and both have one floating-point dtype, or a float32 weight meets
-    16-bit tokens."""
+    """Raise ValueError unless shapes and devices fit. Both must have the same floating-point dtype, except that a
+    float32 weight may meet 16-bit tokens."""
     check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
     if w_router.dtype != torch.float32 or tokens.dtype not in (torch.bfloat16, torch.float16):
         check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
@@ -28,7 +28,7 @@ def check_linear_router(tokens: Tensor, w_router: Tensor) -> None:
 def halves_dtype(tokens: Tensor, w_router: Tensor) -> torch.dtype | None:
     """Return the dtype of 16-bit GEMMs, or None if all GEMMs are float32.
 
-    16-bit GEMMs take tokens and weight unchanged, and the gradient of the logits split in two halves.
+    16-bit GEMMs take tokens and weight unchanged, and the gradient of the logits as two 16-bit numbers: [high | low].
     """
     runs = kernel_obstacle(tokens) is None
     return tokens.dtype if runs and w_router.dtype == tokens.dtype and tokens.dtype.itemsize == 2 else None
@@ -54,11 +54,11 @@ def router_gradients(
     dlogits: Tensor,  # [T, E] float32, or [T, 2E] split
     tokens: Tensor,  # [T, D]
     w_router: Tensor,  # [E, D]
-    dtokens: Tensor | None,  # [T, D]: a gradient to add to that of tokens
+    dtokens: Tensor | None,  # [T, D]: a gradient to add to the tokens' gradient
     needs: tuple[bool, bool],
     batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of tokens and weights; None for one that is not needed."""
+    """Return the gradients of tokens and weights, or None in place of one that is not needed."""
     is_split = dlogits.shape[1] != w_router.shape[0]
     of_tokens = dw_router = None
     if needs[0] and is_split and not batch_invariant:
@@ -87,7 +87,7 @@ def store_gradient(
     mask,
     SPLIT: tl.constexpr,
 ):
-    """Write the gradient of the logits of BLOCK_T tokens; if SPLIT, as [high | low]."""
+    """Write the gradient of the logits of BLOCK_T tokens, with SPLIT as [high | low]."""
     if direct_ptr is not None:
         gradient += tl.load(direct_ptr + t * direct_strides[0] + expert * direct_strides[1], mask=mask, other=0.0)
     if SPLIT:

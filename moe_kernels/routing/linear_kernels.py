@@ -1,6 +1,6 @@
-"""Computes the matrix products of a 16-bit linear router by kernels that add and round in the same pass.
+"""Matrix products of a 16-bit linear router. The kernels also add bias and addend and round, in the same pass.
 
-One launch costs the host a quarter of a call of cuBLAS through PyTorch, and a list of launches can contain it.
+A launch costs the host a quarter of the time of a cuBLAS call through PyTorch. A list of launches can contain it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # programs that keep most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # tile of the weight's gradient
-_SUMMED = 512  # values of a program, 4 per thread: float32 is read and 16 bits are written without an exchange
+_SUMMED = 512  # values per program; with 4 per thread, float32 is read and 16 bits are written without an exchange
 
 
 def launch_product(
@@ -55,7 +55,8 @@ def launch_product(
 
 
 def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
-    """Return rows, columns, depth and warps of a program, for the largest tiles that occupy the GPU."""
+    """Return rows, columns, depth and warps of a program. Tiles are the largest that still give enough programs to
+    occupy the GPU."""
     for size, block_k, num_warps in ((128, 64, 8), (64, 128, 4)):
         if cdiv(m, size) * cdiv(n, size) >= _BUSY:
             return size, size, block_k, num_warps
@@ -151,7 +152,7 @@ def _weight_gradient_kernel(
     tokens_strides,
     parts_ptr,  # [shares, E, D] contiguous
     num_tokens,
-    share,  # tokens of a program
+    share,  # number of tokens per program
     E,
     D,
     BLOCK_E: tl.constexpr,

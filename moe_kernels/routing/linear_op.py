@@ -61,7 +61,7 @@ def _setup(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     tokens, router = call.args
     ctx.router = router._replace(w_router=None, logit_bias=None)  # saved below
     topk_weights, topk_experts, _ = output
-    topk_weights = topk_weights if router.is_softmax else None  # the gradients of other scores do not read it
+    topk_weights = topk_weights if router.is_softmax else None  # gradients of other scores do not read the weights
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(tokens, router.w_router, router.logit_bias, topk_weights, topk_experts)
 
@@ -96,7 +96,7 @@ def routing_gradients_op(
     needs_w_router: bool,
     needs_logit_bias: bool,
 ) -> RouterGradients:
-    """The needed gradients. The logits are computed again where they are needed."""
+    """Return the needed gradients. The logits are recomputed if a gradient depends on them."""
     with without_autocast(tokens):
         if dweights is not None:
             dlogits = _logits_gradient(tokens, router, topk_weights, topk_experts, dweights, dlogits)

@@ -1,8 +1,8 @@
 """The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
 
-`softmax.py` has the kernel of the plain softmax; `scored.py` has the kernel of all other specs but two; `linear_op.py`
-has the op that includes the linear map. SparseMixer and
-norms other than the sum are plain PyTorch on the logits, under every implementation.
+`softmax.py` has the kernel of the plain softmax, `scored.py` that of most other specs, and `linear_op.py` the op that
+includes the linear map. Two kinds of specs are plain PyTorch on the logits, under every implementation: SparseMixer,
+and norms other than the sum.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def linear_routing(
 ) -> Routing:
     """Route tokens by the float32 logits `tokens @ w_router.T + logit_bias`, as `topk_routing` does.
 
-    If a kernel reads the logits directly, this is one autograd boundary. It saves the tokens and the choice and
-    recomputes the logits if backward needs them, so no [T, E] tensor is kept. The gradient of the logits is float32,
-    and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
+    If a kernel reads the logits directly, the function is one autograd boundary. It saves the tokens and the choice of
+    experts, and recomputes the logits if backward needs them. No [T, E] tensor is kept. The gradient of the logits is
+    float32, and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
     `logit_bias`, through weights and logits.
 
     Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E].
@@ -146,7 +146,8 @@ def routing_weights(
     topk_experts: Tensor,  # [T, K] int32; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K] float32
-    """Return the weights of a router for any choice of experts; for the router's own choice, as `topk_routing`.
+    """Return a router's weights for any choice of experts. For the router's own choice they equal those of
+    `topk_routing`.
 
     An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Plain PyTorch on every
     device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a softmax.
@@ -155,8 +156,8 @@ def routing_weights(
 
     Args:
         logits: those of a `Routing`, that is, as scored.
-        topk_experts: ids in [0, E), or -1. Checked on the CPU. On a GPU a check would need a host synchronisation, so
-            a slot whose id no expert has counts as empty.
+        topk_experts: ids in [0, E), or -1. Checked on the CPU. On a GPU a check would need a host synchronisation, so a
+        slot with another id counts as empty.
 
     Raises:
         ValueError: wrong shape or dtype, `spec` cannot choose as many experts, or an id on the CPU is E or more.

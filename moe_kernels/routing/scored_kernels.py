@@ -28,7 +28,8 @@ class ScoreSettings(NamedTuple):
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """One warp owns whole rows, so a reduction needs no shared memory. More than 512 places take more warps."""
+    """Return sizes with which one warp owns whole rows, so that a reduction needs no shared memory. More than 512
+    places take more warps."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
@@ -78,7 +79,7 @@ def launch_backward(
     dweights: Tensor,  # [T, K]
     topk_experts: Tensor,  # [T, K]
     logits: Tensor,  # [T, E]
-    dlogits_direct: Tensor | None,  # [T, E]: a gradient to add
+    dlogits_direct: Tensor | None,  # [T, E]: a gradient to add to the result
     split_dtype: torch.dtype | None,
     settings: ScoreSettings,
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype: [high | low], see `softmax.topk_backward_op`
@@ -119,7 +120,8 @@ _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # an alias 
 
 @triton.jit
 def _softmax_terms(logits, exists, SCORE: tl.constexpr):
-    """For a softmax (highest logit, sum of exponentials) of each token, [BLOCK_T]; zeros for other scores."""
+    """Return (highest logit, sum of exponentials) of each token for a softmax, [BLOCK_T]. Return zeros for other
+    scores."""
     if SCORE == "softmax":
         logits = tl.where(exists, logits, float("-inf"))
         highest = tl.max(logits, 1)
@@ -131,7 +133,8 @@ def _softmax_terms(logits, exists, SCORE: tl.constexpr):
 
 @triton.jit
 def _scores(logits, highest, total, SCORE: tl.constexpr):
-    """Scores of some of the logits, [BLOCK_T, ...], with the softmax terms of all logits."""
+    """Return the scores of the given logits, [BLOCK_T, ...]. `highest` and `total` are the softmax terms of all
+    logits."""
     if SCORE == "softmax":
         return tl.exp(logits - highest[:, None]) / total[:, None]
     if SCORE == "sigmoid":
@@ -152,7 +155,8 @@ def _in_best_groups(
     TOP2_SUM: tl.constexpr,
     G_P2: tl.constexpr,
 ):
-    """Whether a group is one of a token's best, [BLOCK_T, G_P2]. The lower group wins a tie."""
+    """Return whether each group is one of the token's best, [BLOCK_T, G_P2]. On a tie the group with the lower index
+    wins."""
     worth = tl.max(keys, 2)  # [BLOCK_T, G_P2]
     if TOP2_SUM:
         is_best = keys == worth[:, :, None]

@@ -123,14 +123,14 @@ def topk_backward_op(
     topk_weights: Tensor,
     topk_experts: Tensor,
     logits: Tensor | None,  # [T, E]; None if the weights were normalized
-    dlogits_direct: Tensor | None,  # [T, E]: a gradient to add
+    dlogits_direct: Tensor | None,  # [T, E]: a gradient to add to the result
     num_experts: int,
     split_dtype: torch.dtype | None,
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
     """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
-    high + low is the float32 value. A 16-bit GEMM with float32 accumulation takes the split matrix at twice the cost
-    and loses no more than the square of the 16-bit rounding.
+    high + low is the float32 value. A 16-bit GEMM with float32 accumulation multiplies the split matrix at twice the
+    cost. Its relative error is at most the square of the 16-bit rounding error.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
@@ -195,7 +195,8 @@ def _topk_backward_kernel(
     weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
     dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
     mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
-    # Each chosen dw less the mean, before the product: the two nearly cancel if one expert has nearly all the weight.
+    # Subtract the mean from each chosen dw before multiplying: the two nearly cancel if one expert has nearly all the
+    # weight.
     is_normalized: tl.constexpr = logits_ptr is None
     gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
     if not is_normalized:

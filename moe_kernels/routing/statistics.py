@@ -1,4 +1,5 @@
-"""Statistics of one forward's routing, added to totals on the device: two launches, and nothing waits for the GPU."""
+"""Statistics of one forward's routing, added to totals on the device by two launches. The host does not wait for the
+GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..runtime.registered_ops import on_device_of
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 _MOST_PROGRAMS = 256
-_BLOCK = 1024  # tokens times experts of a step; larger ones spill registers
+_BLOCK = 1024  # tokens times experts per step; larger steps spill registers
 
 
 class RoutedForward(NamedTuple):
@@ -20,9 +21,9 @@ class RoutedForward(NamedTuple):
 
     logits: Tensor  # [T, E]
     keys: Tensor  # [T, E]
-    choices: Tensor  # [T, K] integers; negative for none
-    kept: Tensor | None  # [T, K] integers: `choices` within capacities; None for all
-    token_mask: Tensor | None  # [T] bool: False for padding, which counts only as such
+    choices: Tensor  # [T, K] integers; negative means no expert
+    kept: Tensor | None  # [T, K] integers: the choices within capacities; None: all choices
+    token_mask: Tensor | None  # [T] bool: False for padding, which only the number of tokens with padding counts
     aux_loss: Tensor | None  # scalar
 
 
@@ -33,15 +34,16 @@ def add_routing_statistics(
     num_experts: int,
     tile_rows: int,
 ) -> None:
-    """Add a forward to the totals, which hold the numbers of the one entry and the sums of all others.
+    """Add the statistics of a forward to the totals `counts` and `sums`.
 
     `counts`: tokens that each expert got, tokens that chose each expert, calls, tokens, tokens with padding, and rows
     that fill the last tile of the first `num_experts` experts. `sums`: entropies of the softmax of the logits, margins
-    of the keys, the call's relative excess of the most chosen expert over the mean, losses, their number, and the
-    smallest margin so far. A margin is the lowest key of a chosen expert minus the highest of another, or zero if both
-    are equal.
+    of the keys, the call's relative excess of the most chosen expert over the mean, losses, the number of losses, and
+    the smallest margin so far. A margin is the lowest key of a chosen expert minus the highest key of another expert,
+    or zero if both are equal.
 
-    Computes in float32 and sums in float64. Deterministic. Triton only. No gradient. Operands are not checked.
+    Computes in float32 and sums in float64. Deterministic. Only Triton computes it. Not differentiable. Operands are
+    not checked.
     """
     logits, keys = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (forward.logits, forward.keys))
     choices, kept = forward.choices.contiguous(), None if forward.kept is None else forward.kept.contiguous()
@@ -56,7 +58,7 @@ def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: i
     block_e = max(next_power_of_2(num_choices), 16)
     block_t = max(_BLOCK // block_e, 1)
     num_programs = max(min(cdiv(num_tokens, block_t), _MOST_PROGRAMS), 1)
-    # One array of counts without capacities, because all choices are kept.
+    # Without capacities one array of counts is enough, because all choices are kept.
     part_counts = counts.new_empty(num_programs, 1 if kept is None else 2, num_choices, dtype=torch.int32)
     part_sums = sums.new_empty(num_programs, 4)
     launch_kernel(
@@ -166,7 +168,7 @@ def _slots_per_expert(
 ):
     """Return the number of slots of each token and expert, [BLOCK_T, BLOCK_E] int32. An assignment may repeat one."""
     slots = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)  # [BLOCK_T, BLOCK_E]
-    for k in tl.range(TOP_K, loop_unroll_factor=8):  # the loads of several slots are in flight
+    for k in tl.range(TOP_K, loop_unroll_factor=8):  # unrolled, so that the loads of several slots overlap
         choice = tl.load(choices_ptr + t * TOP_K + k, mask=is_token, other=-1)
         slots += (choice[:, None] == e[None, :]).to(tl.int32)
     return slots
@@ -176,7 +178,8 @@ def _slots_per_expert(
 def _entropy(
     logits,  # [BLOCK_T, BLOCK_E], -inf in columns beyond the experts
 ):
-    """Return the entropy of each token's softmax, in nats. Both terms are positive, so small entropies keep digits."""
+    """Return the entropy of each token's softmax, in nats. Both terms of the sum are positive, so small entropies stay
+    precise."""
     shifted = logits - tl.max(logits, 1)[:, None]
     powers = tl.exp(shifted)
     total = tl.sum(powers, 1)
@@ -199,7 +202,7 @@ def _add_statistics_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program adds all to counts and sums. Grid: (1,)."""
+    """One program adds the parts to counts and sums. Grid: (1,)."""
     e = tl.arange(0, BLOCK_E)
     chosen = tl.zeros((BLOCK_E,), tl.int32)  # [BLOCK_E]
     kept = tl.zeros((BLOCK_E,), tl.int32)  # [BLOCK_E]

@@ -1,4 +1,5 @@
-"""The k highest of a token's logits, inside kernels: by falling value, the lower expert first on ties."""
+"""Device functions that choose the k highest of a token's logits, by falling value. On ties the lower expert is
+first."""
 
 from ..runtime.triton import tl, triton
 
@@ -11,19 +12,20 @@ def ordered(bits):
 
 @triton.jit
 def ranked(logits):
-    """Logits with NaN replaced by infinity, so that it ranks highest, and -0.0 by 0.0."""
+    """Return logits with NaN replaced by infinity, so that NaN ranks highest, and with -0.0 replaced by 0.0."""
     return tl.where(logits == logits, logits, float("inf")) + 0.0
 
 
 @triton.jit
 def key(logits):
-    """An int32 of the same order. -inf maps above -(2**31), the key of an expert that is taken or does not exist."""
+    """Return an int32 with the order of the value. -inf maps above -(2**31), the key of an expert that is taken or does
+    not exist."""
     return ordered(ranked(logits).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def choose_highest(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
-    """The experts of the highest keys, [BLOCK_T, K_P2]; the lower expert first on ties."""
+    """Return the experts of the highest keys, [BLOCK_T, K_P2]. On ties the lower expert is first."""
     TAKEN: tl.constexpr = -(2**31)
     expert = tl.arange(0, E_P2)[None, :]
     k = tl.arange(0, K_P2)[None, :]
@@ -38,10 +40,10 @@ def choose_highest(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.const
 
 @triton.jit
 def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
-    """(experts as `choose_highest` in less than half the time, whether a token's choice is unsure [BLOCK_T]).
+    """Return (experts as `choose_highest`, whether each token's choice is unsure [BLOCK_T]) in less than half the time.
 
-    The expert replaces the last bits of its key. One maximum then finds both, and no two keys are equal. The choice is
-    unsure if two successive keys differ in the expert alone: the replaced bits would decide their order.
+    The id of the expert replaces the last bits of its key. One maximum then finds both, and no two keys are equal. The
+    choice is unsure if two successive keys differ only in the id: the replaced bits would decide their order.
     """
     # The shift drops one bit of the value, so that a difference of two keys fits 32 bits.
     expert = tl.arange(0, E_P2)[None, :]

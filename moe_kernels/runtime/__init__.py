@@ -1,1 +1,1 @@
-"""Base of every op: Triton and its versions, dispatch, registered ops, checks, launches."""
+"""The parts that all ops share: Triton and its versions, dispatch, registered ops, checks, launches."""

@@ -14,7 +14,8 @@ from .dispatch import FLOAT8, FLOAT8_CC, is_traced
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return whether a check may read values: on the CPU, and not while a graph is traced, where there are none."""
+    """Return whether a check may read values: the tensor is on the CPU, and no tracer runs, in which tensors have no
+    values."""
     return tensor.device.type == "cpu" and not is_traced(tensor)
 
 
@@ -45,7 +46,7 @@ def check_shapes(
 
 
 def _sizes_fit(shape: torch.Size, letters: list[str], sizes: dict[str, int]) -> bool:
-    """Return whether each axis has its letter's size. New letters are entered into `sizes`."""
+    """Return whether each axis has the size of its name. Names without a size get one in `sizes`."""
     return all([size == sizes.setdefault(letter, size) for letter, size in zip(letters, shape, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""Decisions of every op before it runs: whether its operands need checks, and its implementation.
+"""Decisions of every op before it runs: whether it checks its operands, and which implementation computes it.
 
 All ops follow one rule, and nothing falls back silently.
 """
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("triton", "reference")
 # Dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
 KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
-FLOAT8 = torch.float8_e4m3fn  # supported by the GEMM kernels only
+FLOAT8 = torch.float8_e4m3fn  # only the GEMM kernels support it
 FLOAT8_CC = 89  # compute capability of the first GPUs that multiply float8
 
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ _NEW: Any = object()
 
 
 def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
-    """Remember the result of `check` for each form of its operands that passed.
+    """Remember the result of `check` for each form of operands that it accepted. A form is what `_form` returns.
 
     `check` may read only dtype, shape and device of its tensors, and must return an immutable result.
     """
@@ -62,7 +62,8 @@ _VALUES = {type(None), bool, int, float, str, torch.dtype}
 
 
 def _form(operands: Collection[Any]) -> tuple[Any, ...] | None:
-    """Return all that a check can read; None if an operand is neither a plain tensor nor a plain value."""
+    """Return all properties that a check can read, or None if an operand is neither a plain tensor nor a plain
+    value."""
     form = []
     for operand in operands:
         kind = type(operand)
@@ -80,8 +81,8 @@ def _form(operands: Collection[Any]) -> tuple[Any, ...] | None:
 
 
 def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str | None:
-    """Return why the Triton kernels cannot take this tensor, or None if they can. The GPU's compute capability is not
-    checked here: the kernel selection reports a GPU without kernels.
+    """Return why the Triton kernels cannot take this tensor, or None if they can. Kernel selection, not this check,
+    reports a GPU whose compute capability has no kernels.
 
     Args:
         dtypes: the floating-point dtypes that the kernels compute in.
@@ -128,19 +129,20 @@ def _warn_without_triton() -> None:
 
 
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
-    """Return whether Triton kernels compute this tensor with this `implementation`; False where the op raises."""
+    """Return whether Triton kernels compute this tensor with this `implementation`; False if `choose` would raise."""
     return implementation in (None, "triton") and kernel_obstacle(tensor) is None
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Return whether a tracer sees the call: torch.compile, torch.export, make_fx, or a tensor without data."""
+    """Return whether a tracer sees the call (torch.compile, torch.export, make_fx) or the tensor has no data."""
     return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor) or get_proxy_mode() is not None
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast on this tensor's device. References run in it, because kernels ignore autocast.
+    """Return a context that disables autocast on this tensor's device. References run in it, because kernels ignore
+    autocast.
 
-    Costs nothing where autocast is off.
+    The context is empty if autocast is off.
     """
     device_type = tensor.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # is_autocast_enabled raises for meta

@@ -1,4 +1,4 @@
-"""Gluon of Triton 3.6 to 3.9: whether this machine can use it, its names, and the differences between versions.
+"""Compatibility with the Gluon of Triton 3.6 to 3.9: whether this machine can use it, and the names of each version.
 
 The warp-specialised Hopper kernels are written in Gluon, which changes with every Triton version. This file holds all
 version-dependent code of these kernels; `launch.py` handles the launch API.
@@ -67,7 +67,7 @@ def warn_if_slower(cc: int) -> None:
 def registers(gather: bool, pieces: int) -> dict[str, int]:
     """Return the registers per thread of the producer and the first consumer. The second consumer gets the rest of 504.
 
-    Chosen so that nothing spills. With Triton 3.8 and 3.9 nothing spills inside a step of the reduction.
+    The numbers avoid spills. With Triton 3.8 and 3.9 they avoid spills only inside a step of the reduction.
 
     Args:
         pieces: number of parts in which an activation is computed; 0 without an activation.
@@ -82,7 +82,7 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 
 
 def scaled_registers(gather: bool) -> dict[str, int]:
-    """Return the same for the kernel with block scales, whose consumers need at most 224.
+    """Return `registers` for the kernel with block scales, whose consumers need at most 224.
 
     With more registers ptxas computes both halves of a tile at once and spills in every step of the reduction.
     """
@@ -90,10 +90,11 @@ def scaled_registers(gather: bool) -> dict[str, int]:
 
 
 def gradient_registers(gather: bool) -> dict[str, int]:
-    """Return the same for the kernel with an activation's gradient, whose tiles are half as wide."""
+    """Return `registers` for the kernel with an activation's gradient, whose tiles are half as wide."""
     return {"PRODUCER_REGISTERS": 72 if gather else 32, "CONSUMER_REGISTERS": 216 if gather else 240}
 
 
 def compiler_options() -> dict[str, Any]:
-    """Let Triton 3.9 schedule for few registers. Without it, plain activations spill ten times as much."""
+    """Return the options that make Triton 3.9 schedule for few registers. Without them, plain activations spill ten
+    times as much."""
     return {"sched4reg": True} if _VERSION[:2] >= (3, 9) else {}

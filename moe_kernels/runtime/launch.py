@@ -43,9 +43,9 @@ class Launch(NamedTuple):
 class CompiledArtifact:
     """A compiled kernel for every launch with the same static properties.
 
-    Static properties are the device and all that Triton compiles for: the kernel, dtypes, which optional operands
-    exist, constexpr values, whether pointers, sizes and strides are multiples of 16, and whether sizes and strides are
-    1 or exceed 32 bits. Numbers of rows may differ.
+    Static properties are the device and the properties that Triton compiles for: the kernel, dtypes, which optional
+    operands exist, constexpr values, whether pointers, sizes and strides are multiples of 16, and whether sizes and
+    strides are 1 or exceed 32 bits. Numbers of rows may differ.
     """
 
     kernel_name: str
@@ -57,7 +57,7 @@ def describe(form: tuple[Any, dict[str, Any]], tensor: Tensor) -> Any:
     """Make a TMA descriptor of the tensor.
 
     Args:
-        form: the descriptor's class, and all of its fields except the tensor. They are not checked.
+        form: the descriptor's class, and all of its fields except the tensor. The fields are not checked.
     """
     cls, fields = form
     descriptor = cls.__new__(cls)
@@ -119,8 +119,8 @@ def run_launch(
     contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
-# Gets each launch of a thread, and a function that launches it and returns Triton's compiled kernel, which is None in
-# the interpreter.
+# An observer gets each launch of a thread, and a function that makes the launch. The function returns Triton's compiled
+# kernel, or None in the interpreter.
 LaunchObserver = Callable[[Launch, Callable[[], Any]], None]
 
 
@@ -128,7 +128,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # whether a `Replayed` runs its function, whose ops are then parts of it
+        self.is_in_function = False  # whether a `Replayed` runs its function; ops inside are then parts of it
 
 
 launching = _Thread()  # state of the current thread
@@ -136,7 +136,7 @@ launching = _Thread()  # state of the current thread
 
 @contextlib.contextmanager
 def observing_launches(observer: LaunchObserver) -> Iterator[None]:
-    """Let the observer make the launches of this thread."""
+    """Pass each launch of this thread to the observer, which makes it."""
     launching.observer = observer
     try:
         yield
@@ -152,8 +152,8 @@ def launch_hooks() -> list[Any]:
 def ensure_context(device: int) -> None:
     """Give this thread the CUDA context of a GPU.
 
-    Encoding a descriptor and the driver's launches need one. A thread without earlier launches, such as autograd's at
-    first, has none.
+    Encoding a descriptor and the driver's launches need a context. A new thread, such as autograd's, has none before
+    its first launch.
     """
     if device not in launching.devices:
         torch.empty(1, device=f"cuda:{device}").zero_()
@@ -183,14 +183,14 @@ def _launch(launch: Launch, ready: Ready | None) -> None:
 
 
 def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
-    """Launch like `function[grid](*arguments, **options)`, which prepares hooks of profilers even if there are none.
+    """Launch like `function[grid](*arguments, **options)`, but prepare hooks of profilers only if there are any.
 
     Return Triton's compiled kernel.
     """
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
-        if compiled is not None and _is_on_gpu(launch):  # else compiled for a target, which no signature has
+        if compiled is not None and _is_on_gpu(launch):  # else compiled for another target
             _keep(launch, compiled)
         return compiled
     compiled, run, kernel, constants, _, _, device = ready
@@ -213,7 +213,7 @@ def _is_on_gpu(launch: Launch) -> bool:
 
 
 def _make_ready(launch: Launch, compiled: Any) -> Ready:
-    """Return `compiled`, the result of compiling this launch, for launches of the same signature."""
+    """Prepare `compiled`, the kernel compiled for this launch, to run all launches of the same signature."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     layouts = tuple(value.layout for value in arguments if hasattr(value, "block_shape"))
@@ -226,8 +226,8 @@ def _make_ready(launch: Launch, compiled: Any) -> Ready:
 def signature(launch: Launch) -> tuple[Any, ...]:
     """Return a key that determines the static properties: launches with different properties have different signatures.
 
-    The signature contains sizes and strides unchanged, so several signatures can share their static properties. It
-    takes half as long to compute. All tensors of a launch are on one device.
+    The signature contains sizes and strides unchanged, so several signatures can share their static properties.
+    Computing it takes half as long as computing static properties. All tensors of a launch are on one device.
     """
     function, _, arguments, options = launch
     types = tuple(map(type, arguments))
@@ -241,7 +241,7 @@ _readers: dict[tuple[Any, ...], Callable[..., tuple[Any, ...]]] = {}
 
 
 def _make_reader(function: Any, arguments: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that reads the signature off arguments of these types.
+    """Return a function that computes the signature of arguments of these types.
 
     The function is one expression, because a loop over the arguments takes twice as long.
     """
@@ -265,7 +265,7 @@ def _make_reader(function: Any, arguments: tuple[Any, ...]) -> Callable[..., tup
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
-    """Return all that Triton compiles a launch for."""
+    """Return the properties that Triton compiles a launch for."""
     properties = [launch.function, *launch.options.items()]
     has_device = False
     for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
@@ -290,7 +290,8 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _of_int(value: int, kind: int) -> int:
-    """Return whether the value exceeds 32 bits and, if the kernel specializes on it, is 1 or a multiple of 16."""
+    """Return whether the value exceeds 32 bits. If the kernel specialises on it, also return whether it is 1 or a
+    multiple of 16."""
     size = 0 if -(2**31) <= value < 2**31 else 100
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
 
@@ -300,7 +301,7 @@ def _of_ints(values: tuple[int, ...], kind: int) -> tuple[int, ...]:
     return tuple(_of_int(value, kind) for value in values)
 
 
-# Kinds of parameters: a kernel is compiled for their value; for their type; for their type and divisibility.
+# Kinds of parameters, by what a kernel is compiled for: the value; the type; the type and divisibility.
 _CONSTANT, _PLAIN, _SPECIALIZED = range(3)
 
 _kinds: dict[int, tuple[Any, tuple[int, ...]]] = {}

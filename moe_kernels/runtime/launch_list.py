@@ -1,7 +1,8 @@
-"""Recorded launches as parameters with places for addresses, and one call of C that launches them all.
+"""A list of recorded launches. Only addresses in their parameters change, and one call of a C function launches all
+kernels.
 
 The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). When a list is made,
-the sizes are compared with what the CUDA driver knows of each kernel.
+the sizes of parameters are compared with those that the CUDA driver reports for each kernel.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ Place = tuple[int, int]  # index of a tensor, and a byte offset in it
 
 
 class NotRecordable(Exception):
-    """A launch cannot be repeated by its parameters."""
+    """A launch cannot be repeated from its parameters alone."""
 
 
 class LaunchList:
     """Launches kernels one after another on the current stream of a device, which must be the current one.
 
     Args:
-        places: of each memory of the recording.
-        scratch: memory for descriptors that a kernel makes, for each launch.
-        born: the form that each memory was made as, for the interpreter.
+        places: the place of each memory of the recording.
+        scratch: for each launch, the place of the memory for descriptors that its kernel makes, or None.
+        born: the form in which each memory was allocated. Only the interpreter uses it.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LaunchList:
         device: torch.device,
         born: Sequence[Form],
     ):
-        self._launches = launches  # keeps the kernels loaded
+        self._launches = launches  # a reference keeps the kernels loaded
         self._born, self._places = born, places
         if INTERPRET:
             self.run = self._interpret
@@ -78,7 +79,7 @@ class LaunchList:
 
 
 def scratch_bytes(step: RecordedLaunch) -> int:
-    """Return the bytes of descriptors that a kernel makes."""
+    """Return the number of bytes of the descriptors that a kernel makes on the device."""
     if step.compiled is None:
         return 0
     programs = functools.reduce(int.__mul__, step.launch.grid, 1)
@@ -91,13 +92,13 @@ _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
 REQUIRED = 1 << 31  # as in launch_list.c
 DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
-# Triton numbers data types as instructions do, the driver's encoder a little differently.
+# Triton numbers data types like its instructions. The driver's encoder uses slightly different numbers.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
 
 
 class _Parameters:
-    """The parameters of a list of kernels as bytes, and where addresses go."""
+    """The parameters of a list of kernels as bytes, and the offsets at which each run writes addresses."""
 
     def __init__(self, places: dict[int, Place], born: Sequence[Form], device: torch.device):
         self._places, self._born = places, born
@@ -133,8 +134,9 @@ class _Parameters:
         return place >= len(self._born) or self._born[place].num_bytes > 0
 
     def _add_launch(self, step: RecordedLaunch, scratch: Place | None) -> None:
-        """In the order of the function's arguments, tuples flattened, without those of type "constexpr": declared ones,
-        None, and integers specialised to 1. Two pointers follow: memory for descriptors, and that of a profiler."""
+        """Add the function's arguments in order, with flattened tuples. Arguments of type "constexpr" are left out:
+        declared ones, None, and integers specialised to 1. Two pointers follow: memory for descriptors, and a
+        profiler's memory."""
         launch, compiled = step
         metadata = compiled.metadata
         if getattr(metadata, "profile_scratch_size", 0) or "gsan" in str(getattr(metadata, "instrumentation_mode", "")):
@@ -186,7 +188,7 @@ class _Parameters:
         return self._bases.setdefault(tensor, len(self._bases)), offset
 
     def _add_descriptor(self, descriptor: Descriptor, meta: dict[str, Any] | None) -> None:
-        """The CUtensorMap by value, then its sizes in 32 and its strides in 64 bits."""
+        """Add the CUtensorMap by value, then its sizes in 32 bits and its strides in 64 bits each."""
         if meta is None or meta.get("fp4_padded") or meta.get("is_im2col"):
             raise NotRecordable("a TMA descriptor is not passed by value, or is one of FP4 or of convolutions")
         shape, strides = list(descriptor.fields["shape"]), list(descriptor.fields["strides"])
@@ -214,7 +216,7 @@ def _pack(kind: str, numbers: Any) -> bytes:
 
 
 def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
-    """Return the numbers of a kernel that `make_list` takes."""
+    """Return the integers that `make_list` takes for a kernel."""
     compiled, metadata = step.compiled, step.compiled.metadata
     num_warps, num_ctas, shared = compiled.packed_metadata[:3]
     attributes = [bool(getattr(metadata, name, False)) for name in ("launch_cooperative_grid", "launch_pdl")]

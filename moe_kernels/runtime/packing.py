@@ -28,7 +28,8 @@ _NOT_QUANTIZED = (None,) * (len(_LEAVES) - 1)
 
 
 def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
-    """Return the leaves of a quantised weight: no tensor, its tensors, and the rest as a string."""
+    """Return the leaves of a quantised weight: None for the unquantised tensor, its tensors, and the rest as a
+    string."""
     return None, *[getattr(weight, name) for name in _TENSORS], _layout_to_string(weight.format, weight.shape)
 
 
@@ -53,12 +54,12 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 
 
 class Places(NamedTuple):
-    """The tensors among values of certain types."""
+    """Positions of the tensors among values of certain types."""
 
     number: int  # identifies the types
     places: tuple[int, ...]
-    read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of such values
-    others: tuple[int, ...]  # places of the values that are neither tensors nor None
+    read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of values of these types
+    others: tuple[int, ...]  # positions of the values that are neither tensors nor None
     read_others: Callable[[Any], tuple[Any, ...]]  # returns these values
     num_values: int
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
@@ -74,7 +75,8 @@ class Places(NamedTuple):
 
 
 def places_of(values: Iterable[Any]) -> Places:
-    """Return where the tensors are. The types decide, in one look-up, because a loop over the values takes longer."""
+    """Return the positions of the tensors. One look-up by the types of all values is faster than a loop over the
+    values."""
     return _places_of_types(tuple(map(type, values)))
 
 
@@ -97,9 +99,9 @@ def _reader(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 class Packing:
     """Conversion between values and their leaves: NamedTuples are replaced by their fields, recursively.
 
-    A leaf has the name of its field, so field names must be unique. A NamedTuple that may be None has a leaf
-    more, `has_` and its name, which tells whether it is given. A weight that may be quantised has a leaf of its own
-    name, None if it is quantised, and leaves for the parts of a quantised weight: `w_up`, `w_up_values`, ...
+    A leaf has the name of its field, so field names must be unique. A NamedTuple that may be None has one leaf more,
+    `has_<name>`, which tells whether it is given. A weight that may be quantised has a leaf of its own name, which is
+    None if the weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
     """
 
     def __init__(self, hints: dict[str, Any]):
@@ -151,8 +153,8 @@ class Packing:
 class PackedSignature(Packing):
     """The parameters and the result of a function that becomes a registered op.
 
-    The schema of an op with packed parameters has two: the tensors that exist, and a string of all other leaves. An
-    operand that is absent is not passed.
+    The schema of an op with packed parameters has two parameters: the list of tensors that are given, and a string of
+    all other leaves.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -163,7 +165,7 @@ class PackedSignature(Packing):
         if not self.has_packed:  # calls may omit arguments that have default values
             self.flatten = self.pack = lambda *arguments: arguments
         self.result = result if is_packed(result) else None
-        if self.has_packed:  # a result that is None needs no other type
+        if self.has_packed:  # the schema needs no special type for a result that is None
             num_results = len(self.result._fields if self.result else get_args(result))
             returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
             self.schema = f"(Tensor[] tensors, str others) -> {returned}"
@@ -186,7 +188,7 @@ class PackedSignature(Packing):
         return tuple([next(given) if leaf is ... else leaf for leaf in _leaves_of_string(others)])
 
     def name_results(self, results: Any) -> Any:
-        """Return what the registered op returned as the function returns it."""
+        """Return the registered op's results in the form in which the function returns them."""
         return results if self.result is None else self.result._make(results)
 
 

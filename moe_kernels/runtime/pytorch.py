@@ -15,7 +15,7 @@ disable_dynamo = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsa
 
 
 def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let the compiler call a function of one object while it traces, and leave no trace of the call in the graph.
+    """Let the compiler call a function of one object while it traces. The graph contains no part of the call.
 
     Dynamo evaluates a metaclass's `__instancecheck__` on the object itself. `torch.compiler.assume_constant_result`
     takes no module in PyTorch 2.11, and compiles once per module in 2.13.
@@ -42,15 +42,15 @@ TensorGuards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAtt
 
 @contextmanager
 def unseen_by_tracers() -> Iterator[None]:
-    """Return a context in which new tensors hold values, also while `torch.compile` or `torch.export` traces.
+    """Return a context in which new tensors hold values even while `torch.compile` or `torch.export` traces.
 
-    Modes that record ops, as selective checkpointing has, do not see the ops inside.
+    Modes that record ops, such as that of selective checkpointing, do not see the ops inside.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
-# Not None inside `torch.jit.trace`. `torch.jit.is_tracing` takes twice as long; every op asks.
+# Not None inside `torch.jit.trace`. `torch.jit.is_tracing` takes twice as long, and every op reads this.
 jit_tracing_state = torch._C._get_tracing_state
 
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -74,7 +74,7 @@ fp32_precision = torch._C._get_fp32_precision_getter
 
 
 def default_store() -> Any:
-    """Return the store in which the ranks of `init_process_group` met."""
+    """Return the store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -84,7 +84,7 @@ def float32_uses_tf32() -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward runs in this thread. A forward inside it recomputes a checkpointed region."""
+    """Return whether a backward runs in this thread. A forward that runs then recomputes a checkpointed region."""
     return torch._C._current_graph_task_id() != -1
 
 

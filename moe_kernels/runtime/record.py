@@ -1,8 +1,10 @@
-"""A function of tensors as a list of steps: its kernel launches, with addresses to fill in, and PyTorch operations.
+"""A recorded function of tensors as a list of steps: kernel launches, whose addresses each run fills in, and PyTorch
+operations.
 
-`replay.py` decides when a function is recorded. A record holds no tensor. Temporaries of at most 32 MiB in all share
-one block, placed by their lifetimes. The block lives to the end of the record. Otherwise large temporaries are
-allocated before the first launch that uses them and freed after the last one, as in the function.
+`replay.py` decides when a function is recorded. A record holds no tensor. If all temporaries together take at most 32
+MiB, they share one block. Temporaries with separate lifetimes share its bytes, and the block is freed at the end of a
+run. Otherwise large temporaries are allocated before the first launch that uses them and freed after the last one, as
+in the function.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
 
 _ALIGNMENT = 512  # bytes; that of PyTorch's caching allocator, so addresses are aligned as in the recorded launches
-_MOST_BLOCK_BYTES = 32 << 20  # temporaries of more bytes in all do not share one block
+_MOST_BLOCK_BYTES = 32 << 20  # if temporaries take more bytes together, large ones stay out of the block
 _MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; smaller memory may be freed late
 
 
 class _Segment(NamedTuple):
     """Steps between which no memory is allocated or freed."""
 
-    allocations: tuple[tuple[int, Form], ...]  # place in `memory`, and what is allocated
+    allocations: tuple[tuple[int, Form], ...]  # place in `memory`, and form of the allocation
     run: Callable[[list[Any]], None]
-    dead: tuple[int, ...]  # places of what is freed afterwards
+    dead: tuple[int, ...]  # places of the memories freed afterwards
 
 
 class Record:
@@ -50,11 +52,11 @@ class Record:
         ]
 
     def __call__(self, memory: list[Any]) -> list[Tensor | None]:
-        """Return the outputs.
+        """Repeat the recording and return its outputs.
 
         Args:
-            memory: the inputs; it becomes a list of all memories. With `frees_inputs`, an input leaves it after its
-                last use.
+            memory: the list of inputs. All other memories are appended to it. With `frees_inputs`, None replaces an
+                input after its last use.
         """
         memory += self._others
         device = self._device
@@ -67,7 +69,7 @@ class Record:
         return [None if read is None else read(memory) for read in self._outputs]
 
     def _reader(self, ref: Ref) -> Callable[[list[Any]], Tensor]:
-        """Return the function that finds or makes the tensor of a Ref."""
+        """Return the function that looks up or creates the tensor of a Ref."""
         place, offset, form = ref
         born = self._born[place]
         if offset == 0 and form == born:
@@ -91,7 +93,7 @@ class Record:
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
         function, (args, kwargs), results = call
-        if self._is_below_autocast:  # as in the recorded call
+        if self._is_below_autocast:  # the recorded call also ran below autocast
             function = _unseen_by_autocast(function)
         template, readers = list(args), self._readers(enumerate(args))
         named_template, named_readers = dict(kwargs), self._readers(kwargs.items())
@@ -105,14 +107,14 @@ class Record:
             made = function(*args, **kwargs)
             if len(results) == 1:
                 memory[results[0]] = made
-            elif results:  # else an operation in place
+            elif results:  # without results it was an operation in place
                 for place, tensor in zip(results, made, strict=True):
                     memory[place] = tensor
 
         return run
 
     def _readers(self, arguments: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Callable[[list[Any]], Any]]]:
-        """Return (key, function that reads it) of the arguments that are or hold tensors."""
+        """Return (key, function that makes the argument) for each argument that is or holds a tensor."""
         readers = []
         for key, value in arguments:
             if isinstance(value, Ref):
@@ -132,7 +134,7 @@ def _unseen_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Plan:
-    """Where each memory is, and the segments of a recording."""
+    """The place of each memory, and the segments of a recording."""
 
     def __init__(self, recording: Recording, frees_inputs: bool):
         steps, memories = recording.steps, recording.memories
@@ -174,7 +176,7 @@ class _Plan:
         return max((end for _, end, _, _ in placed), default=0)
 
     def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
-        """Kernels run one after another, so all share the memory for descriptors that they make."""
+        """Add memory for the descriptors that kernels make. Kernels run one after another, so all share it."""
         sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
         self.scratch = [(block, num_bytes) if size else None for size in sizes]
         return num_bytes + _aligned(max(sizes, default=0))
@@ -182,7 +184,7 @@ class _Plan:
     def _segments(
         self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int]
     ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
-        """(first step, step after the last, allocations, places freed afterwards) of each."""
+        """Return (first step, step after the last, allocations, places freed afterwards) of each segment."""
         outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
         cuts = {0}
         for at, step in enumerate(steps):
@@ -193,7 +195,7 @@ class _Plan:
             large = (memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES)
             if begins and any(previous <= memory.steps[-1] < at for memory in large):
                 cuts.add(at)
-        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # a segment if there are no steps, too
+        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # without steps there is one segment, too
         segments = []
         for first, last in pairwise(bounds):
             allocations = [

@@ -1,6 +1,6 @@
-"""Watches what a function does with tensors: its kernel launches, its allocations and its other PyTorch operations.
+"""Records what a function does with tensors: its kernel launches, its allocations and its other PyTorch operations.
 
-The function runs as always, with real results. Each tensor that it uses is named by its memory: an input, or an
+The function runs as usual, with real results. Each tensor that it uses is identified by its memory: an input, or an
 allocation of the function. `record.py` repeats the sequence on other tensors.
 """
 
@@ -32,7 +32,7 @@ _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class Form(NamedTuple):
-    """All of a tensor but its memory."""
+    """All properties of a tensor except its memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """From the first element to the end of the last one."""
+        """Return the bytes from the start of the first element to the end of the last one."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 
 class Ref(NamedTuple):
-    """A tensor, by its memory."""
+    """A reference to a tensor: its memory and its place there."""
 
     memory: int  # index in `Recording.memories`
     offset: int  # bytes
@@ -77,7 +77,7 @@ class RecordedCall(NamedTuple):
 
     function: Any
     args: Any  # (args, kwargs), with Ref for tensors
-    results: tuple[int, ...]  # memories that it makes
+    results: tuple[int, ...]  # memories that the operation makes
 
 
 @dataclass
@@ -89,9 +89,9 @@ class Memory:
     form: Form  # the tensor as it was allocated
     num_bytes: int
     storage: StorageWeakRef  # keeps the storage's identity unique, not its bytes
-    steps: list[int] = field(default_factory=list)  # the steps that use it
-    in_calls: bool = False  # whether a PyTorch operation uses it
-    is_parameter: bool = False  # a parameter, whose module keeps it
+    steps: list[int] = field(default_factory=list)  # the steps that use the memory
+    in_calls: bool = False  # whether a PyTorch operation uses the memory
+    is_parameter: bool = False  # whether it is the memory of a parameter, which its module keeps
 
 
 class Recording(TorchDispatchMode):
@@ -104,11 +104,11 @@ class Recording(TorchDispatchMode):
         self.steps: list[RecordedLaunch | RecordedCall] = []
         self.obstacle: str | None = None
         self._of_storage: dict[int, list[int]] = {}
-        self._is_launching = False  # what a launch itself does is not recorded
+        self._is_launching = False  # operations inside a launch are not recorded
         for tensor in inputs:
             self._add("caller", tensor)
         spans = sorted((m.address, m.address + m.form.num_bytes) for m in self.memories if m.form.num_bytes)
-        # A tensor in memory of two operands would be named by one of them.
+        # If operands overlap, a tensor in the shared memory would be attributed to only one of them.
         self.operands_overlap = any(first[1] > second[0] for first, second in pairwise(spans))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -116,7 +116,8 @@ class Recording(TorchDispatchMode):
             return function(*args)
 
     def ref(self, tensor: Tensor, *, in_call: bool = False) -> Ref | None:
-        """Name a tensor that the next step uses; None for a tensor that is neither an input nor made here."""
+        """Return the reference to a tensor that the next step uses, or None if the tensor is neither an input nor made
+        here."""
         index = self._find(tensor)
         if index is None:
             self.obstacle = f"reads a tensor that is no operand: {list(tensor.shape)} {tensor.dtype}"

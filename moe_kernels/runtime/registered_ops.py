@@ -1,4 +1,4 @@
-"""Registered ops: turns a function that launches kernels into an op of PyTorch's dispatcher."""
+"""Registers functions that launch kernels as ops of PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class Call(NamedTuple):
 
 
 def may_replay(tensors: Sequence[Tensor]) -> bool:
-    """Return whether nothing that forms do not know sees calls: tangents, a profiler, or a mode of functions."""
+    """Return whether calls may be replayed: no tangents, profiler or function mode, which a form does not contain, sees
+    them."""
     return not (forward_ad._current_level >= 0 or _profiler_enabled() or has_torch_function(tensors))
 
 
 def is_unseen(tensors: Sequence[Tensor]) -> bool:
     """Return whether the dispatcher would only call an op's function.
 
-    Modes see calls, and a profiler sees an op's name only through the dispatcher. Tensors whose values are not in their
-    memory need it. All tensors are on one device.
+    Modes see calls only through the dispatcher, and a profiler gets an op's name from it. Tensors whose values are not
+    in their memory also need the dispatcher. All tensors are on one device.
     """
     return not (
         not may_replay(tensors)
@@ -61,7 +62,8 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
 
 
 def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
-    """Return the result of a function that calls ops, in one list of launches where nothing sees the ops."""
+    """Return the result of a function that calls ops. If nothing sees the ops, their launches are replayed as one
+    list."""
     if torch.is_grad_enabled() or not places_of(tensors).are_plain or not is_unseen(tensors):
         return function(tensors)
     with _below_autograd():
@@ -117,7 +119,7 @@ class Op:
             return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
-        # No other dispatch key applies here, so calling what the dispatcher would call saves one pass of it.
+        # No other dispatch key applies here. Calling the dispatcher's target directly saves one pass of the dispatcher.
         call = Call(args, leaves, places, tensors, others, None, places.are_plain and is_unseen(tensors))
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             return self._differentiable(call)
@@ -155,9 +157,9 @@ class Op:
         return function
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Register `setup_context(ctx, inputs, output)` for forward, `backward(ctx, *gradients)` for the gradients.
+        """Register `setup_context(ctx, inputs, output)`, which forward calls, and `backward(ctx, *gradients)`.
 
-        `backward` returns a tuple of a gradient or None for each parameter. With packed parameters `inputs` is a
+        `backward` returns a tuple with a gradient or None for each parameter. With packed parameters `inputs` is a
         `Call`, `backward` returns a dictionary of the gradients by the names of leaves, and `needed` tells which are
         needed.
         """
@@ -196,7 +198,8 @@ class Op:
             call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
             return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
-            # Calls what the dispatcher would call next. Another pass of it takes longer than a replay.
+            # Calls the function that the dispatcher would call next. Another pass of the dispatcher takes longer than a
+            # replay.
             if places_of(tensors).are_plain and is_unseen(tensors):
                 return self._below(*arguments)
             return self.overload(*arguments)
@@ -221,11 +224,12 @@ class Op:
 
 
 def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = ()) -> None:
-    """Keep the tensors of a call with packed parameters and results through autograd, other operands as they are."""
+    """Save a call with packed parameters and results for backward: its tensors through autograd, other operands
+    unchanged."""
     saved = *call.tensors, *results
     ctx.save_for_backward(*saved)
     ctx.places, ctx.others = call.places, call.others
-    ctx.strides = None  # of the saved tensors, where hooks may change them
+    ctx.strides = None  # strides of the saved tensors, only if hooks may change them
     if has_saved_tensors_hooks():
         ctx.strides = [None if tensor is None else tensor.stride() for tensor in saved]
 
@@ -242,7 +246,8 @@ def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _with_strides(tensor: Tensor | None, strides: tuple[int, ...] | None) -> Tensor | None:
-    """Return the tensor, or a copy with these strides: ops read the memory of what they saved."""
+    """Return the tensor, or a copy with these strides. Ops read saved tensors through pointers, so strides must not
+    change."""
     if tensor is None or strides is None or tensor.stride() == strides:
         return tensor
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Decides for each form of a function's operands whether it runs, is recorded, or is replayed."""
+"""Decides for each form of a function's operands whether the function runs, is recorded, or is replayed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # kept per function; unpacked text gives each number of tokens a form
-# Recording takes longer than one replay gains. A model with few layers and a new number of tokens in each step would
-# only pay for records.
+_MOST_FORMS = 512  # per function; with text of varying length each number of tokens is a form
+# Recording takes longer than one replay saves. A model with few layers and a new number of tokens in each step would
+# record often and replay rarely.
 CALLS_BEFORE_RECORD = 5
 
 _all: list[Replayed] = []
-_single_launches: list[str] = []  # reasons to run functions instead of records
+_single_launches: list[str] = []  # reasons to run functions instead of replaying records
 
 
 class Form:
-    """All that decides what a function computes, but for the values in the tensors' memory.
+    """All properties of operands that decide what a function computes, except the values in the tensors' memory.
 
     The guards compare shapes, strides, dtypes, devices, types, `requires_grad` and dispatch keys.
     """
@@ -38,7 +38,7 @@ class Form:
         self.calls = 0
         self.obstacle: str | None = None
         self.record: Record | None = None
-        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result of outputs; None: a tensor
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result; None: it is one tensor
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         return self._check(*tensors) and _alignments(tensors) == self._alignments
@@ -50,7 +50,7 @@ class Form:
         return outputs[0] if self.make is None else self.make(outputs)
 
     def keep(self, recording: Recording, result: Any, frees_operands: bool) -> None:
-        """Make a record, or note why there is none."""
+        """Make a record, or store the reason why none can be made."""
         outputs = [result] if isinstance(result, Tensor) else result
         try:
             record = None if recording.obstacle else Record(recording, outputs, frees_inputs=frees_operands)
@@ -75,15 +75,16 @@ def _alignments(tensors: Sequence[Tensor]) -> list[int]:
 class Replayed:
     """The records of a function that launches kernels and mutates none of its tensors.
 
-    The first calls of a form run the function, so that kernels are chosen and compiled. The next one is recorded: see
-    `Record`. Every further call repeats the record.
+    The first calls of a form run the function, so that kernels are chosen and compiled. The next call is recorded: see
+    `Record`. Every further call replays the record.
 
-    The function runs each time where single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
-    poisoned memory; and where its sequence of launches cannot be repeated: see `Recording.obstacle`.
+    The function runs each time if single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
+    poisoned memory. It also runs each time if its launches cannot be repeated: see `Recording.obstacle`.
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
-        """With `frees_operands` each operand's memory is free after its last use, unless others hold it."""
+        """With `frees_operands`, each operand is released after its last use. Its memory is then free unless others
+        hold it."""
         self.name = name
         self._frees_operands = frees_operands
         self._forms: dict[Any, list[Form]] = {}
@@ -93,7 +94,7 @@ class Replayed:
 
     def find(
         self,
-        key: Any,  # the operands that are no tensors
+        key: Any,  # the operands that are not tensors
         tensors: Sequence[Tensor],
     ) -> Form | None:
         """Return the form of operands that are to be replayed, or None."""
@@ -104,8 +105,8 @@ class Replayed:
         return form if form is not None and form.record is not None and not _sees_launches(device) else None
 
     def run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
-        """Return the function's result, computed on the GPU of the first tensor, because Triton launches on the current
-        one. The function gets `tensors`, and may empty the list. Ops that it calls run as a part of it."""
+        """Return the function's result. It runs with the GPU of the first tensor as the current one, on which Triton
+        launches. The function may empty the list `tensors`. Ops that it calls are recorded as parts of it."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -133,7 +134,7 @@ class Replayed:
             return function(tensors)
         recording = Recording(tensors)
         result = recording.run(function, tensors)
-        if recording.operands_overlap:  # they may not in later calls
+        if recording.operands_overlap:  # operands of later calls may not overlap
             form.calls = 0
         else:
             form.keep(recording, result, self._frees_operands)
@@ -173,7 +174,7 @@ class Replayed:
 
 
 def _sees_launches(device: int) -> bool:
-    """Return whether the function must run, because something watches it or there are no kernels."""
+    """Return whether the function must run, because something observes its launches or no kernels exist."""
     if _single_launches or (device < 0 and not INTERPRET) or launch_hooks():
         return True
     is_deterministic = torch._C._get_deterministic_algorithms()
@@ -186,11 +187,11 @@ def states() -> dict[str, list[str]]:
 
 
 def require_single_launches(reason: str) -> None:
-    """Run the functions from now on, never a record."""
+    """Run the functions from now on, and never replay a record."""
     _single_launches.append(reason)
 
 
 def clear_records() -> None:
-    """Forget all records and forms. Whatever changes the choice of kernels calls this."""
+    """Forget all records and forms. Every function that changes the choice of kernels calls this."""
     for replayed in _all:
         replayed.clear()

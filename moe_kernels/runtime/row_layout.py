@@ -1,4 +1,4 @@
-"""The memory layout of rows, and what kernels know about it."""
+"""The memory layout of rows, and the alignment that kernels may assume."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-LINE_BYTES = 128  # a cache line; the copy engine reads this much of a row at once
-_LEAST_BYTES = 1024  # shorter rows are not padded: that would take more than an eighth of their memory
-_COPIED_BYTES = 16  # the copy engine reads rows that start at multiples of these
-_MOST_ALIGNED = 16  # elements; Triton looks for no more
+LINE_BYTES = 128  # a cache line; the copy engine reads a row in pieces of this size
+_LEAST_BYTES = 1024  # shorter rows are not padded: padding would add more than an eighth to their memory
+_COPIED_BYTES = 16  # rows that the copy engine reads start at multiples of this
+_MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
 
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -46,7 +46,7 @@ from .tune import check, measure
 _SMALL = Case(256, 256, 128, 4, 2)
 _TINY = Case(8, 128, 64, 2, 2)
 _SLOW = 1.2
-_FP8_ERROR = 0.09  # relative: what e4m3 operands may differ from plain ones
+_FP8_ERROR = 0.09  # largest relative difference of a result with e4m3 operands
 _RESULTS = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
 _OPS = {
     "down": "down",
@@ -174,7 +174,7 @@ def op_of(step: Step) -> str:
 
 
 def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
-    """Hold a small layer, forward and backward, to the error budget.
+    """Check a small layer, forward and backward, against the error budget.
 
     Raises:
         AssertionError: names the result that exceeds the budget, and by how much.
@@ -194,7 +194,8 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
 
 
 def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> None:
-    """Hold a small layer with `precision="fp8"`, forward and backward, to the difference that e4m3 operands make.
+    """Check that a small layer with `precision="fp8"`, forward and backward, differs by no more than e4m3 operands
+    explain.
 
     Raises:
         AssertionError: names the result that differs too much.
@@ -267,7 +268,8 @@ def add_command(commands: Any) -> None:
 
 
 def print_records(dtype: torch.dtype, device: str, activation: str, precision: str | None) -> None:
-    """Say for each op of a small layer, forward and backward, whether a repeated call is replayed, else why not."""
+    """Print for each op of a small layer, forward and backward, whether a repeated call is replayed, and if not,
+    why."""
     inputs = make_inputs(_TINY, dtype, device)
     weights, permutation = make_permutation(inputs, _TINY.top_k)
 

@@ -7,8 +7,8 @@
     python -m moe_kernels show
     python -m moe_kernels verify
 
-`tune` writes after every measurement and skips entries that the table already has. Run again, it continues where it
-stopped. The exit status is 1 if the time did not suffice, or if an entry is wrong.
+`tune` writes the table after every measurement and skips entries that it already has. A second run continues where the
+first one stopped. The exit status is 1 if the time did not suffice, or if an entry is wrong.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def verify_command(options: argparse.Namespace) -> int:
 
 
 def verify(table: Table, device: torch.device | str) -> dict[str, str]:
-    """Return the error of each wrong entry by key: every entry's kernel runs on random operands and is checked."""
+    """Run every entry's kernel on random operands and check the results. Return the error of each wrong entry by
+    key."""
     errors = {}
     for key, name in tqdm(table.kernels.items(), unit="entry"):
         if error := _error(key, name, device):

@@ -1,4 +1,4 @@
-"""Arguments for the key of a table entry, to run its kernel again."""
+"""Makes arguments for the key of a table entry, so that the entry's kernel can run again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arguments_of(key: str, device: torch.device | str) -> Arguments:
     """Return random operands of unit scale, with the largest number of rows that the key covers.
 
     Raises:
-        ValueError: `Arguments.table_key` makes no such key.
+        ValueError: the key does not have the form of an `Arguments.table_key`.
     """
     form, *words = key.split(" ")
     fields = dict(word.split("=", 1) for word in words if "=" in word)
@@ -137,7 +137,7 @@ def _gemm(make: _Operands, *, B: str, G: str, K: str, N: str, rows: str, epilogu
 
 
 def _list(make: _Operands, *, A: str, B: str, G: str, M: str, N: str, K: str, area: str, epilogue: str | None = None):
-    """Return problems of the largest sizes. Their total area may exceed the key's."""
+    """Return problems of the largest sizes that the key covers. Their total area may exceed that of the key."""
     pairs = [
         (make.matrix(int(M), int(K), layout=_of(A, g)), make.matrix(int(K), int(N), layout=_of(B, g)))
         for g in range(int(G))

@@ -54,7 +54,8 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the same without host time, as CUDA graph replays: the time as part of a longer computation."""
+    """Return the median milliseconds of CUDA graph replays. They contain no host time, like a function inside a longer
+    computation."""
     graphs = {name: _captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
@@ -83,7 +84,7 @@ def _times(function: Callable[[], object], num_calls: int) -> list[float]:
 
 
 def check(kernel: Kernel, args: Arguments) -> None:
-    """Run a kernel and hold the first, middle and last group of its result to the error budget.
+    """Run a kernel and check the first, middle and last group of its result against the error budget.
 
     Raises:
         AssertionError: the kernel exceeds the budget; the message says by how much.
@@ -106,15 +107,15 @@ class Measured(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry to add to a table."""
+    """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has it; if so, this process selects its kernel from now on
-    measure: Callable[[], Table]  # a table of this entry alone, or empty if no kernel supports the arguments
+    is_known: Callable[[Table], bool]  # whether the table has the entry; if so, pins its kernel in this process
+    measure: Callable[[], Table]  # a table of this entry alone; empty if no kernel supports the arguments
 
 
 class Job(NamedTuple):
-    """Entries that share operands."""
+    """Entries that are measured on the same operands."""
 
     label: str
     entries: Callable[[], Iterator[Entry]]
@@ -140,7 +141,7 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be the fastest. With many rows per group, no pointer kernel is."""
+    """Return the kernels that may be the fastest. With many rows per group, pointer kernels are left out."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -149,7 +150,8 @@ def candidates(args: Arguments) -> list[Kernel]:
 
 
 def fastest(args: Arguments) -> Measured | None:
-    """Return the fastest kernel for these arguments, checked. Among near equals, the rule of thumb decides."""
+    """Return the fastest kernel for these arguments after checking its result. Among nearly equal times, the rule of
+    thumb decides."""
     kernels = candidates(args)
     if not kernels:
         return None
@@ -161,8 +163,8 @@ def fastest(args: Arguments) -> Measured | None:
 def _fastest_run(args: Arguments, runs: dict[Kernel, Callable[[], object]]) -> Measured:
     times = measure_replays({kernel.metadata.kernel_name: run for kernel, run in runs.items()})
     _print(args.table_key(), times)
-    # Near equals are ranked by the rule of thumb. It prefers large tiles, which draw less power, and in training the
-    # clocks follow the power.
+    # The rule of thumb ranks nearly equal times. It prefers large tiles, which draw less power. In training the clocks
+    # depend on the power.
     close = [k for k in runs if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
     kernel = best_first(close, args, measured=None)[0]
     return Measured(kernel, times[kernel.metadata.kernel_name])
@@ -233,9 +235,9 @@ def copies_name(copies: Copies) -> str:
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
-    """Return the fastest kernel for products in one launch, checked."""
+    """Return the fastest kernel for products in one launch, after checking its result."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
-    problems = {}  # hold the tables that their graphs read
+    problems = {}  # keeps the tables that the graphs read
     for kernel in get_kernels(args):
         problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
         for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
@@ -244,7 +246,7 @@ def fastest_list(args: GroupedGemmListArguments) -> Measured:
 
 
 def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of square products: A and B by rows, B by columns, and A by columns."""
+    """Return the job of square products in three layouts: A and B by rows, B by columns, and A by columns."""
     layouts = ((False, False), (False, True), (True, False))
 
     def entries() -> Iterator[Entry]:
@@ -258,7 +260,7 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of a shared matrix stored by rows and by columns."""
+    """Return the job of packed rows times one shared matrix, stored by rows and by columns."""
 
     def entries() -> Iterator[Entry]:
         offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups

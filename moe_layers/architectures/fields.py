@@ -14,7 +14,7 @@ _MISSING = object()
 class ModelConfig:
     """The configuration of a model for one of its layers.
 
-    A field that is a list has one entry per layer. A null counts as missing.
+    A field that is a list has one entry per layer. A field that is null counts as missing.
 
     Attributes:
         required: names of fields that must exist, even if the reader has a default.

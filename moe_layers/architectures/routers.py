@@ -19,7 +19,7 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 
 def dbrx(config: ModelConfig) -> RouterSpec:
-    """Read DBRX's router. A null power, which is not the default, means that weights are not normalised."""
+    """Read DBRX's router. If the power is null, which is not the default, weights are not normalised."""
     values = config.nested("ffn_config").values
     power = values.get("moe_normalize_expert_weights", 1.0)
     if power is None:
@@ -60,7 +60,7 @@ def minimax_m2(config: ModelConfig) -> RouterSpec:
 
 
 def step3(config: ModelConfig) -> RouterSpec:
-    """Read Step 3.5's router. The block multiplies the sum over the experts by the factor, which is the same."""
+    """Read Step 3.5's router. Its block scales the sum over the experts, which is equivalent to scaling the weights."""
     config.refuse_unless(moe_router_activation="sigmoid", norm_expert_weight=True, use_moe_router_bias=True)
     return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("moe_router_scaling_factor", default=1.0))
 
@@ -74,7 +74,7 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises.
 
     Raises:
-        ValueError: the layer is one of the first ones, whose experts a table chooses by token id.
+        ValueError: the layer is one of the first ones. A table by token id chooses their experts.
     """
     default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"
     if config.choice("mlp_layer_types", ("moe", "hash_moe"), default) == "hash_moe":

@@ -60,7 +60,8 @@ def _clamped(config: ModelConfig) -> Activation:
 
 
 def _step_activation(limits: str) -> Callable[[ModelConfig], Activation]:
-    """Return a reader of Step 3.5's activation, whose limit differs by layer. No limit, or zero, does not clamp."""
+    """Return a reader of Step 3.5's activation, whose limit differs by layer. It does not clamp without a limit or with
+    0."""
 
     def read(config: ModelConfig) -> Activation:
         config.refuse_unless(hidden_act="silu")
@@ -76,7 +77,7 @@ def _one_shared(config: ModelConfig) -> int:
 
 
 def _several_shared(*d_ff: str, default: int | None = None) -> Callable[[ModelConfig], int | None]:
-    """Return a reader of the size of all shared experts together, which equal one expert of that size."""
+    """Return a reader of the joint size of all shared experts. Together they equal one expert of that size."""
     missing = {} if default is None else {"default": default}
     names = d_ff or ("moe_intermediate_size",)
     return lambda config: config.integer(*_NUM_SHARED, **missing) * config.integer(*names) or None
@@ -91,9 +92,9 @@ class Architecture:
     """The fields of an architecture's configuration that describe its MoE block.
 
     Attributes:
-        sizes_in: object of the configuration with the sizes of the experts, "" for the configuration itself.
-        required: fields that must be in the file, because defaults disagree: the functions above treat a missing field
-            as neutral, but the configuration classes of the architecture (transformers', the model's own) do not.
+        sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
+        required: fields that must be in the file, because their defaults differ: the functions above treat a missing
+            field as neutral, but the configuration classes of transformers or of the model do not.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -151,15 +152,15 @@ class Architecture:
         return config.integer(self.zero_experts) if self.zero_experts else 0
 
 
-# `save_checkpoint` and `convert` write these into config.json: the `model_type` of a layer that was not read from a
-# checkpoint, and the name of the field with the layout of the experts.
+# `save_checkpoint` and `convert` write both into config.json: the `model_type` of a layer that was not read from a
+# checkpoint, and the field that names the layout of the experts.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
-_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # the rest of such a configuration are settings
+_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # all others are settings
 
 
 class _OwnArchitecture(Architecture):
-    """The configuration holds `MoEConfig.to_dict()`."""
+    """An architecture whose configuration holds `MoEConfig.to_dict()`."""
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
         return {name: value for name, value in config.values.items() if name not in _NO_SETTINGS}
@@ -185,9 +186,7 @@ _DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "top
 _CLAMPED = replace(_SCALED, activation=_clamped)
 _GEMMA4 = Architecture(routers.gemma4, activation=_gemma_activation, separate_router_input=True)
 _LLAMA4 = Architecture(
-    lambda config: RouterSpec.llama4(),
-    d_ff="intermediate_size",
-    shared=_shared("intermediate_size"),
+    lambda config: RouterSpec.llama4(), d_ff="intermediate_size", shared=_shared("intermediate_size")
 )
 
 ARCHITECTURES = {
@@ -207,12 +206,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": Architecture(
         routers.softmax(True), d_ff="intermediate_size", shared=_shared("intermediate_size")
     ),
-    "dbrx": Architecture(
-        routers.dbrx,
-        d_ff="ffn_hidden_size",
-        activation=_dbrx_activation,
-        sizes_in="ffn_config",
-    ),
+    "dbrx": Architecture(routers.dbrx, d_ff="ffn_hidden_size", activation=_dbrx_activation, sizes_in="ffn_config"),
     "gpt_oss": _GPT_OSS,
     "openai_privacy_filter": _GPT_OSS,  # the router divides the weights by k, the block multiplies its output by k
     "granitemoe": _GRANITE,
@@ -291,8 +285,7 @@ ARCHITECTURES = {
     "longcat_flash": Architecture(routers.longcat, d_ff="expert_ffn_hidden_size", zero_experts="zero_expert_num"),
     "llama4_text": _LLAMA4,
     "phimoe": Architecture(
-        lambda config: RouterSpec.phimoe(config.number("router_jitter_noise", default=0.01)),
-        d_ff="intermediate_size",
+        lambda config: RouterSpec.phimoe(config.number("router_jitter_noise", default=0.01)), d_ff="intermediate_size"
     ),
     OWN_MODEL_TYPE: _OwnArchitecture(routers.softmax(True), d_ff="d_ff", zero_experts="num_zero_experts"),
     "switch_transformers": Architecture(

@@ -24,23 +24,21 @@ def attach_aux_loss(
 ) -> tuple[Tensor, Tensor]:  # [T, D]; scalar
     """Return the tokens with the layer's auxiliary loss attached, and the loss. `aux_losses` reads its value later."""
     if layer.training and layer.aux_loss_scale is None and not torch.compiler.is_compiling():
-        _warn_without_scale(tokens.device.type)
+        device_type = tokens.device.type
+        if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
+            _warn_once()
     counts = layer.router.accumulated_counts
     loss = layer.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=counts)
-    # A transform's tensor must not outlive it, and an exported program changes no attributes.
+    # The loss is not stored under a transform, which its tensor must not outlive, nor in an exported program, which
+    # cannot change attributes.
     if not torch.compiler.is_exporting() and (torch.compiler.is_compiling() or not functorch_is_active()):
         layer.aux_loss = loss.detach()
     return attach_loss(tokens, loss, layer.aux_loss_scale), loss
 
 
-def _warn_without_scale(device_type: str) -> None:
-    if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
-        _warn_once()
-
-
 @functools.cache
 def _warn_once() -> None:
-    """A layer cannot see the scale of the main loss. Training under float16 autocast is where it is not 1."""
+    """Warn that the main loss may be scaled under float16 autocast. A layer cannot see its scale."""
     warnings.warn(
         "MoEFeedForward: auxiliary losses under float16 autocast without set_aux_loss_scale. A GradScaler scales the "
         "main loss alone: call set_aux_loss_scale(model, scaler.scale(torch.ones((), device=device))) before each "

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]  # private API
 
-from ..checks import is_dtensor
+from ..checks import check_choice, is_dtensor
 from ..routing.model_routers import attached_routers, model_routers
 from ..routing.result import LayerRouting
 from .losses import (
@@ -27,7 +27,7 @@ from .losses import (
 
 @dataclass(frozen=True)
 class BalanceLosses:
-    """Coefficients of a layer's auxiliary losses. The default 0 disables a loss. `losses.py` compares them.
+    """Coefficients of a layer's auxiliary losses. The default 0 disables a loss. `losses.py` compares the losses.
 
     Args:
         switch: coefficient of `load_balancing_loss`, over the tokens of a call.
@@ -35,10 +35,11 @@ class BalanceLosses:
         global_batch: coefficient of `global_load_balancing_loss`, with the counts of all ranks of `group`.
         importance: coefficient of `importance_loss`.
         z: coefficient of `router_z_loss`.
-        score: "softmax" (default), "sigmoid" or "sqrt_softplus". The normalised scores are the probabilities of the
-            first three losses.
+        score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised scores are the probabilities in the first
+            three losses.
         group: the ranks that share a global batch. Required if there are several ranks.
-        count: the experts that `sequence` counts: "scores" (default), those of highest score, or "choices".
+        count: the experts that `sequence` counts: "scores" (default), the experts with the highest scores, or
+            "choices", the experts that the router chose.
 
     Raises:
         ValueError: a coefficient is negative or not finite, the score or count is unknown, or no loss needs the group.
@@ -52,22 +53,20 @@ class BalanceLosses:
     score: str = "softmax"
     group: ProcessGroup | None = None
     count: str = "scores"
-    any: bool = field(init=False, repr=False, compare=False)  # a loss is enabled
+    any: bool = field(init=False, repr=False, compare=False)  # whether a loss is enabled
 
     def __post_init__(self):
         for name, value in self.coefficients.items():
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"BalanceLosses: {name} must be finite and not negative, got {value}")
-        if self.score not in SCORES:
-            raise ValueError(f"BalanceLosses: score must be one of {tuple(SCORES)}, got {self.score!r}")
-        if self.count not in COUNTS:
-            raise ValueError(f"BalanceLosses: count must be one of {COUNTS}, got {self.count!r}")
+        check_choice("BalanceLosses", "score", self.score, tuple(SCORES))
+        check_choice("BalanceLosses", "count", self.count, COUNTS)
         if self.group is not None and not self.global_batch:
             raise ValueError("BalanceLosses: only global_batch needs a group, got global_batch=0.0")
         object.__setattr__(self, "any", any(self.coefficients.values()))
 
     def __deepcopy__(self, memo) -> BalanceLosses:
-        return self  # frozen, and process groups cannot be copied
+        return self  # the object is frozen, and process groups cannot be copied
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -123,8 +122,7 @@ def global_expert_counts(
         accumulated_counts: this rank's counts from other calls in the same optimizer step.
 
     Raises:
-        ValueError: `accumulated_counts` has another shape or is not of integers, or there are several ranks and no
-            group.
+        ValueError: `accumulated_counts` has another shape or no integers, or there are several ranks and no group.
     """
     own = routing.choices_per_expert
     if accumulated_counts is not None:
@@ -149,19 +147,14 @@ def _(own, accumulated, group_name):
 
 
 @torch.no_grad()
-def update_selection_bias(
-    model: nn.Module,
-    *,
-    rate: float = 1e-3,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Balance without a loss: call once per optimizer step, for a layer or a whole model.
+def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
+    """Update selection biases to balance experts without a loss. Call it once per optimizer step for a layer or model.
 
     The selection bias of experts chosen less often than the mean since the last call rises by `rate`. It falls by
     `rate` for experts chosen more often, and stays for experts at the mean. Forwards count in training mode; recomputed
-    forwards do not count again. Padding and capacity overflow count as in `LayerRouting.choices`. Counts are compared
-    as integers and summed over `group` in one call for all routers, so that biases stay equal on all ranks. The call
-    resets the counts to zero.
+    forwards do not count again. Padding and capacity overflow count as in `LayerRouting.choices`. Counts are integers
+    and are summed over `group` in one collective for all routers, so that biases stay equal on all ranks. Counts are
+    then reset to zero.
 
     A transformers model with `e_score_correction_bias` counts its forwards from `balance_routing(model)` on.
 
@@ -172,8 +165,8 @@ def update_selection_bias(
 
     Raises:
         ValueError: no router has a selection bias, a router's counts are on another device, a bias is sharded or
-            shorter than float32, forwards were not counted, `rate` is negative or not finite, or there are several
-            ranks and no group.
+            shorter than float32, forwards were not counted, `rate` is negative or not finite, or several ranks have no
+            group.
     """
     routers = [(router, bias) for router in model_routers(model) if (bias := router.selection_bias) is not None]
     if not routers:
@@ -215,8 +208,8 @@ def _prepare_counts(router: Any, bias: Tensor) -> None:
 
 @torch.no_grad()
 def carry_expert_counts(model: nn.Module) -> None:
-    """Call between the micro-batches of an optimizer step, so that the next global-batch losses include their
-    counts."""
+    """Add the counts of a micro-batch to the following global-batch losses. Call it between the micro-batches of an
+    optimizer step."""
     for router in model_routers(model):
         router.take_counts_to(router.weight.device)
         router.accumulated_counts = router.expert_counts.clone()
@@ -224,7 +217,7 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Call after an optimizer step with `carry_expert_counts`, to start the next global batch."""
+    """Start the next global batch. Call it after an optimizer step with `carry_expert_counts`."""
     for router in model_routers(model):
         router.expert_counts.zero_()
         router.accumulated_counts = None

@@ -25,6 +25,7 @@ from torch.nn import functional
 from moe_kernels import RouterSpec, topk_routing
 from moe_kernels.runtime.pytorch import functorch_is_active
 
+from ..checks import check_choice
 from ..input import check_num_tokens, check_sequence_lengths
 from ..routing.result import SCORES, LayerRouting, spread_slots
 
@@ -33,10 +34,7 @@ COUNTS = ("scores", "choices")
 
 
 def load_balancing_loss(
-    routing: LayerRouting,
-    *,
-    num_tokens: int | Tensor | None = None,
-    score: str = "softmax",
+    routing: LayerRouting, *, num_tokens: int | Tensor | None = None, score: str = "softmax"
 ) -> Tensor:  # scalar
     """Return the Switch Transformer's loss: num_experts * sum_e f_e * P_e, over the tokens of this call.
 
@@ -69,8 +67,7 @@ def global_load_balancing_loss(
 
     The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its parts therefore
     add up to the loss of the whole, however it is split. Without `num_tokens`, their mean equals the whole if the parts
-    have equally many tokens. The loss is 1 at perfect balance. Permutations of experts or tokens, and padding, do not
-    change it.
+    have equally many tokens. The loss is 1 at perfect balance. It ignores padding and the order of experts and tokens.
 
     Shapes: expert_counts [E] integers; result scalar.
 
@@ -92,11 +89,7 @@ def global_load_balancing_loss(
 
 
 def sequence_load_balancing_loss(
-    routing: LayerRouting,
-    *,
-    num_tokens: int | Tensor | None = None,
-    score: str = "softmax",
-    count: str = "scores",
+    routing: LayerRouting, *, num_tokens: int | Tensor | None = None, score: str = "softmax", count: str = "scores"
 ) -> Tensor:  # scalar
     """Return the mean over sequences of `load_balancing_loss`, weighted by their share of the tokens.
 
@@ -115,14 +108,13 @@ def sequence_load_balancing_loss(
         count: "scores" as above, or "choices": the experts that the router chose.
 
     Raises:
-        ValueError: as for `load_balancing_loss`, the count is unknown, or the routing has no fitting
-            `sequence_lengths`.
+        ValueError: as for `load_balancing_loss`, the count is unknown, or `sequence_lengths` are missing or do not fit.
     """
     op = "sequence_load_balancing_loss"
     counted = _counted_experts(op, routing, count)
     probabilities, ends = _probabilities(op, routing, score), _sequence_ends(op, routing)
     length, num_experts = routing.logits.shape
-    # A sequence's counts are differences of running counts: integers, so exact in any order.
+    # Each sequence's counts are differences of cumulative counts. These are integers, so the differences are exact.
     running = spread_slots(counted, 1, num_experts).cumsum(0, dtype=torch.int32)  # [T, E]
     running = functional.pad(running, (0, 0, 1, 0))
     counts = torch.diff(running[ends], dim=0, prepend=running[:1])  # [N, E]
@@ -135,15 +127,11 @@ def sequence_load_balancing_loss(
     return num_experts * _over((shares * probabilities).sum(), op, num_tokens)
 
 
-def importance_loss(
-    routing: LayerRouting,
-    *,
-    num_tokens: int | Tensor | None = None,
-) -> Tensor:  # scalar
+def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
     """Return the squared coefficient of variation of the experts' importance, the sum of their routing weights.
 
     The loss is 0 at perfect balance. It does not change with permutations of experts or tokens, padding, or a factor on
-    all weights. It depends on how a batch is split into calls, because the variation is that of one call. Slots beyond
+    all weights. It depends on the split of a batch into calls, because the variation is that of one call. Slots beyond
     a capacity count.
 
     Shapes: result scalar.
@@ -160,11 +148,7 @@ def importance_loss(
     return _over(variation * routing.num_tokens, "importance_loss", num_tokens)
 
 
-def router_z_loss(
-    routing: LayerRouting,
-    *,
-    num_tokens: int | Tensor | None = None,
-) -> Tensor:  # scalar
+def router_z_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
     """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small. Zero logits give (ln E) ** 2.
 
     Permutations of experts or tokens, and padding, do not change the loss. Given `num_tokens`, calls add up to the
@@ -194,13 +178,12 @@ def _switch(
 
 
 def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [T, K] int32
-    """Return the experts whose slots count; -1 for none."""
-    if count not in COUNTS:
-        raise ValueError(f"{op}: count must be one of {COUNTS}, got {count!r}")
+    """Return the experts whose slots count, or -1 in place of none."""
+    check_choice(op, "count", count, COUNTS)
     chosen = routing.choices
     if count == "choices":
         return chosen
-    # Scores keep the order of logits.
+    # Scores have the order of logits, so the highest logits give the experts with the highest scores.
     top_k = min(chosen.shape[1], routing.logits.shape[1])
     highest = topk_routing(routing.logits.detach(), top_k, RouterSpec.softmax(normalize=False)).topk_experts
     num_chosen = (chosen >= 0).sum(1, keepdim=True)
@@ -208,9 +191,8 @@ def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [
 
 
 def _probabilities(op: str, routing: LayerRouting, score: str) -> Tensor:  # [T, E]
-    """Return scores divided by their sum; zero for padding tokens, whatever their logits."""
-    if score not in SCORES:
-        raise ValueError(f"{op}: score must be one of {tuple(SCORES)}, got {score!r}")
+    """Return scores divided by their sum, and zeros for padding tokens, even if their logits are NaN."""
+    check_choice(op, "score", score, tuple(SCORES))
     scores = SCORES[score](_masked(routing.logits, routing.token_mask))
     if score != "softmax":
         scores = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
@@ -241,7 +223,7 @@ def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on `tokens` whose backward also starts the gradient of `loss`, with `scale` as its gradient."""
+    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -260,17 +242,16 @@ class _AttachLoss(torch.autograd.Function):
         return dtokens, dloss if scale is None else dloss * scale, None
 
 
-# Calls `apply` of the C++ base class. `Function.apply` inspects its arguments for functorch transforms, which takes
-# four times as long.
+# Calls the C++ base class. `Function.apply` takes four times as long, because it looks for functorch transforms.
 _attach = super(torch.autograd.Function, _AttachLoss).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
 def attach_loss(
     tokens: Tensor,  # [T, D]
     loss: Tensor,  # scalar
-    scale: Tensor | None,  # scalar; None is 1
+    scale: Tensor | None,  # scalar; None means 1
 ) -> Tensor:  # [T, D]
-    """Return `tokens`, such that a backward through them adds the gradient of `scale * loss`."""
+    """Return `tokens`. A backward through the result adds the gradient of `scale * loss`."""
     if torch.compiler.is_compiling() or functorch_is_active():
         return _AttachLoss.apply(tokens, loss, scale)
     return _attach(tokens, loss, scale)

@@ -1,4 +1,4 @@
-"""Statistics of a layer's routing over many forwards: summed on the device, read on request."""
+"""Statistics of a layer's routing over many forwards. They are summed on the device and read on request."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class RoutingStatistics(NamedTuple):
     """Statistics of all forwards since the last reset. Padding counts only in `num_padding_tokens`.
 
     Attributes:
-        num_calls: forwards.
-        num_tokens: tokens without padding.
-        num_padding_tokens: tokens of padding.
+        num_calls: number of forwards.
+        num_tokens: number of tokens without padding.
+        num_padding_tokens: number of padding tokens.
         tokens_per_expert: [E] int64, the tokens that each expert got.
         dropped_per_expert: [E] int64, the slots beyond each expert's capacity.
         dead_experts: experts that got no token; none before the first token.
-        entropy: of the softmax over all experts: mean over tokens, in nats; ln E is the maximum.
-        margin: from the last chosen expert to the best other one: mean over tokens.
-        smallest_margin: 0 is a tie; negative, apart from rounding, only for a replayed choice.
+        entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
+        margin: distance from the last chosen expert to the best other one, averaged over tokens.
+        smallest_margin: 0 means a tie. Except for rounding, only a replayed choice gives negative values.
         max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
-        max_call_violation: the same per call, averaged over calls.
+        max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: padding rows of each expert's last tile, with tiles of 128 rows.
-        aux_loss: weighted sum of the auxiliary losses: mean over the forwards with gradients; 0 without any.
+        aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 without any.
     """
 
     num_calls: int
@@ -63,12 +63,12 @@ class RoutingStatistics(NamedTuple):
 class RoutingObserver:
     """Sums statistics over a layer's forwards. Only reading synchronises the host. Recomputations do not count.
 
-    A margin is a difference between selection keys: logits or scores with their bias, within the selectable groups. It
-    is infinite if no expert remains or none was chosen, and means little with an assignment other than top-k.
+    A margin is a difference between selection keys: logits or scores with their bias, within the selectable groups. A
+    margin is infinite if no expert remains or none was chosen. It means little with an assignment other than top-k.
     Violations count slots before capacities.
 
     Args:
-        router: the layer's router, on its final device; of a transformers model, what attaches its router.
+        router: the layer's router, on its final device; for a transformers model, the `AttachedRouter`.
         num_experts: number of experts with parameters, which precede the zero experts.
     """
 
@@ -90,7 +90,7 @@ class RoutingObserver:
     def add(
         self,
         logits: Tensor,  # [T, E]
-        choices: Tensor,  # [T, K] integers; negative for none
+        choices: Tensor,  # [T, K] integers; negative means no expert
         *,
         kept: Tensor | None = None,  # [T, K] integers
         token_mask: Tensor | None = None,  # [T] bool
@@ -103,7 +103,7 @@ class RoutingObserver:
         scalar.
 
         Args:
-            kept: the choices within capacities. Default None: all.
+            kept: the choices within capacities. Default None: all choices.
             token_mask: False for padding. Default None: no padding.
             keys: selection keys. The default None computes them by the settings of the layer's `TopKRouter`.
             aux_loss: the forward's auxiliary loss. Default None: it has none.
@@ -127,8 +127,8 @@ class RoutingObserver:
         """Return the statistics so far, on the CPU. Synchronises with the GPU.
 
         Args:
-            group: sum over all its ranks. Every rank must call; each rank's calls count, and `wasted_rows` refers to
-                tiles that hold one rank's tokens. Default None: this rank alone.
+            group: ranks over which to sum. Every rank must call this method. The calls of all ranks count, and
+                `wasted_rows` assumes that a tile holds the tokens of one rank. Default None: this rank alone.
         """
         counts, sums, smallest = self._counts, self._sums[:5], self._sums[5:]
         if group is not None:
@@ -172,7 +172,7 @@ def add_forward(
     num_experts: int,
     implementation: str | None,
 ) -> None:
-    """Add a forward to the totals, except in a recomputation. See `add_routing_statistics`, which a GPU runs."""
+    """Add a forward to the totals, except in a recomputation. On a GPU, `add_routing_statistics` computes the sums."""
     if is_in_backward():
         return
     forward = RoutedForward(logits, keys, choices, kept, token_mask, aux_loss)
@@ -189,7 +189,7 @@ def _(*args):
 def _add_in_plain_pytorch(
     counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int
 ) -> None:
-    """`add_routing_statistics` in float64, on every device."""
+    """Compute `add_routing_statistics` in float64, on every device."""
     logits, keys, choices, kept, token_mask, aux_loss = forward
     num_tokens, num_choices = logits.shape
     is_token = choices.new_ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
@@ -207,11 +207,11 @@ def _add_in_plain_pytorch(
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
     margins = torch.where(last == best, 0.0, last - best)  # [T]; in excluded groups all keys may be -inf
-    # The mean is chosen.sum() / len(chosen).
+    # The mean of `chosen` is chosen.sum() / len(chosen).
     violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
     has_loss = violation.new_full((), aux_loss is not None)
     loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()
     totals = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
     sums[:5] += torch.stack([*totals, violation, loss, has_loss])
-    infinite = margins.new_full((1,), math.inf)  # for calls without tokens
+    infinite = margins.new_full((1,), math.inf)  # a minimum for calls without tokens
     sums[5:] = torch.cat([torch.where(is_token, margins, math.inf), infinite, sums[5:]]).min()

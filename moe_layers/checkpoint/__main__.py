@@ -1,4 +1,4 @@
-"""python -m moe_layers.checkpoint: inspect, convert and repair checkpoints, and LoRA of experts."""
+"""`python -m moe_layers.checkpoint` inspects, converts and repairs checkpoints, and converts or merges LoRA."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .adapters.adapter_files import ADAPTER_LAYOUTS, ORIENTATIONS, read_peft_ada
 from .adapters.merge import merge_adapter
 from .files.directory import CONFIG, CheckpointFiles
 from .files.layouts import LAYOUTS
+from .files.stored_weights import dtype_name
 from .model.convert import convert
 from .model.repair import repair
 from .model.survey import BlockSurvey, survey
@@ -158,7 +159,7 @@ def _row(found: BlockSurvey) -> tuple[str, ...]:
         num_experts,
         d_model,
         str(*widths) if len(widths) == 1 else "?",
-        "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in found.dtypes)) or "?",
+        "/".join(sorted(map(dtype_name, found.dtypes))) or "?",
         "/".join(sorted(found.encodings - {"plain"})) or "none",
         f"{found.num_bytes / 2**20:.1f}",
     )

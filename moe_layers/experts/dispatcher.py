@@ -1,4 +1,4 @@
-"""The dispatcher brings tokens to the experts and their outputs back. Expert parallelism replaces only this part."""
+"""The dispatcher sends tokens to the experts and returns their outputs. Expert parallelism replaces only this part."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .grouped import ExpertRows, GroupedExperts
 
 
 class Pending(Protocol):
-    """The outputs of the experts, perhaps in flight."""
+    """The outputs of the experts, which may still be in flight."""
 
     @property
     def offsets(self) -> Tensor:  # [num_experts] int32
-        """Exclusive end row of each expert, with the slots of this rank's tokens in expert order."""
+        """Return the exclusive end row of each expert, with the slots of this rank's tokens in expert order."""
         ...
 
     def wait(self) -> Tensor:  # [T, D]
-        """The outputs. Does not wait for the GPU."""
+        """Return the outputs for use on the current stream. The host does not wait for the GPU."""
         ...
 
 
 class Finished(NamedTuple):
-    """Outputs that are complete from the start."""
+    """Outputs that need no wait."""
 
     out: Tensor  # [T, D]
     offsets: Tensor
@@ -36,22 +36,22 @@ class Finished(NamedTuple):
 
 
 class LocalDispatcher:
-    """Sort the slots by expert and call the experts once. Slots of experts that are not here add nothing.
+    """Sorts the slots by expert and calls the experts once. Slots of experts that the module does not hold add nothing.
 
     Args:
-        first_expert: id of the first of the experts that are here.
+        first_expert: id of the first expert that the module holds.
     """
 
     def __init__(self, first_expert: int = 0):
         self.first_expert = first_expert
 
     def run(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Pending:  # tokens [T, D]
-        """Dispatch, compute, and start to combine."""
+        """Dispatch the tokens, compute the experts, and start to combine their outputs."""
         rows = self.dispatch(tokens, slots, experts)
         return self.combine(experts(rows), rows)
 
     def dispatch(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> ExpertRows:
-        """The rows of the experts of this rank."""
+        """Return the rows of this rank's experts."""
         local = slots.topk_experts - self.first_expert if self.first_expert else slots.topk_experts
         permutation = sort_by_expert(
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation
@@ -59,6 +59,6 @@ class LocalDispatcher:
         return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
-        """Start to bring the experts' outputs back to their tokens."""
+        """Start to send the experts' outputs back to their tokens."""
         assert rows.offsets is not None
         return Finished(out, rows.offsets)

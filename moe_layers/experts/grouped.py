@@ -47,7 +47,7 @@ class ChunkPlan(Protocol):
 
 
 class ExpertRows(NamedTuple):
-    """The input of the experts: tokens, and where their slots are among the rows.
+    """The input of the experts: tokens, and the position of their slots among the rows.
 
     A named tuple, because FSDP2 finds the tensors of a module's arguments in these.
     """
@@ -57,31 +57,23 @@ class ExpertRows(NamedTuple):
     permutation: Permutation | None  # order of the slots; None with a plan
     offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
     plan: ChunkPlan | None = None  # None for one call of `fused_experts`
-    route: Any = None  # what the dispatcher needs to bring the outputs back
+    route: Any = None  # data with which the dispatcher sends the outputs back
 
 
 class GroupedExperts(nn.Module):
     """`num_experts` feed-forwards `w_down @ activation(w_up @ token)`, computed for all tokens together.
 
-    Args:
-        activation: a name (default "swiglu") or an `Activation`. A gated activation makes the experts gated.
-        bias: both projections have a bias.
-        weight_on_input: the routing weight multiplies the expert's input instead of its output.
-        recompute: "up" saves no pre-activations for backward, which costs one more GEMM there. Default None saves them.
-        batch_invariant: other tokens change no bit of a token's output or gradient.
-        precision: "fp8" multiplies e4m3 operands, see `fused_experts`; None, the default, the parameters' dtype.
-        init_std: initial standard deviation of the weights.
-        implementation: "triton", "reference", or None to choose by device.
+    `MoEConfig` and `fused_experts` describe the arguments.
 
     Attributes:
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
-            and `w_down.main_grad`, and leaves `grad` of both as it is. The kernel of the gradient adds: it sums
-            products in float32 and rounds only the new sum, to float32. Hooks of these weights get no gradient, and
+            and `w_down.main_grad`, and does not change `grad`. The gradient's kernel adds: it sums products in float32
+            and rounds only the new sum, to float32. Hooks of these weights get no gradient, and
             `DistributedDataParallel` does not average `main_grad`: the caller does. Default False; may be changed at
             any time.
 
     Raises:
-        ValueError: a size is not positive, or with "fp8" no multiple of 16; a name is unknown.
+        ValueError: a size is not positive, or with "fp8" not a multiple of 16; or a name is unknown.
     """
 
     def __init__(
@@ -128,7 +120,7 @@ class GroupedExperts(nn.Module):
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
         d_up = (1 + self.activation.gated) * d_ff
-        # `quantize_experts_` puts a QuantizedExperts in the place of each.
+        # `quantize_experts_` replaces each of the two weights by a `QuantizedExperts`.
         self.w_up: nn.Parameter | QuantizedExperts = parameter(d_up, d_model)
         self.w_down: nn.Parameter | QuantizedExperts = parameter(d_model, d_ff)
         self.b_up = parameter(d_up) if bias else None
@@ -136,9 +128,10 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weights from a normal distribution, with `init_std` by default, and zero the biases.
+        """Draw the weights from a normal distribution, with standard deviation `init_std` by default, and set biases to
+        zero.
 
-        Adapters start again without effect.
+        Adapters are reset, too, and then change no output.
         """
         std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
@@ -154,10 +147,10 @@ class GroupedExperts(nn.Module):
             adapter.reset_parameters()
 
     def keep(self, experts: range, num_experts: int) -> None:
-        """Drop the parameters of all of the layer's `num_experts` experts but these.
+        """Drop the parameters of all experts except these. `num_experts` is the number of the layer's experts.
 
         Raises:
-            ValueError: not a range within the layer's experts, or some were dropped before.
+            ValueError: `experts` is not a range within the layer's experts, or some were dropped before.
         """
         if not isinstance(experts, range) or experts.step != 1 or not experts:
             raise ValueError(f"keep_local_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
@@ -168,24 +161,24 @@ class GroupedExperts(nn.Module):
             )
         self.check_divisible("keep_local_experts")
         for name, parameter in list(self.named_parameters()):
-            if len(parameter) == num_experts:  # not a factor of adapters that all experts share
+            if len(parameter) == num_experts:  # else a factor of adapters that all experts share
                 kept = parameter.detach()[experts.start : experts.stop].clone()
                 self.replace_parameter(name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
 
     def check_divisible(self, op: str) -> None:
-        """Raise ValueError unless the stored bytes of quantised experts can be taken apart."""
+        """Raise ValueError unless the stored bytes of quantised experts can be divided by expert."""
         for weight in (self.w_up, self.w_down):
             if isinstance(weight, QuantizedExperts):
                 weight.check_divisible(op)
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Set the parameter of a name in `named_parameters`."""
+        """Replace the parameter that has this name in `named_parameters`."""
         owner, _, leaf = name.rpartition(".")
         setattr(self.get_submodule(owner), leaf, parameter)
 
     def forward(self, rows: ExpertRows) -> Tensor:  # [T, D]
-        """Each token through its experts, summed with its routing weights."""
+        """Send each token through its experts and sum the outputs with its routing weights."""
         adapters = active_adapters(self.lora, self.local_share)
         self._check(rows, adapters)
         weights = self._weights()
@@ -193,7 +186,7 @@ class GroupedExperts(nn.Module):
         return call_with_autocast_rules(compute, rows.tokens, *weights)
 
     def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
-        """Compute router and experts as one op. `whole_op.py` tells when this is allowed."""
+        """Compute router and experts as one op. `whole_op.py` decides when this is allowed."""
         parts, w_router = self._weights(), router.weight
         if not any_autocast_is_enabled():
             return self._compute_routed(router, parts, tokens, w_router, *parts)
@@ -237,7 +230,7 @@ class GroupedExperts(nn.Module):
         adapters: list[ActiveAdapter],
         parts: ExpertWeights,
         tokens: Tensor,  # [T, D]
-        *operands: Any,  # `parts`, as autocast changed them
+        *operands: Any,  # `parts`, converted by autocast
     ) -> Tensor:  # [T, D]
         weights = ExpertWeights(*operands)
         if rows.plan is not None:
@@ -284,7 +277,7 @@ class GroupedExperts(nn.Module):
         return self.kept_forms.of(self, own, local, given, self.implementation)  # pyright: ignore[reportArgumentType]  # not quantised
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
-        self.kept_forms.drop()  # they are of the device and dtype that the parameters had
+        self.kept_forms.drop()  # they have the parameters' former device and dtype
         return super()._apply(fn, recurse)
 
     def _weights(self) -> ExpertWeights:

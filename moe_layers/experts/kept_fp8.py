@@ -1,13 +1,13 @@
 """The experts' weights in e4m3, kept from forward to forward until the weights change.
 
-A change is found in two ways. PyTorch counts changes by optimizers, `copy_` and `load_state_dict`, and a new parameter
-or storage is seen: these make new forms. The GPU finds all others, such as an optimizer of raw memory or
-`weight.data[0] = 0`. Each later forward reads the weights, compares a checksum of every block, and quantises the blocks
-that differ; see `moe_kernels.quantization.fp8_weights`.
+Changes are found in two ways. PyTorch's version counter registers changes by optimizers, `copy_` and `load_state_dict`.
+After such a change, or with a new parameter or storage, new forms are made. The GPU finds all other changes, such as by
+an optimizer of raw memory or `weight.data[0] = 0`. Each later forward reads the weights, compares a checksum of every
+block, and quantises the blocks that differ: see `moe_kernels.quantization.fp8_weights`.
 
-Forms are not kept where a change could be missed or memory would grow with the model: in a CUDA graph, which replays
-without this code; while a graph is compiled; and where FSDP gathers the weights for each forward. In these cases the op
-quantises each weight right before its product.
+Forms are not kept if a change could be missed or memory would grow with the model. This holds in a CUDA graph, which
+replays without this code, while a graph is compiled, and if FSDP gathers the weights for each forward. In these cases
+the op quantises each weight right before its product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_kernels.types import QuantizedWeight, ScaledForms
 class _Kept(NamedTuple):
     """The e4m3 forms of one weight, and the identity of the weight they were made from.
 
-    Holds weak references only, so it keeps no weight alive. While they exist, no other object has the same identity.
+    Weak references keep no weight alive. While they exist, no other object has the same identity.
     """
 
     parameter: weakref.ref[Tensor]
@@ -52,7 +52,7 @@ class _Kept(NamedTuple):
 
 
 class KeptForms:
-    """The forms of the weights of one `GroupedExperts`. A copy of a module makes its own."""
+    """The forms of the weights of one `GroupedExperts`. A copy of the module makes its own forms."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -66,19 +66,20 @@ class KeptForms:
 
     def of(
         self,
-        module: nn.Module,  # it holds the parameters
+        module: nn.Module,  # holds the parameters
         parameters: tuple[Tensor, Tensor],  # w_up and w_down
-        parts: tuple[Tensor, Tensor],  # this rank's parts of them
+        parts: tuple[Tensor, Tensor],  # this rank's parts of the parameters
         weights: tuple[Tensor, Tensor],  # the parts in the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
-        """Return the forms of the weights as they are now, or None if the op must make them."""
-        # FSDP1 and FSDP2 set this attribute for the compiler.
+        """Return the forms of the weights' current values, or None if the op must make them."""
+        # FSDP1 and FSDP2 set this attribute on modules, for the compiler.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):
             return None
-        if not runs_kernels(implementation, weights[0]) or _is_captured(weights[0]):
+        is_captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or not runs_kernels(implementation, weights[0]):
             return None
         turned = torch.is_grad_enabled()
         with torch.no_grad(), unseen_by_modes(), torch.cuda.device_of(weights[0]):
@@ -99,15 +100,11 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
 
 
 def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    """Return properties that differ after a counted change of the weight, in other memory, or on another stream."""
+    """Return properties that differ if the weight's version counter, its memory or the stream differs."""
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     return part._version, part.data_ptr(), weight.dtype, weight.shape, weight.stride(), stream
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether PyTorch counts the changes of a tensor that has memory of its own."""
+    """Return whether the tensor has its own memory and a version counter."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_inference()
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

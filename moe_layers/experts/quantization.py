@@ -25,20 +25,20 @@ WEIGHTS = ("w_up", "w_down")
 
 
 def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
-    """Store the experts' weights of a layer, or of all layers of a model, in few bits. They are frozen from then on.
+    """Quantise the experts' weights of a layer, or of all layers of a model. They are frozen from then on.
 
-    Router, biases, shared experts and adapters stay as they are. The op computes in the dtype of the tokens: forward
+    Router, biases, shared experts and adapters do not change. The op computes in the dtype of the tokens, and forward
     and backward have the bits of a layer with the dequantised weights. Only frozen weights can stay quantised, so train
     adapters (`add_lora`) over them. Nothing changes if an error is raised.
 
     Args:
         format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power of two per 32 numbers of a row), "nf4" (a
-            scale per 64 numbers), "nf4_nested" (quantises these scales, too), "int8" (a scale per row), or a
+            scale per 64 numbers), "nf4_nested" (quantises these scales, too), "int8" (one per row), or a
             `WeightFormat`.
 
     Raises:
-        NotImplementedError: a format that is not supported, such as AWQ, GPTQ or NVFP4.
-        ValueError: the module holds no experts, or quantised or sharded ones; sizes do not fit the format.
+        NotImplementedError: the format is not supported, such as AWQ, GPTQ or NVFP4.
+        ValueError: the module holds no experts, or quantised or sharded ones, or sizes do not fit the format.
     """
     op, found = "quantize_experts_", _experts_of("quantize_experts_", module)
     format = as_format(op, format)

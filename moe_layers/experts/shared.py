@@ -13,7 +13,7 @@ from moe_kernels.specs import as_activation
 from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_positive
 
-_GATE = RouterSpec(score="sigmoid", normalize=False)  # for a single expert
+_GATE = RouterSpec(score="sigmoid", normalize=False)  # router settings that make the gate a routing weight
 
 
 class SharedExpert(nn.Module):
@@ -23,8 +23,8 @@ class SharedExpert(nn.Module):
 
     Args:
         gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D].
-        batch_invariant: other tokens change no bit of a token's output or gradient. The gate is then computed in
-            float32.
+        batch_invariant: a token's output and gradient do not depend on the other tokens, bit for bit. The gate is then
+            computed in float32.
         init_std: initial standard deviation of the weights.
         implementation: "triton", "reference", or None to choose by device.
 
@@ -59,7 +59,7 @@ class SharedExpert(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw every weight from a normal distribution, with `init_std` by default."""
+        """Draw every weight from a normal distribution, with standard deviation `init_std` by default."""
         for weight in self.parameters():
             nn.init.normal_(weight, std=self.init_std if std is None else std)
 
@@ -78,7 +78,7 @@ class SharedExpert(nn.Module):
         return out * torch.sigmoid(functional.linear(tokens, *w_gate)) if w_gate else out
 
     def _as_routed_expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
-        """Compute the shared expert as the only expert of a layer with batch-invariant ops; the gate is its weight."""
+        """Compute the shared expert with batch-invariant ops, as a layer's only expert, weighted by the gate."""
         options = {"batch_invariant": True, "implementation": self.implementation}
         if w_gate:
             weights = linear_routing(tokens, w_gate[0], 1, _GATE, **options).topk_weights

@@ -1,8 +1,8 @@
 """Expert weights that stay in their stored form: FP8, MXFP4, NF4 or int8.
 
-A quantised weight is a module in the place of a parameter: `experts.w_up.values`, `experts.w_up.scales`. State dicts,
-safetensors files, FSDP2 and DCP hold these stored bytes. The experts' op dequantises a weight for the GEMM that reads
-it, or decodes it while it reads.
+A quantised weight is a module in place of a parameter: `experts.w_up.values`, `experts.w_up.scales`. State dicts,
+safetensors files, FSDP2 and DCP hold the stored bytes. The experts' op dequantises a weight before the GEMM that reads
+it, or the GEMM decodes it while it loads the weight.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size of an element in bytes
 LocalShare = Callable[[str, Tensor], Tensor]  # a parameter that ranks share, with its name -> this rank's part
 
 
 class QuantizedExperts(nn.Module):
-    """A frozen weight [E, out, in] of E experts, as its format stores it.
+    """A frozen weight [E, out, in] of E experts in the tensors of its format.
 
     `values` and `scales` are parameters whose first axis is the experts', so that ranks can share them. Tables of the
-    format are buffers. All of them hold the bits as integers, so that conversions such as `layer.bfloat16()`, mixed
-    precision and collectives do not change them. A conversion changes `dtype`.
+    format are buffers. All tensors hold their bits as integers, so that conversions such as `layer.bfloat16()`, mixed
+    precision and collectives do not change them. A conversion of the module changes its `dtype`.
 
     Args:
         weight: the stored weight.
@@ -40,7 +40,7 @@ class QuantizedExperts(nn.Module):
         num_experts, *matrix = weight.shape
         self.format: WeightFormat = weight.format
         self.matrix_shape, self.dtype = tuple(matrix), dtype
-        # Whether no block and no nested block spans two experts.
+        # Whether every block and every nested block lies within one expert.
         self.is_divisible = True
         if weight.format.name == "nf4":
             block = weight.format.block[1]
@@ -59,7 +59,7 @@ class QuantizedExperts(nn.Module):
                 held = bits if has_axis else bits.reshape(num_experts, -1)
                 self.register_parameter(name, nn.Parameter(held, requires_grad=False))
             else:
-                # A copy, because safetensors refuses tables that weights share.
+                # Tables are copied, because safetensors refuses tensors that share memory.
                 self.register_buffer(name, bits.clone())
 
     @property
@@ -78,7 +78,7 @@ class QuantizedExperts(nn.Module):
 
         Args:
             local_share: takes this rank's part of each parameter.
-            name: of this module, for errors.
+            name: name of this module, for errors.
         """
         tensors: dict[str, Any] = {n: getattr(self, n) for n in self._stored_dtypes}
         if local_share is not None:
@@ -89,11 +89,11 @@ class QuantizedExperts(nn.Module):
         return QuantizedWeight(format=self.format, shape=shape, **stored_tensors)
 
     def dequantize(self) -> Tensor:  # [E, out, in]
-        """Return the weight in `dtype`, as the experts' op computes with it."""
+        """Return the dequantised weight in `dtype`. The experts' op computes with the same values."""
         return dequantize(self.weight(), self.dtype)
 
     def check_divisible(self, op: str) -> None:
-        """Raise ValueError unless each expert's stored bytes can be taken apart from the others'."""
+        """Raise ValueError unless each expert's stored bytes can be separated from the others'."""
         if not self.is_divisible:
             raise ValueError(
                 f"{op}: each expert must hold whole blocks of {self.format}, got matrices of "
@@ -110,16 +110,16 @@ class QuantizedExperts(nn.Module):
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """Return the same memory as integers, as a `QuantizedExperts` holds it."""
+    """Return a view of the same memory as integers, the form that `QuantizedExperts` holds."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
 def stored(weight: Any) -> Any:
-    """Return the parameter with one entry per expert: a plain weight, or the values of a quantised one."""
+    """Return the parameter that has one entry per expert: a plain weight, or the values of a quantised weight."""
     return weight.get_parameter("values") if isinstance(weight, QuantizedExperts) else weight
 
 
 def replace_weight(experts: nn.Module, name: str, weight: nn.Parameter | QuantizedExperts) -> None:
-    """Replace a weight of the experts by one of another kind."""
-    delattr(experts, name)  # first, because a module keeps parameters and modules apart
+    """Replace a weight of the experts by a weight of another kind: plain or quantised."""
+    delattr(experts, name)  # first, because parameters and modules are stored separately
     setattr(experts, name, weight)

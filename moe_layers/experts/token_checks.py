@@ -1,4 +1,4 @@
-"""The check that tokens fit the parameters of a layer, in terms of the layer's own argument."""
+"""Checks that tokens fit the parameters of a layer. Its errors name the layer's own argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def check_tokens(
 ) -> None:
     """Raise ValueError, with the cure, if x has another dtype or device than the parameters of the experts.
 
-    Hooks may convert parameters or tokens, as those of FSDP do. With hooks, the ops check what they get.
+    Modules with hooks are not checked, because hooks may convert parameters or tokens, as those of FSDP do. The ops
+    then check their operands.
     """
     experts = layer._modules["experts"]
     weight = experts._parameters.get("w_up")

@@ -1,13 +1,13 @@
-"""Router, sort and experts of a layer as one op, where nothing reads the routing between them.
+"""Router, sort and experts of a layer as one op, if nothing else reads the routing.
 
-One op is one autograd node with one list of launches. In backward it adds the gradient through the routing weights
-where it sums the rows of the gradient through the experts. The result is the layer's only if the experts alone read the
-router's output, unchanged. So the parts run one by one where an auxiliary loss, an observer, a hook on the router or
-the experts, a mode, or the caller reads the routing. A hook that is added or removed between a checkpointed forward and
-its recomputation changes what is saved, which PyTorch reports as an error.
+One op is one autograd node with one list of launches. Its backward sums the rows of the gradient through the experts
+and adds the gradient through the routing weights in the same launch. The op is equivalent only if the experts alone
+read the router's output, unchanged. Therefore the parts run one by one if an auxiliary loss, an observer, a hook on the
+router or the experts, a mode, or the caller reads the routing. A hook that is added or removed between a checkpointed
+forward and its recomputation changes what is saved, which PyTorch reports as an error.
 
-This module asks what is off in every call. It reads the dictionary of modules, because an attribute that is a module
-costs a call of `nn.Module.__getattr__`. Parameters are attributes: FSDP may put plain tensors in their place.
+These checks run in every call. They read modules from the dictionary of modules, because an attribute that is a module
+costs a call of `nn.Module.__getattr__`. They read parameters as attributes, because FSDP may replace them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def runs_as_one_op(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> bool:
-    """Return whether the layer's parts and settings allow it. Subclasses of the parts never do."""
+    """Return whether the layer's parts and settings allow one op. Subclasses of the parts never allow it."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
         return False
@@ -55,7 +55,7 @@ def runs_as_one_op(
         and layer.observer is None
         and layer._config.latent_dim is None
         and not (experts.reserved_sms or layer.separate_router_input)
-        # A mode reads ops. Compiled code has none, and cannot ask.
+        # A mode sees each op. Compiled code runs without modes and cannot check for them.
         and (torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor))
         and is_called_as_written(router)
         and is_called_as_written(experts)
@@ -65,7 +65,7 @@ def runs_as_one_op(
 
 
 def _as_computed(tokens: Tensor) -> Tensor:
-    """Return tokens, perhaps fewer, in the dtype in which autocast lets the op compute."""
+    """Return the tokens, or an empty slice of them, in the dtype in which autocast lets the op compute."""
     device_type = tokens.device.type
     return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
 
@@ -75,7 +75,7 @@ def compute_whole(
     tokens: Tensor,  # [T, D]
 ) -> Tensor:  # [T, D]
     """Compute the sum of the experts' outputs, and count the choices for a selection bias. Hooks that only watch the
-    router's choice get it afterwards."""
+    router's choice are called afterwards."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     assert isinstance(router, TopKRouter) and isinstance(experts, GroupedExperts)
     made = experts.route_and_compute(tokens, router)
@@ -87,7 +87,7 @@ def compute_whole(
 
 
 def is_called_as_written(module: nn.Module) -> bool:
-    """Return whether the module has no hook, nor another `forward` in this instance, as some libraries put there."""
+    """Return whether the module has no hook, and its instance no replaced `forward`, which some libraries set."""
     own = vars(module)
     if "forward" in own:
         return False

@@ -1,1 +1,2 @@
-"""This package's experts in models of other libraries. Each module needs its library; nothing else imports it."""
+"""This package's experts in models of other libraries. Each module imports its library, and nothing else imports the
+module."""

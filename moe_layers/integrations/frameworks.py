@@ -1,4 +1,4 @@
-"""Models of training frameworks, whose experts are all computed here."""
+"""Enables models of training frameworks, all of whose experts this package must compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transformers.experts.replaced_forwards import has_other_forward
 
 
 def enable_whole(owner: str, model: nn.Module) -> EnableReport:
-    """Enable a model whose experts no other kernel computes.
+    """Enable a model. No other kernel may compute its experts.
 
     Raises:
         ValueError: a forward of the experts, or of a block around them, was replaced. The model is then not enabled.

@@ -29,7 +29,7 @@ def enable_experts(model: Any, include_kernels: Any = None) -> Any:
     """Enable the model, and return it.
 
     Args:
-        include_kernels: has no meaning here; LLaMA-Factory passes it to every kernel plugin.
+        include_kernels: ignored. LLaMA-Factory passes it to every kernel plugin.
 
     Raises:
         ValueError: the model holds experts that are not supported, or a kernel of LLaMA-Factory replaced their forward.

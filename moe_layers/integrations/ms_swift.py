@@ -1,4 +1,4 @@
-"""ms-swift: makes `--experts_impl moe_layers` known.
+"""ms-swift: adds the option value `--experts_impl moe_layers`.
 
     echo "import moe_layers.integrations.ms_swift" > plugin.py
     swift sft --experts_impl moe_layers --external_plugins plugin.py ...

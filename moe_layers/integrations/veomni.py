@@ -41,7 +41,7 @@ def fused_moe_forward(
     fc1_1_2_weight: Tensor | None = None,  # [E, 2F, D]
     swiglu_limit: float | None = None,
 ) -> Tensor:  # [T, D]
-    """Compute the experts, in the signature of VeOmni's own kernels. Sums weigh in float32.
+    """Compute the experts, with the signature of VeOmni's own kernels. Outputs are weighted and summed in float32.
 
     Raises:
         ValueError: gate and up are two parameters, or ranks share the experts.
@@ -56,7 +56,7 @@ def fused_moe_forward(
 
 
 def _experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute an experts module of VeOmni's models, which calls this in the place of its forward."""
+    """Compute an experts module of VeOmni's models. The module calls this function instead of its forward."""
     if (act := type(experts.act_fn).__name__) not in ("SiLU", "SiLUActivation"):
         raise ValueError(f"fused_moe_layers: the activation must be SiLU, got {act}; use eager")
     weights = None, None, experts.down_proj, experts.gate_up_proj
@@ -74,5 +74,5 @@ def _bind(fused_moe_kernel: str = "triton") -> None:
 
 _anywhere = HardwareRequirement(device_type="any")
 KERNEL_REGISTRY.register(KernelSpec(NAME, "moe_experts", "standard", lambda: _experts_forward, _anywhere))
-# VeOmni's documented place for the kernels of others.
+# VeOmni documents this registry for kernels of other packages.
 _bind_of_veomni, moe.apply_veomni_fused_moe_patch = moe.apply_veomni_fused_moe_patch, _bind

@@ -1,4 +1,4 @@
-"""Expert parallelism by all-gather: every rank gets every token, and computes the share of its own experts."""
+"""Expert parallelism by all-gather: every rank receives every token, and computes its own experts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .rank_dispatcher import (
 
 
 class AllGatherDispatcher(RankDispatcher):
-    """Gather the tokens of all ranks, compute the slots of local experts, and reduce-scatter the sums.
+    """Gathers the tokens of all ranks, computes the slots of local experts, and reduce-scatters the sums.
 
-    All shapes follow from T, however the tokens are routed. The dispatcher moves P - 1 times the tokens, which is no
-    more than an all-to-all moves while P is at most top_k. All ranks must have equally many tokens.
+    All shapes depend only on T, not on the routing. The dispatcher sends P - 1 times the tokens. This is no more than
+    an all-to-all sends if P is at most top_k. All ranks must have equally many tokens.
 
     `max_rows_factor` limits the rows computed on a rank to that multiple of its own slots. These are T * K or, with a
     capacity or a list of pairs, fewer. Without it, the rows are counted, and the host waits for the count while the
@@ -54,15 +54,14 @@ class AllGatherDispatcher(RankDispatcher):
         for (tokens, topk_weights), permutation, ends in zip(gathered, permutations, offsets, strict=True):
             yield ExpertRows(tokens.wait(), topk_weights.wait(), permutation, ends)
 
-    def combine(self, out: Tensor, rows: ExpertRows) -> Pending:  # out [P * T, D]: the share of the experts here
+    def combine(self, out: Tensor, rows: ExpertRows) -> Pending:  # out [P * T, D]: sums over local experts
         assert rows.offsets is not None
         return _Scattering(self.ranks.scattering(out), rows.offsets, is_only=self.chunks == 1)
 
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
         """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
 
-        Raise ValueError unless all ranks have tensors of equal sizes, need the same gradients, and have no more rows
-        than the limits."""
+        Raise ValueError unless all ranks have equal sizes, need the same gradients, and stay within the limits."""
         offsets = _slot_offsets(chunks, experts)
         sizes = sum(len(tokens) for tokens, _ in chunks), *_agreed(*chunks[0], experts)
         own = [offsets[0].new_full((1,), size) for size in sizes]
@@ -90,10 +89,10 @@ class AllGatherDispatcher(RankDispatcher):
 
     def _check_bounds(
         self,
-        numbers: Tensor,  # [P, chunks + chunks * E]: each rank's limits, and slots for each expert
+        numbers: Tensor,  # [P, chunks + chunks * E]: each rank's limits and slots of each expert
         own: list[int],
     ) -> None:
-        """Raise ValueError, equally on all ranks, if one rank has more rows than its limit."""
+        """Raise ValueError on all ranks if one rank has more rows than its limit."""
         num_chunks, num_ranks = len(own), self.ranks.size
         bounds, counts = numbers[:, :num_chunks], numbers[:, num_chunks:]
         num_rows = counts.reshape(num_ranks, num_chunks, num_ranks, -1).sum((0, 3))  # [chunks, P]
@@ -106,10 +105,10 @@ class AllGatherDispatcher(RankDispatcher):
 
 
 class PaddedAllGatherDispatcher(AllGatherDispatcher):
-    """Gather the tokens of all ranks, which may have any number of tokens.
+    """Gathers the tokens of all ranks, each of which may have any number of tokens.
 
-    Works like `AllGatherDispatcher` without `max_rows_factor`. Shorter ranks send padding up to the longest rank. The
-    host synchronises for that rank's number of tokens before any token is sent.
+    Works like `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the longest rank send
+    padding. The host synchronises to read the longest rank's number of tokens before any token is sent.
     """
 
     @disable_dynamo
@@ -119,11 +118,11 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         if missing:
             tokens, weights = (functional.pad(part, (0, 0, 0, missing)) for part in (tokens, slots.topk_weights))
             choice = functional.pad(slots.topk_experts, (0, 0, 0, missing), value=-1)
-            slots = Slots(choice, weights, logits=weights, max_rows=self.num_slots(slots))  # no dispatcher reads logits
+            slots = Slots(choice, weights, logits=weights, max_rows=self.num_slots(slots))  # logits are not read
         return _WithoutPadding(super().run(tokens, slots, experts), num_tokens)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-        """Return the largest number of tokens of a rank. Raise ValueError unless the ranks agree on all else."""
+        """Return the largest number of tokens of a rank. Raise ValueError if ranks disagree in other numbers."""
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]
@@ -141,7 +140,7 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
 
 
 class _WithoutPadding(NamedTuple):
-    """Outputs in flight, of which the first `num_tokens` are this rank's."""
+    """Outputs in flight. The first `num_tokens` are this rank's, the rest is padding."""
 
     pending: Pending
     num_tokens: int
@@ -159,16 +158,16 @@ class _Scattering(NamedTuple):
 
     collective: AsyncCollective
     offsets: Tensor
-    is_only: bool  # no other chunk needs a concatenation, which copies
+    is_only: bool  # whether it is the only chunk; several are concatenated, which copies
 
     def wait(self) -> Tensor:  # [T, D]
-        # A checkpointed region may keep what the collective returns, while the caller may change its output in place.
+        # A single chunk's output is copied: the caller may change it, but a checkpointed region may keep the original.
         out = self.collective.wait()
         return out.clone() if self.is_only else out
 
 
 def _agreed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> tuple[int, int, int]:
-    """Return the numbers, except T, that must be equal on all ranks."""
+    """Return the numbers other than T that must be equal on all ranks."""
     return slots.topk_experts.shape[1], row_bytes(tokens), gradients_needed(tokens, slots, experts)
 
 
@@ -180,18 +179,18 @@ def _slot_offsets(chunks: Sequence[Chunk], experts: ExpertsOfRank) -> list[Tenso
 
 def local_permutations(
     choices: list[Tensor],  # [P * n, K] of each chunk; remote experts lie outside [0, num_local)
-    bounds: list[int] | None,  # limit on the rows of each chunk; None for exactly the rows that there are
+    bounds: list[int] | None,  # limit on each chunk's rows; None counts the rows
     num_local: int,
     implementation: str | None,
 ) -> list[Permutation]:
-    """Return the permutation of each chunk's slots for local experts. Without limits the host synchronises, but only
-    after all sorts are launched, so that later kernels can launch at once, and without waiting for the tokens."""
+    """Return the permutation of each chunk's slots for local experts. Without limits the host synchronises once, after
+    all sorts are launched. It does not wait for tokens, which are in flight while later kernels are launched."""
     sort = partial(sort_by_expert, num_experts=num_local, implementation=implementation)
     if bounds is not None:
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]
     permutations = list(map(sort, choices))
     counts = torch.stack([permutation.offsets[-1] for permutation in permutations]).tolist()
-    # No kept slot lies at or past this number of rows.
+    # All slots of local experts are in the first `count` rows.
     return [
         permutation._replace(row_to_token=permutation.row_to_token[: max(count, 1)])
         for permutation, count in zip(permutations, counts, strict=True)

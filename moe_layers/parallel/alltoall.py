@@ -23,8 +23,8 @@ class _Route(NamedTuple):
 
     slot_to_row: Tensor  # [T, K] int32; -1 for a slot that is not sent
     row_to_slot: Tensor  # [S] int32
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
+    sent: list[int]  # number of rows sent to each rank
+    received: list[int]  # number of rows received from each rank
     experts: Tensor  # [R] int32: local expert index; larger for a padding row
     implementation: str | None
 
@@ -34,20 +34,19 @@ class _Outgoing(NamedTuple):
 
     tokens: Tensor  # [T, D]
     slots: Slots
-    order: Permutation  # sorts the slots as [T * K, 1], so that each row holds its slot
-    counts: Tensor  # [P, E / P]: slots for each rank and its experts
-    capacity: int | None  # rows sent to each rank, padding included; None for exactly the slots that there are
+    order: Permutation  # permutation of [T * K, 1] slots, so `row_to_token` holds slots
+    counts: Tensor  # [P, E / P]: number of slots for each rank's experts
+    capacity: int | None  # rows sent to each rank, with padding; None sends exactly the slots
 
 
 class AllToAllDispatcher(RankDispatcher):
-    """Send each slot's token and weight to the rank of its expert, and sum the outputs that are sent back.
+    """Sends each slot's token and weight to the rank of its expert, and sums the outputs that are sent back.
 
-    Ranks may have any numbers of tokens. The weight is applied at the expert, so that backward needs none of the
-    returned outputs.
+    Ranks may have any numbers of tokens. The rank of the expert applies the weight, so backward needs no returned
+    outputs.
 
     With `max_rows_factor`, every rank sends max_rows_factor * T * K / P rows to each rank, padding included, and all
-    ranks must have equally many tokens. Without it, a rank sends exactly its slots, which needs one host
-    synchronisation.
+    ranks must have equally many tokens. Without it, a rank sends exactly its slots, with one host synchronisation.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
@@ -78,14 +77,14 @@ class AllToAllDispatcher(RankDispatcher):
     def _exchange_counts(
         self, chunks: list[_Outgoing], agreed: tuple[int, ...]
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
-        """Return each rank's slots for each local expert, and its numbers that must equal `agreed`.
+        """Return each rank's number of slots for each local expert, and the numbers that must equal `agreed`.
 
         Raise ValueError if the counts exceed the capacity.
         """
         own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
-            if chunk.capacity is not None:  # all ranks learn of one rank's error
+            if chunk.capacity is not None:  # one rank's error is raised on all ranks
                 limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
             own += [chunk.counts, limit]
         ones = [1] * self.ranks.size

@@ -1,4 +1,4 @@
-"""Collectives between the ranks that share experts. Functional ones, so that checkpointed regions save them."""
+"""Collectives between the ranks that share experts. They are functional, so checkpointed regions can save results."""
 
 from __future__ import annotations
 
@@ -22,19 +22,15 @@ from ..routing.activation_checkpointing import routing_ops
 
 _OPS = torch.ops._c10d_functional
 
-# Saved by a checkpointed region, so that its recomputation need not communicate.
-COLLECTIVES = [
-    _OPS.all_gather_into_tensor.default,
-    _OPS.reduce_scatter_tensor.default,
-    _OPS.all_to_all_single.default,
-]
+# A checkpointed region saves the results of these ops, so that its recomputation need not communicate.
+COLLECTIVES = [_OPS.all_gather_into_tensor.default, _OPS.reduce_scatter_tensor.default, _OPS.all_to_all_single.default]
 
 
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a group, stored by the group's name, so that objects holding them can be copied.
 
-    Each collective starts at once; every rank must start the same collectives in the same order. Results of
+    Each collective starts immediately. Every rank must start the same collectives in the same order. Results of
     `all_gather`, `reduce_scatter` and `all_to_all` must pass through `wait` before anything reads them. `gathering`,
     `scattering` and `exchanging` return an `AsyncCollective`.
     """
@@ -48,7 +44,7 @@ class Ranks:
         return cls(group.group_name, group.size(), group.rank())
 
     def all_gather(self, tensor: Tensor) -> Tensor:  # [N, ...] -> [P * N, ...]
-        """Return all ranks' tensors, concatenated. They must have the same shape."""
+        """Return all ranks' tensors, concatenated. The tensors must have the same shape."""
         return _OPS.all_gather_into_tensor(tensor.contiguous(), self.size, self.name)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:  # [P * N, ...] -> [N, ...]
@@ -56,7 +52,7 @@ class Ranks:
         return _OPS.reduce_scatter_tensor(tensor.contiguous(), "sum", self.size, self.name)
 
     def all_to_all(self, tensor: Tensor, received: list[int], sent: list[int]) -> Tensor:  # [sum(sent), ...]
-        """Send `sent[p]` rows, in turn, to rank p. `received[p]` rows of the result, in turn, come from rank p."""
+        """Send pieces of `sent[p]` rows to each rank p, in order, and receive pieces of `received[p]` rows."""
         return _OPS.all_to_all_single(tensor.contiguous(), received, sent, self.name)
 
     def gathering(self, tensor: Tensor, packing: Packing | None = None) -> AsyncCollective:
@@ -78,7 +74,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 class Packing(NamedTuple):
-    """Another form of a tensor in which it is sent. Gradients are sent as they are."""
+    """Conversion of a tensor to the form in which it is sent. Gradients are sent unconverted."""
 
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
@@ -93,7 +89,7 @@ class AsyncCollective:
     Args:
         there: starts a collective on the tensor.
         back: starts the dual collective on the gradient.
-        packing: of what is sent there; None sends the tensor.
+        packing: conversion of the tensor before it is sent; None sends the tensor itself.
     """
 
     def __init__(
@@ -112,8 +108,8 @@ class AsyncCollective:
 
 
 class _GradientHandoff:
-    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`, because its shape may differ from the
-    shape that autograd expects between them. Holds no tensor in forward."""
+    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`. Autograd cannot pass it, because its
+    shape may differ from the expected one. The object holds no tensor in forward."""
 
     def __init__(self, start: Callable[[Tensor], Tensor]):
         self.start = start

@@ -42,32 +42,31 @@ DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 class ExpertParallel(ParallelStyle):
     """Shard the experts of a `MoEFeedForward` over a mesh: a plan for PyTorch's `parallelize_module`.
 
-    A layer that holds all experts keeps its share of them. All values, also those of router and shared experts, are the
-    first rank's, or with `parallelize_module(..., src_data_rank=None)` each rank's own, without communication. A layer
-    built or loaded with `keep_local_experts` of exactly this share keeps its experts. Parameters that two layers share
-    become two parameters. Adapters are sharded as their experts; factors that all experts share are replicated, and
-    backward sums their gradients over the ranks. `reset_parameters` afterwards draws the router from each rank's own
-    random state, so seed all ranks equally. It draws different experts on each rank on GPUs, but the same on all ranks
-    on CPUs, as PyTorch then warns.
+    A layer that holds all experts keeps its share of them. All values, including those of router and shared experts,
+    are taken from the first rank. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own values,
+    without communication. A layer that already holds exactly this share, by `keep_local_experts`, keeps its experts.
+    Parameters that two layers share become two parameters. Adapters are sharded like their experts. Factors that all
+    experts share are replicated, and backward sums their gradients over the ranks. `reset_parameters` afterwards draws
+    the router from each rank's own random state, so seed all ranks equally. It draws different experts on each rank on
+    GPUs, but the same on all ranks on CPUs, as PyTorch then warns.
 
-    The layer synchronises the host only where stated below. All ranks of the mesh must call the layer equally often, in
-    forward and backward, and tokens, routing weights and experts must need gradients on all ranks or on none. Under
-    `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False`, because routing weights are
-    float32.
+    The layer synchronises the host only in the cases stated below. All ranks of the mesh must call the layer equally
+    often, in forward and backward, and tokens, routing weights and experts must need gradients on all ranks or on none.
+    Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False` for float32 routing weights.
 
     Args:
         dispatcher: "alltoall" sends each token to the ranks of its experts, with one host synchronisation per forward.
             "allgather" sends all tokens to all ranks and needs equally many on each; the host waits for a count while
-            the tokens are in flight. "auto", the default, chooses "allgather" while P is at most top_k, where it moves
-            no more data. "overlapped" works like "allgather" but overlaps part of the communication with computation.
-            Its GPUs must share one host, and keep P times their tokens for it: see `OverlappedDispatcher`.
+            the tokens are in flight. "auto", the default, chooses "allgather" if P is at most top_k, because it then
+            sends no more data. "overlapped" works like "allgather" but overlaps part of the communication with
+            computation. The GPUs must be in one host, and each saves all ranks' tokens: see `OverlappedDispatcher`.
         average_gradients: gradients are averaged over the ranks, as FSDP2 does (default); False if they are summed.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
-            Buffers have that size; more rows are an error. P never causes one, if all ranks have equally many tokens,
-            sequences and pairs. With "alltoall" this is required, and each rank sends each other rank at most that
-            multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has room for all slots that
-            it leaves, because they may lie in one chunk. There is then no host synchronisation, and CUDA graphs can
-            capture the layer. Default: no limit.
+            Buffers have that size; more rows are an error. If all ranks have equally many tokens, sequences and pairs,
+            P itself never causes this error. With "alltoall" this is required, and each rank sends each other rank at
+            most that multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has room for all
+            slots that it leaves, because they may lie in one chunk. There is then no host synchronisation, and CUDA
+            graphs can capture the layer. Default: no limit.
         chunks: parts of the tokens; one is sent while another is computed. With more chunks the weights are read more
             often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and its first
             chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
@@ -131,7 +130,7 @@ class ExpertParallel(ParallelStyle):
             else:
                 tensor = self._shard(parameter, device_mesh, share)
             sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-            vars(sharded).update(vars(parameter))  # keep attributes set by others
+            vars(sharded).update(vars(parameter))  # keep attributes that other code has set
             experts.replace_parameter(name, sharded)
         experts.num_experts = module.num_experts
         experts.local_share = local_share
@@ -150,8 +149,8 @@ class ExpertParallel(ParallelStyle):
         """Return a dispatcher with these options.
 
         Args:
-            any_lengths: without `max_rows_factor`, "allgather" takes any number of tokens on each rank.
-            name: of the layer, in errors.
+            any_lengths: without `max_rows_factor`, "allgather" accepts any number of tokens on each rank.
+            name: name of the layer in errors.
         """
         kind = _DISPATCHERS[chosen]
         if any_lengths and kind is AllGatherDispatcher and self.max_rows_factor is None:
@@ -177,8 +176,8 @@ class ExpertParallel(ParallelStyle):
 
 
 def _broadcast_replicated(module: Any, mesh: DeviceMesh, source: int) -> None:
-    """Give all ranks the source rank's router and shared experts: with routers of their own, they would train several
-    models. Tensors that another plan shards already are left alone."""
+    """Broadcast the source rank's router and shared experts to all ranks. With different routers the ranks would train
+    different models. Tensors that another plan has sharded are skipped."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if not (name.startswith("experts.") or isinstance(tensor, DTensor) or tensor.is_meta):
             held = tensor.detach()
@@ -187,11 +186,7 @@ def _broadcast_replicated(module: Any, mesh: DeviceMesh, source: int) -> None:
             held.copy_(sent)
 
 
-_DISPATCHERS = {
-    "allgather": AllGatherDispatcher,
-    "alltoall": AllToAllDispatcher,
-    "overlapped": OverlappedDispatcher,
-}
+_DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "overlapped": OverlappedDispatcher}
 
 
 def kept_share(
@@ -199,8 +194,8 @@ def kept_share(
     mesh: DeviceMesh,
     share: range,
 ) -> DTensor:
-    """Return the tensor, of which each rank keeps its own experts' part."""
-    # A clone, so that the other experts' memory is freed.
+    """Return the tensor as a DTensor, of which each rank holds its own experts' part."""
+    # The part is cloned, so that the other experts' memory is freed.
     return as_shard(whole[share.start : share.stop].clone(), mesh)
 
 
@@ -239,10 +234,9 @@ def _check_held(op: str, module: Any, share: range) -> None:
 
 
 def local_share(name: str, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a sharded parameter, or a parameter that all experts share.
+    """Return this rank's part of a sharded parameter. A parameter that all experts share is returned whole.
 
-    FSDP2 gathers the experts before their forward and leaves a DTensor. Raise ValueError if the parameter is not a
-    DTensor.
+    FSDP2 gathers the experts before their forward and leaves a DTensor. Raise ValueError for a plain tensor.
     """
     if not isinstance(parameter, DTensor):
         raise ValueError(
@@ -250,6 +244,6 @@ def local_share(name: str, parameter: Tensor) -> Tensor:
             "load_state_dict(..., assign=True) of plain tensors replaces sharded parameters; instead, fill them by "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
         )
-    if parameter.placements == (Replicate(),):  # each rank has the gradient of its experts
+    if parameter.placements == (Replicate(),):  # each rank has only its own experts' gradient
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return parameter.to_local()

@@ -24,7 +24,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:  # scalar
-    """Clip like `torch.nn.utils.clip_grad_norm_`, but also parameters of different meshes together.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but accept parameters of different meshes together.
 
     The norm is that of the whole model: all shards of a sharded gradient count, and one copy of a replicated one. It is
     bitwise equal on all ranks, in the dtype that all gradients promote to. Gradients must already be averaged. All
@@ -36,8 +36,8 @@ def clip_grad_norm_(
     Shapes: result scalar.
 
     Raises:
-        ValueError: a gradient is an unreduced sum (`Partial`), or `norm_type` is not positive. PyTorch also accepts 0,
-            the number of tensors with a nonzero gradient.
+        ValueError: a gradient is an unreduced sum (`Partial`), or `norm_type` is not positive. PyTorch also accepts the
+            type 0, which counts tensors with a nonzero gradient.
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     norm_type = float(norm_type)
@@ -75,15 +75,15 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
-    """Return the norm of equally sharded tensors, from the shards on this rank."""
+    """Return the norm of equally sharded tensors. The arguments are this rank's shards."""
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
-    # Promoted over all shards, also where a rank holds nothing of some, because all ranks must gather the same dtype.
+    # All ranks must gather the same dtype, so it is promoted over all tensors, even those without an element here.
     norm = norm.to(reduce(torch.promote_types, (shard.dtype for shard in shards)))
     if sharding is not None:
         mesh, dims = sharding
         for dim in dims:
-            # Gathered instead of reduced, so that all ranks add in the same order.
+            # Norms are gathered instead of reduced, so that all ranks add in the same order.
             norms = wait(Ranks.of(mesh.get_group(dim)).all_gather(norm.view(1)))
             norm = torch.linalg.vector_norm(norms, norm_type)
     return norm

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group without collectives: a rank that stays away is an error, not a wait."""
+"""Exchanges messages between ranks without collectives. If a rank does not call, the others get an error."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # for ranks in step: stores notice the limit late, and an error should take at most 20 seconds
-_turns: Counter[str] = Counter()  # meetings that took place, or that ranks left, by op and ranks
+SECONDS = 15.0  # stores notice the limit late, and an error should take at most 20 seconds
+_turns: Counter[str] = Counter()  # number of past meetings, including those that ranks left, by op and ranks
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
-_KNOWN = "_moe_layers_known"  # of an error that all ranks know: the op
+_KNOWN = "_moe_layers_known"  # attribute of an error that all ranks know: the op
 
 
 def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str]:
     """Return every rank's message, by rank in the group.
 
     Raises:
-        ValueError: some ranks have not called within `seconds`. A later call of all ranks meets.
+        ValueError: some ranks have not called within `seconds`. A later call on all ranks works again.
     """
     ranks, store = distributed.get_process_group_ranks(group), default_store()
     while True:
@@ -34,7 +34,7 @@ def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str
         keys = [f"{place}/{rank}" for rank in ranks]
         store.set(f"{place}/{distributed.get_rank()}", message)
         missing = _missing(store, keys, seconds)
-        # The first rank to write decides for all whether the meeting took place.
+        # The first rank that writes the outcome decides for all whether the meeting took place.
         outcome = store.compare_set(f"{place}/{_OUTCOME}", "", _LEFT if missing else _MET).decode()
         _advance(op, ranks)
         if outcome == _MET:
@@ -45,20 +45,20 @@ def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str
                 f"rank {first_three([ranks[index] for index in missing])}; let slower ranks catch up by "
                 "torch.distributed.barrier() before it"
             )
-        # This rank came too late for the others, which meet again in their next call.
+        # This rank came too late. The other ranks left, and will meet again in their next call.
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
-    """Return the indices of the keys that nobody has set within `seconds`."""
+    """Return the indices of the keys that no rank has set within `seconds`."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # the kind of a timeout depends on the store
+    except RuntimeError:  # the type of a timeout error depends on the store
         return [index for index, key in enumerate(keys) if not store.check([key])]
     return []
 
 
 def _tell(op: str, group: ProcessGroup, message: str) -> None:
-    """Leave this rank's message for the next meeting, and stay away from it."""
+    """Write this rank's message for the next meeting, without waiting for the meeting."""
     ranks = distributed.get_process_group_ranks(group)
     default_store().set(f"{_place(op, ranks)}/{distributed.get_rank()}", message)
     _advance(op, ranks)
@@ -66,9 +66,10 @@ def _tell(op: str, group: ProcessGroup, message: str) -> None:
 
 @contextmanager
 def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
-    """Meet after the body. If the body raises on a rank, that rank raises its error at once, all others ValueError.
+    """Meet after the body. If the body raises on a rank, that rank raises its own error at once, and all others raise
+    ValueError.
 
-    An error of a meeting of the same op inside the body is known to all ranks, and passes.
+    All ranks already know an error of a meeting of the same op inside the body. It is raised unchanged.
     """
     try:
         yield
@@ -99,7 +100,7 @@ def _of_rank(rank: int, problem: str) -> str:
 
 
 def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -> None:
-    """Raise ValueError on all ranks unless their facts are equal, or if a rank stays away."""
+    """Raise ValueError on all ranks if their facts differ or a rank does not call."""
     everyones = [json.loads(text) for text in meet(op, group, json.dumps(facts), seconds)]
     ranks = distributed.get_process_group_ranks(group)
     for rank, others in zip(ranks, everyones, strict=True):
@@ -113,7 +114,7 @@ def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -
 
 
 def _place(op: str, ranks: list[int]) -> str:
-    """Return the prefix of the keys of the next meeting. Skips meetings that other ranks have left."""
+    """Return the prefix of the next meeting's keys. Skip meetings that other ranks have left."""
     store = default_store()
     while True:
         place = f"{_group(op, ranks)}/{_turns[_group(op, ranks)]}"

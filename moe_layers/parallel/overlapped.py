@@ -33,14 +33,15 @@ _TILE_COLUMNS = 256  # tile width of a GEMM; slices should hold whole tiles
 
 
 class OverlappedDispatcher(AllGatherDispatcher):
-    """Gather the tokens of all ranks, compute the slots of local experts, and reduce-scatter the sums, overlapped.
+    """Gathers all ranks' tokens, computes the slots of local experts, and reduce-scatters the sums, overlapped.
 
     Works like `AllGatherDispatcher`, but sends a chunk's tokens while the previous chunk is computed, and its outputs
-    while the next chunk is computed. Nothing hides the first chunk's transfer, so it has a third of the tokens of each
-    other chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of outputs in the same
-    order, and those of tokens during the weight gradients. These are one product over all chunks, so chunks cost no
-    second gradient. On GPUs the tokens are copied between GPUs, see `PeerCopies`. A checkpointed region communicates
-    again when it recomputes. Forward hooks of the experts see outputs that have not arrived yet.
+    while the next chunk is computed. No compute hides the first chunk's transfer, so this chunk has a third of the
+    tokens of each other chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of
+    outputs in the same order, and those of tokens while weight gradients are computed. Each weight gradient is one
+    product over all chunks, so more chunks need no further gradient memory. On GPUs the tokens are copied between GPUs,
+    see `PeerCopies`. A checkpointed region communicates again when it recomputes. Forward hooks of the experts see
+    outputs that have not arrived yet.
 
     With the reference implementation it works like an `AllGatherDispatcher` with as many chunks.
     """
@@ -48,12 +49,12 @@ class OverlappedDispatcher(AllGatherDispatcher):
     transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
-        check_overlaps(experts)  # again, because the experts may have changed since the dispatcher was chosen
+        check_overlaps(experts)  # checked again, because the experts may have changed since
         whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
         if not runs_kernels(experts.implementation, whole[0][0]):
             yield from super().pending(tokens, slots, experts)
             return
-        # Only limits depend on the chunks.
+        # Only the limits depend on the chunks.
         chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
@@ -68,7 +69,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
 
 
 class _Overlapping(NamedTuple):
-    """The outputs of all chunks in flight."""
+    """The outputs of all chunks, in flight."""
 
     out: Tensor  # [T, D], written by `wait`
     offsets: Tensor
@@ -104,7 +105,7 @@ class _Plan:
         transport: Transport,
         topk_experts: Tensor,  # [T, K] int32
         lengths: list[int],  # tokens of each chunk
-        bounds: list[int] | None,  # limit on the rows of each chunk; None to synchronise with the host for their number
+        bounds: list[int] | None,  # limit on each chunk's rows; None counts the rows, which synchronises the host
         experts: ExpertsOfRank,
     ):
         self.ranks = ranks
@@ -145,7 +146,7 @@ class _Plan:
         return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
-        """Reserve memory for backward's transfers already in forward, because outgrown memory is never freed."""
+        """Reserve memory that also suffices for backward's transfers, because outgrown memory is never freed."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
@@ -155,8 +156,8 @@ class _Plan:
         return self.ranks.all_gather(torch.cat([self._topk_experts, topk_weights.view(torch.int32)], 1))
 
     def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
-        """Return each chunk's weights and choices [P * n, K], and the permutation of its slots. Synchronises the host,
-        unless there are limits."""
+        """Return each chunk's weights and choices [P * n, K], and the permutation of its slots. Without limits the host
+        synchronises."""
         by_rank = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_rank.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
@@ -180,8 +181,7 @@ class _Plan:
 
 
 class _Overlapped(torch.autograd.Function):
-    """(plan, tokens [T, D], topk_weights [T, K], weights and adapters of the experts) -> their sums [T, D], once they
-    arrive."""
+    """Maps (plan, tokens [T, D], topk_weights [T, K], weights, adapters) to sums [T, D], which `wait` completes."""
 
     @staticmethod
     def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
@@ -203,7 +203,8 @@ class _Overlapped(torch.autograd.Function):
                 plan.scatterings.append((part, columns, transport.scatter(out)))
             del tokens_of_part, preactivation, activated
         ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
-        # Saves the choices, too: a recomputation may choose others, and saves nothing until then.
+        # The choices are saved tensors, not attributes of `ctx`: under checkpointing, saved tensors are those of the
+        # recomputation, which may choose other experts.
         of_parts = weights_of_parts, preactivations, choices, *zip(*map(_integers, parts), strict=True)
         ctx.save_for_backward(gathering.whole, *weights, *chain(*of_parts))
         return torch.empty_like(tokens)
@@ -216,7 +217,7 @@ class _Overlapped(torch.autograd.Function):
         weights, saved, num_parts, transport = saved[:8], saved[8:], len(plan.lengths), plan.transport
         of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
         topk_weights, preactivations, choices, *integers = of_parts
-        ctx.maybe_clear_saved_tensors()  # so that the pre-activations are free as soon as they are dropped here
+        ctx.maybe_clear_saved_tensors()  # autograd's references go, so dropping a tensor here frees it
         del saved
         parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
         _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad

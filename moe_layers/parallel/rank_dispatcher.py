@@ -21,11 +21,11 @@ from ..experts.grouped import ExpertRows
 from ..routing.slots import Slots
 from .collectives import Packing, Ranks
 
-Chunk = tuple[Tensor, Slots]  # neighbouring tokens [T, D], in the dtype in which they are sent, and their slots
+Chunk = tuple[Tensor, Slots]  # consecutive tokens [T, D] in the dtype in which they are sent, and their slots
 
 
 class ExpertsOfRank(Protocol):
-    """The experts of this rank, as dispatchers use them: `GroupedExperts`, or the share of another library's module.
+    """The interface of this rank's experts for dispatchers: `GroupedExperts`, or the share of another library's module.
 
     With the overlapped dispatcher, a call passes tokens, weights and adapters to `rows.plan`.
     """
@@ -52,10 +52,10 @@ class RankDispatcher(ABC):
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: see each dispatcher. Default None sends and computes exactly the rows that there are.
         chunks: parts of the tokens; one is sent while another is computed.
-        gradient_scale: scale of the gradients of the experts' parameters. It multiplies the data sent in backward,
-            which is smaller than these gradients. The gradients of tokens and weights are divided by it, which is exact
-            for powers of two.
-        name: of the layer, in errors.
+        gradient_scale: scale of the gradients of the experts' parameters. The data sent in backward is multiplied by
+            it, because it is smaller than these gradients. The gradients of tokens and weights are divided by the
+            scale, which is exact for powers of two.
+        name: name of the layer in errors.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RankDispatcher(ABC):
 
 
 def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
-    """Return how the tokens are sent: in e4m3 with scales to experts that multiply e4m3, else as they are."""
+    """Return how tokens are converted to be sent: to e4m3 with scales if the experts multiply e4m3, else None."""
     if experts.precision is None:
         return None
     pack = partial(pack_rows, implementation=experts.implementation)
@@ -123,8 +123,8 @@ GRADIENTS = (
 
 
 def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-    """Return which tensors need gradients, as bits. Backward communicates these gradients alone, so a rank would wait
-    forever for one that another rank does not need."""
+    """Return as bits which tensors need gradients. Backward communicates only these gradients, so a rank would wait
+    forever for a gradient that another rank does not need."""
     if not torch.is_grad_enabled():
         return 0
     parameters = list(experts.parameters())
@@ -139,12 +139,12 @@ def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> in
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     """Split tokens and slots into chunks of these lengths."""
     device_type = tokens.device.type
-    if torch.is_autocast_enabled(device_type):  # as the experts would
+    if torch.is_autocast_enabled(device_type):  # converted as the experts would do
         tokens = autocast(tokens, device_type)
     if len(lengths) == 1:
         return [(tokens, slots)]
     parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
-    # One chunk may hold all the slots that a capacity or a list of pairs leaves.
+    # A capacity or a list of pairs bounds the slots of all chunks together, and all of them may lie in one chunk.
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
     return [(part, Slots(*rest, max_rows=min(num_rows, rest[0].numel()))) for part, *rest in parts]
 

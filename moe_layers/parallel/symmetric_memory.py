@@ -1,8 +1,8 @@
-"""Gather of tokens in parts, and reduction of all ranks' results for them, both overlapped with computation.
+"""Gathers tokens in parts and reduces the results of all ranks, both overlapped with computation.
 
-`CollectiveTransport` uses PyTorch's collectives. `PeerCopies` uses copies between the memories of one host's GPUs,
-which their copy engines execute. A concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels
-take 16 to 32 SMs; a GEMM that fills the GPU makes them wait, or waits for them.
+`CollectiveTransport` uses PyTorch's collectives. `PeerCopies` lets copy engines copy between the memories of one host's
+GPUs. A concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels take 16 to 32 SMs; a GEMM
+that fills the GPU makes them wait, or waits for them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moe_kernels.runtime.pytorch import unseen_by_modes
 
 from .collectives import Ranks, wait
 
-# Host-side launches and caches depend on earlier calls, and selective checkpointing raises if a recomputation runs more
-# ops than its forward did: `unseen_by_modes` hides them from all modes.
+# Selective checkpointing raises if a recomputation runs more ops than its forward. The ops that this file runs depend
+# on earlier calls, so `unseen_by_modes` hides them from all modes.
 
 
 class Gathering(ABC):
@@ -35,7 +35,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def wait(self, part: int) -> Tensor:  # [P * n, ...]
-        """Return that part of `whole`, ready to be read on the current stream. Call it for each part, in turn."""
+        """Return this part of `whole`, ready for use on the current stream. Call the method for each part in order."""
 
 
 class Scattering(ABC):
@@ -43,16 +43,17 @@ class Scattering(ABC):
 
     @abstractmethod
     def wait(self, out: Tensor) -> None:  # [n, ...]
-        """Write this rank's part of the sum. Call it once."""
+        """Write this rank's part of the sum to `out`. Call the method once."""
 
 
 class Transport(ABC):
-    """Every rank must start the same operations in the same order. Tensors are contiguous and equal in shape."""
+    """Base of the transports. Every rank must start the same operations in the same order. Tensors are contiguous, and
+    have the same shape on all ranks."""
 
     @abstractmethod
     def begin(self, *sizes: int) -> None:
-        """Announce tensors of these sizes in bytes, which each rank will gather or scatter. Earlier operations have
-        arrived or are abandoned: a recomputation ends as soon as it has all that backward needs."""
+        """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations have
+        arrived or are abandoned: a recomputation stops as soon as it has all tensors that backward needs."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -60,7 +61,7 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to sum [P * n, ...] and to keep this rank's [n, ...]. The first operation after `begin` is a gather."""
+        """Start to sum the ranks' [P * n, ...]; this rank keeps [n, ...]. A gather must come first after `begin`."""
 
 
 class CollectiveTransport(Transport):
@@ -97,7 +98,7 @@ class _CollectiveScattering(Scattering):
 
 class PeerCopies(Transport):
     """Transport through memory that all GPUs of the group map. A gather reads from the other ranks. A reduction writes
-    each share to the rank that sums it, in float32.
+    each share to the rank that sums it. Sums are float32.
 
     The copies run on a separate stream. Each gather starts and each operation ends with a barrier. So no rank reads
     unwritten memory, or overwrites memory that is still read since the last `begin`. Calls take turns in using the
@@ -121,16 +122,16 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []  # kept, because CUDA graphs may still use it
-        self.under_way: set[object] = set()  # operations in flight; keeps their tensors alive for the stream
+        self.under_way: set[object] = set()  # operations in flight, whose tensors must stay alive for the stream
         self._used_bytes = 0
         self.num_begun = 0
-        self.all_have_begun = False  # in the order of the stream
-        self._last: torch.Event | None = None  # end of the stream's last operation, until something waits for it
+        self.all_have_begun = False  # whether a barrier has followed the last `begin` in the stream
+        self._last: torch.Event | None = None  # the last operation's end; None after a wait for it
         self._user = self._current_stream()  # stream of the last `begin`
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
-        """Return the one instance for all layers, which take turns in using its memory."""
+        """Return the group's only instance. All layers use its memory in turn."""
         group = distributed.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]  # private API
         if group not in _PEER_COPIES:
             _PEER_COPIES[group] = cls(group, device)
@@ -150,7 +151,7 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # Only now: a CUDA graph under capture must not wait for earlier work.
+        # The wait comes only now, because a CUDA graph under capture must not wait for earlier work.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()
@@ -168,7 +169,7 @@ class PeerCopies(Transport):
         return _CopiedScattering(self, shares)
 
     def buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Return memory of each rank for such a tensor, unused since `begin`."""
+        """Return memory on each rank for such a tensor that has not been used since `begin`."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
         assert self._memory is not None and self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
@@ -246,7 +247,7 @@ class _CopiedGathering(Gathering):
                 self._events.append(copies.stream.record_event())
             copies.end()
         for place, own in zip(places, tensor.split(lengths), strict=True):
-            place[copies.rank].copy_(own)  # while the other ranks' copies are in flight
+            place[copies.rank].copy_(own)  # copied while the other ranks' copies are in flight
 
     def wait(self, part: int) -> Tensor:
         self._copies.wait(self._events[part])
@@ -259,9 +260,9 @@ class _CopiedScattering(Scattering):
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
-        self._shares = _by_rank(shares, copies.size)  # kept until they are copied
+        self._shares = _by_rank(shares, copies.size)  # kept alive until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
-        self._received = buffers[copies.rank]  # all but its own share
+        self._received = buffers[copies.rank]  # all shares except the own one
         assert copies.all_have_begun, "another rank may still read the memory written here"
         with copies.on_copy_stream():
             for peer in copies.others():

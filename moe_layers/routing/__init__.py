@@ -1,1 +1,1 @@
-"""Routers and assignments: the decision which experts compute a token."""
+"""Routers and assignments, which decide which experts compute a token."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing support: each forward is counted once, and chooses its experts once."""
+"""Activation checkpointing support: a recomputation neither counts again nor chooses other experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def routing_ops() -> list[Any]:
         kernels.linear_routing.default,
         kernels.topk_routing.default,
         kernels.scored_routing.default,
-        torch.ops.aten.sort.stable,  # the choice of the reference
+        torch.ops.aten.sort.stable,  # chooses in the reference
         layers.global_expert_counts.default,
         layers.replayed_choice.default,
         layers.kept_choice.default,
@@ -55,7 +55,7 @@ def _(total, amount):
 def replayed_choice(
     topk_experts: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, K] int32
-    """Return the choice, as an op whose result `save_routing` keeps, so that a recomputation need not know it."""
+    """Return the choice from an op whose result `save_routing` keeps. A recomputation then need not know the choice."""
     if is_in_backward():
         raise ValueError(
             "RoutingReplay.replay: a checkpointed region must have context_fn=save_routing, got a recomputation without"
@@ -72,7 +72,7 @@ def _(topk_experts):
 def kept_choice(
     topk_experts: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, K] int32
-    """Return the choice of another library's router, as an op whose result `save_routing` keeps."""
+    """Return the choice of another library's router from an op whose result `save_routing` keeps."""
     return topk_experts.clone()
 
 

@@ -1,7 +1,7 @@
-"""Assignments: which expert computes which token, where this is not each token's own top-k.
+"""Assignments decide which expert computes which token, in place of each token's own top-k.
 
-An assignment replaces the router's choice. The computation of logits stays the same, and so does the router's function
-from scores to weights, with its gradients. A slot without an expert is -1 and has weight zero.
+An assignment replaces the router's choice. It does not change the computation of logits, nor the router's function from
+scores to weights with its gradients. A slot without an expert is -1 and has weight zero.
 
 | assignment | a token's experts | depends on other tokens |
 |---|---|---|
@@ -10,10 +10,10 @@ from scores to weights, with its gradients. A slot without an expert is -1 and h
 | `ExpertChoice` | 0 to E, the same number of tokens for each expert | on the whole call: not causal |
 | `TokenRounding` | its top-k, plus or minus some, so that tiles are full | on the whole call: not causal |
 
-If the experts look at all tokens of a call, a token's result depends on how a batch is split into calls and on the
-other sequences. A sampler that processes one token at a time then computes something else. Set
-`layer.router.assignment = None` to return the choice to the router. Padding is never chosen. It changes nothing for the
-other tokens, except the number of tokens that `ExpertChoice` counts.
+If the choice depends on all tokens of a call, a token's result depends on how a batch is split into calls and on the
+other sequences. A sampler that processes one token at a time then gets other results. Set `layer.router.assignment =
+None` to return the choice to the router. Padding is never chosen. It does not affect the other tokens, except that
+`ExpertChoice` counts it in the number of tokens.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Decide from the logits of `routed`, whose own choice has `top_k` experts. No host synchronisation.
+        """Return the routing decided from the logits of `routed`. Its own choice has `top_k` experts. No host
+        synchronisation.
 
         Ids lie in [0, E), or are -1. Only ids on the CPU are checked.
         """
 
     @abstractmethod
     def num_slots(self, num_experts: int, top_k: int) -> int | None:
-        """Return K', the slots of each token; None if it depends on the logits, which rules out replay."""
+        """Return K', the slots of each token, or None if it depends on the logits, which rules out replay."""
 
     def weigh(
         self,
         logits: Tensor,  # [T, E] as scored
-        topk_experts: Tensor,  # [T, K'] int32; -1 for none
+        topk_experts: Tensor,  # [T, K'] int32; -1 means no expert
         spec: RouterSpec,
     ) -> Tensor:  # [T, K']
-        """Return the weights of a choice, which may be a replayed one. Called only if `num_slots` is known."""
+        """Return the weights of a choice, which may be replayed. Called only if `num_slots` is not None."""
         return routing_weights(logits, topk_experts, spec)
 
     def check(self, owner: str, spec: RouterSpec) -> None:

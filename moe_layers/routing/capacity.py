@@ -1,4 +1,4 @@
-"""The capacity of experts: slots beyond it reach no expert."""
+"""The capacity of experts. Slots beyond the capacity reach no expert."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .slots import Slots
 class CapacityFactor:
     """Capacity as a multiple of an expert's even share of a sequence's slots: ceil(factor * S * top_k / num_experts).
 
-    Slots beyond the capacity add nothing, and the token's other weights do not change; the residual connection carries
-    the token. A sequence is the last axis but one of x, so other sequences of a batch have no influence. S includes
-    padding, which takes no capacity. The capacity depends on S, and so does each token's result.
+    Slots beyond the capacity add nothing, and the token's other weights do not change. A token without any slot passes
+    only through the residual connection. A sequence is the last axis but one of x, so other sequences of a batch have
+    no influence. S includes padding, but padding uses no capacity. Capacity and results depend on S.
 
     Source: section 2.2 of https://arxiv.org/abs/2101.03961; for weights, section 4 of https://arxiv.org/abs/2106.05974.
 
@@ -41,12 +41,13 @@ class CapacityFactor:
         check_choice("CapacityFactor", "by", self.by, ("position", "weight"))
 
     def of(self, sequence_length: int, num_experts: int, top_k: int) -> int:
-        """Return an expert's capacity in slots of a sequence."""
+        """Return an expert's capacity: its number of slots of a sequence."""
         return even_share(self._ratio, sequence_length * top_k, num_experts)
 
 
 def positive_ratio(owner: str, factor: float) -> tuple[int, int]:
-    """Return the factor as written, as an integer ratio: 1.1 is 11 / 10. Raise ValueError unless it is positive."""
+    """Return the factor's decimal digits as an integer ratio: 1.1 becomes 11 / 10. Raise ValueError unless it is
+    positive."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         raise ValueError(f"{owner}: factor must be a positive number, got {factor!r}")
     return Fraction(str(factor)).as_integer_ratio()
@@ -59,14 +60,11 @@ def even_share(ratio: tuple[int, int], num_slots: int, num_experts: int) -> int:
 
 
 def drop_beyond_capacity(
-    slots: Slots,
-    sequence_length: int,
-    top_k: int,
-    capacity: int | CapacityFactor | None,
+    slots: Slots, sequence_length: int, top_k: int, capacity: int | CapacityFactor | None
 ) -> Slots:
     """Return the slots with -1 wherever an expert already has `capacity` slots of the same sequence.
 
-    Slots that are already -1 count for no expert.
+    Slots that are already -1 use no capacity.
     """
     num_slots, num_experts = slots.topk_experts.numel(), slots.logits.shape[1]
     if capacity is None or not num_slots:
@@ -88,11 +86,10 @@ def drop_beyond_capacity(
 
 def _rank_among_equals(
     keys: Tensor,  # [N] integers
-    priority: Tensor | None,  # [N]; None for none
+    priority: Tensor | None,  # [N]; None without priorities
 ) -> Tensor:  # [N] int64
-    """Return, per element, how many with the same key precede it: higher priority first, then the earlier position."""
-    # Uses values and indices of stable sorts alone: the values are the keys in order, and `save_routing` keeps the
-    # indices.
+    """Return how many elements with the same key precede each: higher priority first, then earlier position."""
+    # Only stable sorts are used, because `save_routing` keeps their results. The sorted values are the keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)
     order = order if first is None else first[order]

@@ -30,11 +30,9 @@ class TokenExpertPairs(NamedTuple):
 
 
 def slots_of_pairs(
-    pairs: TokenExpertPairs,
-    num_tokens: int,
-    max_experts_per_token: int,
+    pairs: TokenExpertPairs, num_tokens: int, max_experts_per_token: int
 ) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
-    """Return each token's pairs in list order, filled up with -1. Differentiable in the weights.
+    """Return each token's pairs in list order, padded with -1. Differentiable in the weights.
 
     No [P, D] rows are needed: `sort_by_expert(..., max_rows=P)` sorts the slots to as many rows as there are pairs.
     Deterministic, without host synchronisation.
@@ -58,7 +56,7 @@ def slots_of_pairs(
     ordered, order = torch.where(exists, tokens.long(), num_tokens).sort(stable=True)
     pair = torch.arange(len(tokens), device=tokens.device)
     rank = pair - torch.searchsorted(ordered, ordered)
-    # Ignored pairs get positions after the slots, each a separate one, and are cut off.
+    # Ignored pairs get separate positions after the slots, which are cut off.
     num_slots = num_tokens * max_experts_per_token
     has_slot = (rank < max_experts_per_token) & (ordered < num_tokens)
     slot = torch.where(has_slot, ordered * max_experts_per_token + rank, num_slots + pair)  # [P]
@@ -71,15 +69,15 @@ def slots_of_pairs(
 
 @dataclass(frozen=True)
 class CustomAssignment(Assignment):
-    """Calls `route(logits)` for (experts [T, K'] int32, weights [T, K']), or for `TokenExpertPairs`.
+    """Calls `route(logits)`, which returns (experts [T, K'] int32, weights [T, K']) or `TokenExpertPairs`.
 
-    Logits are [T, E], in float32 unless the layer is float64, and include padding tokens, whose result is dropped. A
+    Logits are [T, E], in float32 unless the layer is float64. They include padding tokens, whose result is ignored. A
     slot whose expert lies outside [0, E) adds nothing, and its weight gets no gradient. Gradients flow through the
     weights to their inputs. The layer synchronises with the GPU only if `route` does. The choice cannot be replayed,
     because `route` also computes its weights.
 
     Args:
-        route: a function; a module's parameters would not be registered in the layer.
+        route: a function. It must not be a module, whose parameters would not be registered in the layer.
         max_experts_per_token: limit for pairs; a token's further pairs are ignored. Default: the number of experts.
 
     Raises:
@@ -141,7 +139,7 @@ def check_slot_dtypes(op: str, experts: Tensor, weights: Tensor) -> None:
 
 
 def as_assignment(owner: str, assignment: Assignment | Callable | None) -> Assignment | None:
-    """Return the assignment, wrapping a function in `CustomAssignment`. Raise ValueError for a class, also callable."""
+    """Return the assignment, or a function wrapped in `CustomAssignment`. Raise ValueError for a class."""
     if assignment is None or isinstance(assignment, Assignment):
         return assignment
     if isinstance(assignment, type):

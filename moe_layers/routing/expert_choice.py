@@ -18,7 +18,8 @@ from .slots import Slots
 
 
 class _AcrossTokens(Assignment):
-    """Any number of experts per token, as E slots: slot e holds expert e or none."""
+    """Base of assignments that give a token any number of experts. Each token has E slots, and slot e holds expert e or
+    none."""
 
     decides_counts = True
 
@@ -29,7 +30,7 @@ class _AcrossTokens(Assignment):
         order: Tensor,  # [E, T] int64: each expert's tokens by falling score, ties in token order, padding last
         token_mask: Tensor | None,  # [T]
     ) -> Tensor:  # [E, T] bool, in this order
-        """Return whether the expert takes the token. Padding need not be excluded."""
+        """Return whether each expert takes each token. The caller excludes padding."""
 
     @abstractmethod
     def max_rows(self, num_tokens: int, num_experts: int, top_k: int) -> int:
@@ -58,11 +59,11 @@ class _AcrossTokens(Assignment):
 class ExpertChoice(_AcrossTokens):
     """Each expert takes the ceil(factor * T * top_k / num_experts) tokens of the call that score it highest.
 
-    Balance is perfect. A token gets as many experts as take it, possibly none; then only the residual connection
-    carries it. T counts padding, which is never taken. Tokens compete by the router's scores (a softmax over the
-    experts, or a sigmoid); the first token wins ties, and NaN counts as the highest score. A selection bias is ignored,
-    because it would not change an expert's order of tokens. Weights follow the router's rule over the experts that took
-    the token. For the paper's weights, the plain scores, set `normalize=False`.
+    Balance is perfect. A token gets all experts that take it, possibly none. A token without experts passes only
+    through the residual connection. T includes padding, which no expert takes. Tokens compete by the router's scores (a
+    softmax over the experts, or a sigmoid); the first token wins ties, and NaN counts as the highest score. A selection
+    bias is ignored, because it would not change an expert's order of tokens. Weights follow the router's rule over the
+    experts that took the token. For the paper's weights, the plain scores, set `normalize=False`.
 
     Forward and backward memory have as many rows as the experts take. The routing is [T, E], and its weights are also
     saved.
@@ -92,18 +93,18 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# Added to a count before it is rounded down to the multiple.
+# Each number is added to a count before the count is rounded down to the multiple.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
 @dataclass(frozen=True)
 class TokenRounding(_AcrossTokens):
-    """Rounds each expert's number of tokens, from each token's top-k, to a multiple, so that no tile is partly empty.
+    """Rounds each expert's number of tokens in the top-k to a multiple, so that no tile is partly empty.
 
     An expert with too many tokens drops those that score it lowest, the last on ties. An expert with too few takes the
     tokens that score it highest among those that did not choose it. A token may therefore get fewer experts than top_k,
     possibly none, or more. Weights follow the router's rule over the experts that it gets. With fewer tokens than the
-    multiple, no expert gets any: use it for training, with many more tokens.
+    multiple, no expert may get any. Use it only for training, with many more tokens.
 
     Experts have at most T * top_k rows plus those that rounding adds. The routing is [T, E], and its weights are saved.
 
@@ -111,8 +112,7 @@ class TokenRounding(_AcrossTokens):
 
     Args:
         multiple: the height of a tile; 128 by default.
-        rounding: "nearest" (default; half a tile rounds up), "down" (only drops) or "up" (only adds, while tokens
-            last).
+        rounding: "nearest" (default; half rounds up), "down" (only drops) or "up" (only adds, while tokens last).
 
     Raises:
         ValueError: `multiple` is not a positive integer, or `rounding` is unknown.
@@ -135,7 +135,7 @@ class TokenRounding(_AcrossTokens):
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
         position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
         token_to_position = torch.empty_like(order).scatter(1, order, position)
-        # Not gathered by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
+        # No gather by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
         num_chosen = is_chosen.cumsum(1)  # [E, T] running count, in order

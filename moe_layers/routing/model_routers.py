@@ -16,14 +16,13 @@ class ReplayedChoice(NamedTuple):
     """The choice that a router replays."""
 
     experts: Tensor  # [T, K] int64
-    is_own: Tensor | None  # [T, 1] bool: tokens that keep the router's own choice; None for none
+    is_own: Tensor | None  # [T, 1] bool: tokens that keep the router's own choice; None: no token does
 
 
 class AttachedRouter(Protocol):
-    """A router of another library whose routing this package sees and changes.
+    """A router of another library whose routing this package reads and changes.
 
-    `balance`, `whole_models` and `RoutingReplay` use these members, which have the meaning that they have for this
-    package's layers and routers.
+    `balance`, `whole_models` and `RoutingReplay` use these members, which are as in this package's layers and routers.
     """
 
     name: str  # name of the router in its model
@@ -31,7 +30,7 @@ class AttachedRouter(Protocol):
     num_zero_experts: int
     block: nn.Module  # holds the router and its experts
     observer: Any
-    balance_losses: Any  # BalanceLosses, from a folder above
+    balance_losses: Any  # BalanceLosses, which this folder must not import
     aux_loss: Tensor | None
     aux_loss_scale: Tensor | None
     expert_counts: Tensor
@@ -41,16 +40,16 @@ class AttachedRouter(Protocol):
     def training(self) -> bool: ...
 
     @property
-    def implementation(self) -> str | None: ...  # that of the experts; None before they are enabled
+    def implementation(self) -> str | None: ...  # the experts' implementation; None before `enable`
 
     @property
-    def num_slots(self) -> int | None: ...  # experts per token; None if only a forward tells
+    def num_slots(self) -> int | None: ...  # experts per token; None if unknown before a forward
 
     @property
     def weight(self) -> Tensor: ...
 
     @property
-    def selection_bias(self) -> Tensor | None: ...  # [E], changed in place
+    def selection_bias(self) -> Tensor | None: ...  # [E]; updates change it in place
 
     def take_counts_to(self, device: torch.device) -> None: ...
 
@@ -69,18 +68,18 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
     """Let `find` add the routers of another library. It returns them by the name of their layer in the model.
 
-    Source: an integration calls this function when it is imported, because it lies above this folder.
+    Integrations call this function when they are imported, because this folder must not import them.
     """
     _FINDERS.append(find)
 
 
 def attached_routers(model: nn.Module) -> dict[str, AttachedRouter]:
-    """Return the routers of other libraries by the name of their layer."""
+    """Return the model's routers that other libraries define, by the name of their layer."""
     return {name: router for find in _FINDERS for name, router in find(model).items()}
 
 
 def model_routers(model: nn.Module) -> Iterator[TopKRouter | AttachedRouter]:
-    """Yield all routers of a model."""
+    """Yield all routers of a model: this package's and attached ones."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             yield module

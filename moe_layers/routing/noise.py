@@ -15,16 +15,15 @@ from moe_kernels import RouterSpec, topk_routing
 class RouterNoise:
     """Noise that a router adds in training mode, drawn from PyTorch's generator of the device. Evaluation has none.
 
-    A recomputed forward draws the same numbers if activation checkpointing preserves the generator's state, as it does
-    by default.
+    A recomputation draws the same numbers if checkpointing preserves the generator's state, as it does by default.
 
     Args:
-        input_jitter: the router alone sees each token element multiplied by an independent uniform number from
+        input_jitter: in the router's input, each element of a token is multiplied by an independent uniform number from
             [1 - input_jitter, 1 + input_jitter). This changes choice, weights, logits and losses, and gradients flow
             through the product. Default: 0. Source: https://arxiv.org/abs/2101.03961.
-        gumbel: the logits plus this multiple of independent standard Gumbel numbers decide which experts are chosen.
-            With 1 and softmax scores, this draws experts without replacement by their probabilities. Weights, losses
-            and gradients use the logits without noise, and a replayed choice is kept. Default: 0. Source:
+        gumbel: this multiple of independent standard Gumbel numbers is added to the logits that choose the experts.
+            With 1 and softmax scores, experts are drawn without replacement by their probabilities. Weights, losses and
+            gradients use the logits without noise. A replayed choice is not changed. Default: 0. Source:
             https://arxiv.org/abs/1903.06059.
 
     Raises:
@@ -75,7 +74,7 @@ class RouterNoise:
         ).topk_experts
 
     def check(self, owner: str, spec: RouterSpec, assigned: bool) -> None:
-        """Raise ValueError if Gumbel noise is set but the router makes no top-k choice for it to act on."""
+        """Raise ValueError if Gumbel noise is set but the router makes no top-k choice."""
         if self.gumbel and (assigned or spec.sparsemixer_jitter is not None):
             raise ValueError(
                 f"{owner}: Gumbel noise acts on a top-k choice, not on an assignment or a SparseMixer, "

@@ -1,4 +1,4 @@
-"""Capture of a run's expert choices and their replay elsewhere, such as when training on another model's samples."""
+"""Captures the expert choices of a run and replays them in another, for example to train on another model's samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .router import TopKRouter, watches_choice
 
 
 class RoutingReplay:
-    """The choices of every router of a model, in the order of its forwards.
+    """The choices of every router of a model, in the order of the forwards.
 
         record = RoutingReplay()
         with record.capture(sampler):
@@ -32,12 +32,12 @@ class RoutingReplay:
     those scores as if the router had chosen these experts: see `moe_kernels.routing_weights`.
 
     `choices` maps each router's name in its model to one [T, K] int32 tensor per forward. It holds the router's choice
-    before padding and capacities, which apply again on replay. It can be filled by hand, sent or saved like any
-    tensors. `from_rollouts` makes it from the arrays of an inference engine.
+    before padding and capacities, which are applied again on replay. `choices` can be filled by hand, sent or saved
+    like any tensors. `from_rollouts` makes a record from the arrays of an inference engine.
 
-    A transformers model that was given to `enable` may take the place of a model with `MoEFeedForward` layers. Its
-    names are those of the blocks that hold the routers. The router's own code weighs the replayed experts. A token with
-    a negative expert keeps the router's own choice; in a `MoEFeedForward`, -1 is no expert.
+    The model may also be a transformers model that was given to `enable`. The names are then those of the blocks that
+    hold the routers. The router's own code weighs the replayed experts. A token with a negative expert keeps the
+    router's own choice there, while in a `MoEFeedForward` -1 means no expert.
 
     Capture and replay use hooks, so models compiled by `torch.compile` must run uncompiled for them.
 
@@ -66,16 +66,16 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Tokens beyond the end of an array, such as the last one of a sequence, which the engine never runs, and padding
-        have -1: a transformers model keeps its own choice for them. A batch in several forwards takes a record each.
+        Padding and tokens beyond the end of an array get -1, such as a sequence's last token, which the engine never
+        runs. A transformers model keeps its own choice for them. A batch in several forwards needs a record for each.
 
         Shapes: attention_mask [B, S].
 
         Args:
-            rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. Layers
-                are those with experts, or all layers of the model, of which those without experts are ignored.
-            attention_mask: the batch is padded, on any side. Zero marks padding.
-            lengths: the batch is packed, with sequences of these lengths. Default: the lengths of the arrays.
+            rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. The
+                layers are those with experts, or all layers, of which those without experts are ignored.
+            attention_mask: for a batch that is padded on any side. Zero marks padding.
+            lengths: lengths of the sequences of a packed batch. Default: the lengths of the arrays.
 
         Raises:
             ValueError: the model has no router, an array has another form, number of layers or experts per token, is
@@ -168,7 +168,7 @@ class RoutingReplay:
 
 
 class _Replay:
-    """The choices of one router, returned one per forward."""
+    """The choices of one router, of which each forward gets the next."""
 
     def __init__(self, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]):
         self.name, self.router = name, router
@@ -179,7 +179,10 @@ class _Replay:
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
         tokens = inputs[0] if inputs else named_inputs["tokens"]
-        choice = self._of_recomputation(tokens) if is_in_backward() else self.next(len(tokens), router.num_slots)
+        if is_in_backward():  # any choice of the right shape: a checkpointed region uses the choice that it has saved
+            choice = next(choice for choice in self.choices if len(choice) == len(tokens))
+        else:
+            choice = self.next(len(tokens), router.num_slots)
         return inputs, {**named_inputs, "topk_experts": replayed_choice(choice)}
 
     def next(self, num_tokens: int, num_slots: int | None) -> Tensor:
@@ -189,7 +192,7 @@ class _Replay:
             )
         choice = self.choices[self.position]
         expected = (num_tokens, num_slots)
-        if choice.shape != expected and num_slots is not None:  # None: the router raises
+        if choice.shape != expected and num_slots is not None:  # with None the router raises the error
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "
                 f"got {list(choice.shape)}"
@@ -201,13 +204,9 @@ class _Replay:
         choice = self.next(num_tokens, num_slots)
         return ReplayedChoice(choice, self.is_own[self.position - 1])
 
-    def _of_recomputation(self, tokens: Tensor) -> Tensor:
-        """Return any choice of the right shape: the region has saved the choice that is used."""
-        return next(choice for choice in self.choices if len(choice) == len(tokens))
-
 
 def _prepare(replays: list[_Replay]) -> None:
-    """Move the choices to their routers in the form that these read: a few ops for all layers together."""
+    """Move the choices to the routers' devices in the form that they read, by a few ops for all layers."""
     alike: dict[Any, list[tuple[_Replay, int]]] = defaultdict(list)
     for replay in replays:
         router, is_attached = replay.router, not isinstance(replay.router, TopKRouter)
@@ -223,7 +222,7 @@ def _prepare(replays: list[_Replay]) -> None:
         is_own = None
         if is_attached:
             is_own = (choices < 0).any(2, keepdim=True)
-            # The values of a GPU are unknown here.
+            # Values on a GPU are not read.
             is_own = is_own.to(device) if source.type == "cuda" or is_own.any() else None
             choices = choices.long()
         choices = choices.to(device)

@@ -1,4 +1,4 @@
-"""The routing of one forward: everything that an auxiliary loss needs."""
+"""The routing of one forward, with everything that an auxiliary loss needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Positive scores, before they are normalised to a sum of one per token.
+# Functions that give positive scores, which are then normalised to a sum of one per token.
 SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
@@ -19,7 +19,7 @@ SCORES = {
 class LayerRouting(NamedTuple):
     """The router's decision in one forward of a layer; T counts the tokens over all leading axes.
 
-    The router chooses an expert; the expert gets the tokens that chose it, up to its capacity. Padding chooses none.
+    A token chooses experts. An expert gets the tokens that chose it, up to its capacity. Padding chooses no expert.
 
     Attributes:
         topk_experts: [T, K] int32; -1 for a slot beyond an expert's capacity or of a padding token.
@@ -54,16 +54,16 @@ class LayerRouting(NamedTuple):
     @property
     def num_tokens(self) -> int | Tensor:
         """Return the number of tokens that are not padding; with a mask, counted on the device."""
-        # The length would be a constant of an exported program.
+        # `len` would be a constant of an exported program.
         return self.logits.shape[0] if self.token_mask is None else self.token_mask.sum()
 
 
 def spread_slots(
-    choices: Tensor,  # [T, K] int32; negative for none
+    choices: Tensor,  # [T, K] int32; negative means no expert
     values: Tensor | int,  # [T, K], or one for all
     num_experts: int,
 ) -> Tensor:  # [T, E]
-    """Return the sum of each expert's slots in its column, zero without slots. Differentiable in `values`."""
+    """Return [T, E] with the sum of each token's values for each expert, or zero. Differentiable in `values`."""
     # Slots without an expert go to an extra column, which is cut off.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32

@@ -49,7 +49,7 @@ def _as_choices(index: int, array: Any) -> Tensor:  # [S, L, K] int32
 
 
 def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]:
-    """Return the layer in the arrays of each router: its number among the routers, or among all layers."""
+    """Return each router's layer index in the arrays: its number among the routers, or among all layers."""
     if num_layers == len(names):
         return list(range(num_layers))
     numbers = [int(found[1]) for name in names if (found := re.search(r"(?:^|\.)(\d+)(?:\.|$)", name))]
@@ -65,7 +65,7 @@ def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]
 def _positions(
     arrays: list[Tensor], attention_mask: Tensor | None, lengths: Sequence[int] | None
 ) -> tuple[list[Tensor], int]:
-    """Return the token of each row of each array, and the number of tokens of the batch."""
+    """Return the batch's token index for each row of each array, and the number of tokens of the batch."""
     if attention_mask is not None and lengths is not None:
         raise ValueError("RoutingReplay.from_rollouts: one of attention_mask and lengths must be None, got both")
     if attention_mask is not None:

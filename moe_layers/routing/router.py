@@ -28,13 +28,13 @@ class TopKRouter(nn.Module):
     """Chooses `top_k` experts per token and weighs them. Logits and weights are float32.
 
     Parameters are `weight` [E, D] and, depending on the settings, `bias` [E], `input_scale` [D] and `per_expert_scale`
-    [E]. The weight may be float32 with 16-bit tokens, as in some models; all products are then float32.
+    [E]. The weight may be float32 with 16-bit tokens, as in some models. All products are then float32.
 
     The selection bias is the buffer `selection_bias` [E]. Its updates are small, so it stays float32 when the module is
     converted to a shorter dtype.
 
-    `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain it. It is not a buffer, because
-    each rank has its own counts, and DistributedDataParallel would overwrite them with the first rank's.
+    `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain the counts. They are not a
+    buffer, because each rank has its own counts and DistributedDataParallel would overwrite them with the first rank's.
 
     Args:
         router: the settings; None for `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
@@ -81,7 +81,7 @@ class TopKRouter(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self._spec = spec
-        # Whether one op computes the choice, with nothing before its linear map or after it.
+        # Whether one op computes the routing: nothing precedes its linear map or follows its weights.
         self.is_linear_op = is_one_op(spec) and spec.input_norm_epsilon is None and not spec.per_expert_scale
         self._is_softmax = spec.is_softmax_of_logits and not spec.logit_bias
         self._score_settings = score_settings(spec)
@@ -118,14 +118,14 @@ class TopKRouter(nn.Module):
 
     @property
     def spec(self) -> RouterSpec:
-        """Return the settings. They are fixed, because they determine the parameters."""
+        """Return the settings. They cannot be changed, because they determine the parameters."""
         return self._spec
 
     def operands(
         self,
         weight: Tensor,  # [E, D]
     ) -> LinearRouter:
-        """Return the operands of the op that routes with this weight, for a router with `is_linear_op`.
+        """Return the operands of the op that routes with this weight. Requires `is_linear_op`.
 
         Shapes: weight [E, D].
         """
@@ -136,14 +136,14 @@ class TopKRouter(nn.Module):
 
     @property
     def num_slots(self) -> int | None:
-        """Return the slots per token: top_k, or the assignment's number; None if only its forward determines it."""
+        """Return the slots per token: top_k, or the assignment's number, which is None if unknown before a forward."""
         if self.assignment is None:
             return self.top_k
         return self.assignment.num_slots(self.num_experts, self.top_k)
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weight from a normal distribution with deviation `std`, by default `init_std`. Set biases and counts
-        to zero, and scales to one."""
+        """Draw the weight from a normal distribution with standard deviation `std`, by default `init_std`. Set biases
+        and counts to zero, and scales to one."""
         nn.init.normal_(self.weight, std=self.init_std if std is None else std)
         for tensor, value in (
             (self.bias, 0.0),
@@ -167,13 +167,13 @@ class TopKRouter(nn.Module):
         Shapes: tokens [T, D], topk_experts [T, K] int32, token_mask [T] bool.
 
         Args:
-            topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On
-                a GPU and in compiled code, which cannot check them, ids that no expert has become -1.
+            topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On a
+                GPU and in compiled code, ids that no expert has become -1, because they cannot be checked.
             token_mask: False for padding, which an assignment leaves out. A router without an assignment ignores it.
 
         Raises:
-            ValueError: a shape, dtype or device disagrees with the signature or the parameters, or an id on the CPU is
-                beyond the experts.
+            ValueError: a shape, dtype or device disagrees with signature or parameters, or an id on the CPU is too
+                large.
         """
         if topk_experts is not None:
             self._check_replayed(topk_experts, len(tokens))
@@ -191,7 +191,7 @@ class TopKRouter(nn.Module):
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
             kind = Routing if self.assignment is None else Slots
-            # PyTorch 2.11 cannot compile `_replace`.
+            # PyTorch 2.11 cannot compile `_replace` of a NamedTuple.
             routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])  # pyright: ignore[reportArgumentType]  # of its kind
         return routed
 
@@ -241,7 +241,7 @@ class TopKRouter(nn.Module):
         add_once(self.expert_counts, choices_per_expert)
 
     def take_counts_to(self, device: torch.device) -> None:
-        """Move the counts to `device`, because `fully_shard` moves the parameters alone. Counts on meta stay there."""
+        """Move the counts to `device`, because `fully_shard` moves only parameters. Meta counts are not moved."""
         if self.expert_counts.device != device and not self.expert_counts.is_meta:
             self.expert_counts = self.expert_counts.to(device)
 
@@ -252,14 +252,14 @@ class TopKRouter(nn.Module):
         if self.accumulated_counts is not None:
             self.accumulated_counts = fn(self.accumulated_counts)
         if counts.is_meta and not self.expert_counts.is_meta:
-            self.expert_counts.zero_()  # `to_empty` left them uninitialised, and no state dict fills them
+            self.expert_counts.zero_()  # `to_empty` left the counts uninitialised, and no state dict fills them
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        # With `assign=True`, tensors missing from the state dict stay on meta, and the others keep its dtypes.
+        # With `assign=True`, tensors that the state dict lacks stay on meta, and others get its dtypes.
         if self.expert_counts.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
         if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
@@ -270,6 +270,6 @@ class TopKRouter(nn.Module):
 
 
 def watches_choice(hook: Callable[..., None]) -> Callable[..., None]:
-    """Mark a router's forward hook that reads nothing but the chosen experts."""
+    """Mark a router's forward hook that reads only the chosen experts."""
     hook.watches_choice = True
     return hook

@@ -29,18 +29,18 @@ class Slots(NamedTuple):
 
     @property
     def kept(self) -> Tensor | None:  # [T, K] int32
-        """Return the choice within the capacity; None without one."""
+        """Return the choice within the capacity, or None without a capacity."""
         return None if self.chosen_experts is None else self.topk_experts
 
 
 def layer_routing(
     slots: Slots,
     info: TokenInfo,
-    offsets: Tensor | None,  # [E] of the rows that all slots reach
+    offsets: Tensor | None,  # [E], the end rows of all slots
     num_experts: int,  # zero experts included
     implementation: str | None,
 ) -> LayerRouting:
-    """Return the routing of a forward with its counts, which come from `offsets` where they are given."""
+    """Return the routing of a forward with its counts, which are taken from `offsets` if given."""
 
     def count(experts: Tensor) -> Tensor:  # [E] int32
         return differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)
@@ -70,7 +70,7 @@ def identity_output(
     num_experts: int,
     implementation: str | None,
 ) -> Tensor:  # [T, D]
-    """Return each token times the weights of its zero experts, whose ids start at `num_experts`."""
+    """Return each token times the sum of the weights of its zero experts, whose ids start at `num_experts`."""
     is_zero = slots.topk_experts >= num_experts
     weights = torch.where(is_zero, slots.topk_weights, 0.0).sum(1, keepdim=True)  # [T, 1]
     slot_to_row = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int32)[:, None]

@@ -22,7 +22,7 @@ def to_disk(layout, state, bias):
         tensor = disk.setdefault(name, torch.full(key.shape(SIZES), torch.nan))
         rows = key.rows_of_expert(e, SIZES)
         matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[e]
-        copy_expert(key, matrix, state[key.parameter][e], gated=layout.gated, write=True)
+        key.disk_parts(matrix).copy_(key.parameter_parts(state[key.parameter][e], layout.gated))
     return disk
 
 

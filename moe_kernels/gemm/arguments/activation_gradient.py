@@ -11,12 +11,13 @@ from torch import Tensor
 from ...types import TileTable
 from .base import Arguments, index_form, layout_of, rows_bucket, sized_key
 
-COLUMNS = 128  # one number of `row_sums` sums the products of this many columns of `weighted`
+COLUMNS = 128  # columns whose products one number of `row_sums` sums
 
 
 @dataclass(eq=False)
 class ActivationGradientArguments(Arguments):
-    """The middle of the expert op's backward. With dA' = A[start:end] @ B[g] of every group g, rounded to A's dtype:
+    """Arguments for the middle of the expert op's backward. With dA' = A[start:end] @ B[g] for every group g, rounded
+    to A's dtype:
 
         out = row_weights * dA' * activation'(preactivation)       weighted = row_weights * activation(preactivation)
         row_sums = the sums of dA' * activation(preactivation) over blocks of `COLUMNS` columns
@@ -34,7 +35,7 @@ class ActivationGradientArguments(Arguments):
     weighted: Tensor  # [R, F]
     row_weights: Tensor  # [R] float32
     row_sums: Tensor  # [R, ceil(F / COLUMNS)] float32
-    epilogue: str  # a gated activation, with its published numbers
+    epilogue: str  # the name of a gated activation
     accumulator_type: torch.dtype = torch.float32
     offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]

@@ -1,7 +1,7 @@
 """The base of the catalog's argument classes, and the parts of their keys.
 
-Tensors may be any objects with `__dlpack__`; they are used without a copy. `error` reports shapes, dtypes and devices
-that no kernel supports. The requirements of a single kernel are in its metadata.
+Any object with `__dlpack__` may be a tensor, and its memory is used without a copy. `error` reports shapes, dtypes and
+devices that no kernel supports. A single kernel's requirements are in its metadata.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the dtype, which axes are contiguous, whether the copy engine's 16-byte alignment holds, and whether all
-    rows longer than a cache line start at one."""
+    """Return the dtype, which axes are contiguous, whether the tensor has the copy engine's 16-byte alignment, and
+    whether all rows longer than a cache line start at the start of a cache line."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -50,7 +50,7 @@ def sized_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_
 
 
 def index_form(index: Tensor | None) -> bool | None:
-    """Return None without an index, else whether kernels can read it."""
+    """Return None if there is no index, else whether kernels can read the index."""
     return None if index is None else index.is_contiguous()
 
 
@@ -70,7 +70,7 @@ class Arguments(abc.ABC):
     epilogue: str | None  # an activation that the kernel applies to the product
     tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
     operand_names: ClassVar[tuple[str, ...]]  # fields that KernelMetadata.operands describes
-    tile_table: TileTable | None  # always None for forms without one
+    tile_table: TileTable | None  # always None for arguments that need no table
     __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Arguments(abc.ABC):
         return [self.out]
 
     def error(self) -> str | None:
-        """Return why no kernel supports these arguments, naming the operand; None if they are valid."""
+        """Return why no kernel supports these arguments, naming the operand, or None if they are valid."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.A.device:
@@ -99,16 +99,16 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def shape_error(self) -> str | None:
-        """Return the error in shapes and dtypes, naming the operand; None if they are valid."""
+        """Return the error in shapes and dtypes, naming the operand, or None if they are valid."""
 
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
-        """Return all that support and speed depend on. Arguments with equal keys get the same kernel. Numbers of rows
-        are rounded up to a power of two; no rows are a separate case."""
+        """Return all properties that decide whether and how fast kernels run. Arguments with equal keys get the same
+        kernel. Numbers of rows are rounded up to a power of two. Zero rows are a separate case."""
 
     @abc.abstractmethod
     def table_key(self) -> str:
-        """Return the key in tables of measured kernels: the layouts and sizes that decide which kernel is fastest."""
+        """Return the key for tables of measured kernels: the layouts and sizes that decide which kernel is fastest."""
 
     def _layouts(self) -> tuple[Any, ...]:
         return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]

@@ -29,7 +29,7 @@ class QuantizedMatrices(NamedTuple):
 class DecodingGemmArguments(Arguments):
     """out[start:end] = A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] + bias[g] for every group g.
 
-    B[g] is the quantised matrix g, or its transpose. Rows past the last group stay unwritten. `of` fills the fields.
+    B[g] is the quantised matrix g, or its transpose. Rows past the last group stay unwritten. Build it with `of`.
     """
 
     operand_names = ("A", "out")

@@ -26,7 +26,7 @@ class GemmArguments(Arguments):
     B: Tensor  # [K, N] or [L, K, N]
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # table of the batch as groups of rows, for kernels that need one
+    tile_table: TileTable | None = None  # tile table with each matrix as a group of rows, for kernels that need one
     epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
     assumed_rows: int | None = None  # rows per matrix for which the kernel is chosen; None uses the actual rows
 
@@ -36,7 +36,7 @@ class GemmArguments(Arguments):
 
     @property
     def rows_per_matrix(self) -> int:
-        """Return the number of rows per matrix that the kernel is chosen for."""
+        """Return the number of rows per matrix for which the kernel is chosen."""
         return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
 
     def selection_key(self) -> tuple[Any, ...]:

@@ -20,8 +20,9 @@ class GroupedGemmArguments(Arguments):
     `extra_a` and `extra_b` lengthen the reduction: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is rounded
     once.
 
-    With an epilogue, `preactivation` is this without the bias. `out` is the activation of the stored values plus the
-    bias, because sums that are rounded first cross the limits of clamps more often. N is 2F if gated, else F.
+    With an epilogue, `preactivation` gets this value without the bias. `out` gets the activation of the stored
+    preactivation plus the bias. The bias is added after the rounding, because rounded sums cross the limits of clamps
+    more often. N is 2F if gated, else F.
 
     Shapes: A [R, K] or [T, K], B [G, K, N], out [R, N] or [R, F], offsets [G] int32, row_to_token [R] int32,
     preactivation [R, N], bias [G, N], row_scale [R] float32, scale_a [R] float32 or [T], scale_b [G, N] float32,
@@ -53,7 +54,7 @@ class GroupedGemmArguments(Arguments):
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows that the kernel is chosen for."""
+        """Return the number of rows for which the kernel is chosen."""
         return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
 
     @property
@@ -131,8 +132,8 @@ class GroupedGemmArguments(Arguments):
 
 @dataclass(eq=False)
 class WgradArguments(Arguments):
-    """out[g] = A[start:end].T @ dout[start:end] for every group g; an empty group becomes zeros, or stays as it is with
-    `accumulate`.
+    """out[g] = A[start:end].T @ dout[start:end] for every group g. The result of an empty group is zeros. With
+    `accumulate`, products are added to `out`.
 
     Shapes: A [R, K] or [T, K], dout [R, N] or [T, N], out [G, K, N], offsets [G] int32, a_row_to_token [R] int32,
     dout_row_to_token [R] int32.

@@ -29,7 +29,7 @@ class JaggedGemmArguments(Arguments):
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # made by `make_jagged_table`, which then has also written the zeros
+    tile_table: TileTable | None = None  # from `make_jagged_table`, which has then also written the zeros
     epilogue: str | None = None  # no kernel applies one so far
 
     def shape_error(self) -> str | None:
@@ -48,7 +48,7 @@ class JaggedGemmArguments(Arguments):
     def grouped(self, num_groups: int) -> GroupedGemmArguments:
         """Return the same product as a grouped GEMM, with B repeated for each group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # The stride of a single group is never used, but TMA must accept it.
+        # A single group's stride is never used, but TMA accepts only some strides, so it gets the usual one.
         group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(
@@ -56,7 +56,8 @@ class JaggedGemmArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        """Return all properties that support and speed depend on; the number of rows rounded up to a power of two."""
+        """Return all properties that decide whether and how fast kernels run. The number of rows is rounded up to a
+        power of two."""
         aligned = tuple(
             tensor.data_ptr() % 16 == 0
             and all(stride == 1 or stride * tensor.element_size() % 16 == 0 for stride in tensor.stride())
@@ -67,7 +68,7 @@ class JaggedGemmArguments(Arguments):
         return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
 
     def table_key(self) -> str:
-        """Return the key of a table of measured kernels."""
+        """Return the key for tables of measured kernels."""
         layout = "row" if self.B.stride(1) == 1 else "column"
         size_k, size_n = self.B.shape
         return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"

@@ -20,7 +20,8 @@ NUM_FIELDS = 12
 
 
 class Problem(NamedTuple):
-    """One product. Operands are stored by rows or by columns; the leading dimension is the other axis's stride."""
+    """One product. Each operand is stored by rows or by columns. Its leading dimension is the stride of the axis that
+    is not contiguous."""
 
     pointers: tuple[int, int, int]  # A, B, out
     sizes: tuple[int, int, int]  # M, N, K
@@ -32,7 +33,7 @@ class Problem(NamedTuple):
 
 
 class ProblemTable(NamedTuple):
-    """The table that the kernels read. It is valid as long as the tensors whose addresses it holds."""
+    """The table that the kernels read. It holds addresses, so it is valid only while the tensors exist."""
 
     problems: Tensor  # [G, NUM_FIELDS] int64
     tile_to_problem: Tensor  # [tiles] int32
@@ -52,8 +53,8 @@ class ProblemTable(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Properties of all problems together, for selection and kernels. Only `problems` counts those without an
-    output."""
+    """Properties of all problems together, for selection and kernels. Problems with an empty output count in `problems`
+    only."""
 
     problems: list[Problem]
     num_filled: int
@@ -68,7 +69,7 @@ class Survey(NamedTuple):
 
 
 def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
-    """Return the leading dimension and whether the matrix is stored by columns; None if neither axis is contiguous."""
+    """Return (leading dimension, whether the matrix is stored by columns), or None if neither axis is contiguous."""
     row_stride, column_stride = matrix.stride()
     if column_stride == 1 or matrix.shape[1] <= 1:
         return row_stride, False
@@ -101,7 +102,7 @@ class GroupedGemmListArguments(Arguments):
     B_list: Sequence[Tensor]  # [K, N] each
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
-    table: ProblemTable | None = None  # table of these tensors; None: the kernel makes it
+    table: ProblemTable | None = None  # a table made of these tensors; None: the kernel makes it
     epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
 
     def __post_init__(self) -> None:
@@ -113,12 +114,13 @@ class GroupedGemmListArguments(Arguments):
 
     @property
     def A(self) -> Tensor:
-        """The first A. All operands are on its device."""
+        """Return the first A. All operands are on its device."""
         return self.A_list[0]
 
     @property
     def operands(self) -> dict[str, Tensor]:
-        """Operands of the first problem with an output. The other problems differ only in their sizes."""
+        """Return the operands of the first problem with a nonempty output. The other problems differ only in their
+        sizes."""
         lists = (
             self.A_list,
             self.B_list,
@@ -157,7 +159,8 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """One pass over the problems, which must be free of errors. It is a call's main cost on the CPU."""
+        """Collect the properties in one pass over the problems, which must be free of errors. The pass is a call's main
+        cost on the CPU."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()
@@ -188,21 +191,21 @@ class GroupedGemmListArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        """Return what support and speed depend on, with sizes rounded to powers of two. Problems must have no
-        errors."""
+        """Return the properties that decide whether and how fast kernels run, with sizes rounded up to powers of two.
+        Problems must have no errors."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
         return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
 
     def table_key(self) -> str:
-        """Return the key of a table of measured kernels."""
+        """Return the key for tables of measured kernels."""
         groups, m, n, k, area = self._size_class()
         layouts = "A={} B={}".format(*self.survey.layouts)
         form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"
         return f"{form} G={groups} M={m} N={n} K={k} area={area}"
 
     def _size_class(self) -> tuple[int, ...]:
-        """Return the number of problems, largest M, N and K, and the sum of M * N, each rounded up to a power of
+        """Return the number of problems, the largest M, N and K, and the sum of M * N, each rounded up to a power of
         two."""
         s = self.survey
         return tuple(1 << max(size - 1, 0).bit_length() for size in (s.num_filled, *s.largest, s.area))

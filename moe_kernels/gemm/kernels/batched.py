@@ -1,7 +1,7 @@
-"""Batched GEMM by the grouped GEMM kernels: matrices stored one after another are groups of equal size.
+"""Batched GEMM computed by the grouped GEMM kernels: matrices stored one after another are groups of equal size.
 
-The flattened A and out are the rows. Their tile table is made from sizes that the host knows. A matrix B without a
-batch makes one group of all rows.
+The rows are those of the flattened A and out. The host knows the sizes from which their tile table is made. If B has no
+batch axis, all rows form one group.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
 
 
 class RowTileKernel(Kernel):
-    """Kernels whose tiles are rows of groups times columns: their work, and their tile table."""
+    """Base of kernels whose tiles are rows of one group times columns. It estimates their work and makes their tile
+    table."""
 
     def estimate(self, args: RowTileArguments) -> float:
         """Return the cost of one group and one step of the reduction."""
@@ -38,7 +39,7 @@ class RowTileKernel(Kernel):
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
     def tile_table(self, args: RowTileArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """Return the arguments' tile table for this kernel's tile height, or make one."""
+        """Return the tile table of the arguments if it has this kernel's tile height, else make one."""
         if self._has_table(args):
             return args.tile_table
         offsets = args.offsets
@@ -99,7 +100,8 @@ class GroupedGemmKernel(RowTileKernel):
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
-        """Return the error of `preactivation`: stored as `out` is, and its up half as a separate aligned matrix."""
+        """Return the error of `preactivation`, or None. It must be stored as `out`, and its up half must be aligned
+        like a separate matrix."""
         product, operand = args.preactivation, self.metadata.operands.out
         if product is None:
             return None
@@ -113,7 +115,8 @@ class GroupedGemmKernel(RowTileKernel):
 
 
 class WrappedGroupedGemm(Kernel):
-    """Kernels of another form that run a grouped GEMM kernel, given a tile table."""
+    """Base of kernels that compute another kind of product by running a grouped GEMM kernel with a suitable tile
+    table."""
 
     form: str  # replaces "grouped_gemm" in the kernel's name
     operands_class: type
@@ -153,7 +156,7 @@ class WgradKernel(Kernel):
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """Return the arguments' bounds and order of the groups, or make them."""
+        """Return the arguments' table with bounds and order of the groups, or make one."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
         return args.tile_table
@@ -179,7 +182,8 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, w
 
 
 def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """Check TMA's limits: at most 2**30 rows, no empty tensor, gathered rows of whole 16-byte pieces."""
+    """Check TMA's limits: at most 2**30 rows, no empty tensor, and gathered rows that are multiples of 16 bytes
+    long."""
     if not design.tma:
         return SUPPORTED
     if num_rows > MAX_ROWS:
@@ -192,7 +196,8 @@ def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
 
 
 def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
-    """Return one program per SM that is not reserved. Without a GPU: a few, so that each walks several tiles."""
+    """Return the number of SMs that are not reserved, one program for each. Without a GPU, return a few, so that each
+    computes several tiles."""
     num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
     return max(num_sms - reserved_sms, 1)
 

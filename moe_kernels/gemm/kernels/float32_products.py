@@ -16,15 +16,16 @@ _FAST_FLOAT64 = frozenset({80, 90})
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Return whether float64 products are as cheap as float32 ones. In the interpreter they are."""
+    """Return whether float64 products are as fast as float32 products. In the interpreter they are."""
     return device.type != "cuda" or device_cc(device) in _FAST_FLOAT64
 
 
 def dot_precision(operand: Tensor) -> str | None:
-    """Return how a kernel multiplies operands like this one. None: not float32; products are exact, sums are float32.
+    """Return how a kernel multiplies float32 operands like this one. Return None for other dtypes, whose products are
+    exact in float32.
 
-    "tf32" if the user enabled it in PyTorch. Otherwise "float64" where it is fast: products are exact and the sum is
-    rounded once, at the end. Otherwise "float32", summed in short runs.
+    Return "tf32" if the user enabled it in PyTorch, else "float64" if it is fast. Products are then exact, and the sum
+    is rounded once, at the end. Otherwise return "float32": products are summed in short runs.
     """
     if operand.dtype != torch.float32:
         return None
@@ -46,8 +47,8 @@ def zero_total(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexp
 def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     """Return total + a @ b.
 
-    `positive` is any positive number unknown to the compiler; it keeps the compiler from adding each float32 term to
-    `total`.
+    `positive` is any positive number whose value the compiler does not know. It keeps the compiler from adding each
+    float32 term to `total` directly.
     """
     # Tensor cores sum float8 products with about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2). IMPRECISE adds each
     # step's sum to a float32 total.

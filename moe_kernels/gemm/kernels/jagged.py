@@ -1,9 +1,9 @@
 """Packed rows of several groups times one shared matrix.
 
 The groups share B, so a grouped GEMM treats all rows as one group, and a tile may hold rows of several groups. Every
-design for contiguous groups computes this, given a tile table over the rows between the first and the last offset.
-"By group", the table is cut at every offset instead. The launch that makes the table also zeroes the rows before the
-first offset and after the last.
+design for contiguous groups computes this product, given a tile table over the rows between the first and the last
+offset. Kernels "by group" get a table that is cut at every offset. The launch that makes the table also zeroes the rows
+before the first offset and after the last.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def make_jagged_table(
     num_rows: int,
     block_rows: int,
     *,
-    parts: int | None,  # cut the rows into this many equal parts; None cuts by group
+    parts: int | None,  # number of equal parts into which rows are cut; None cuts by group
     out: Tensor | None = None,  # [R, N]: its rows before the first offset and after the last are zeroed
     memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
-    write: bool = True,  # False leaves everything uninitialised
+    write: bool = True,  # False leaves the table and `out` uninitialised
 ) -> TileTable:
     """Return the table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
 
@@ -235,7 +235,7 @@ JAGGED_KERNELS = tuple(
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return the kernel with float32 results, which are summed to B's gradient."""
+    """Return the kernel with float32 results, because B's gradient is a sum of its results."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"

@@ -25,7 +25,7 @@ def multiply_tile(
     b_ptrs,  # [BLOCK_K, BLOCK_N]
     b_stride,
     column_mask,  # [BLOCK_N]
-    depth,  # K, or 0 for zeros
+    depth,  # K, or 0 to return zeros
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -217,7 +217,7 @@ EXTRA = ("extra_a", "extra_b")
 # Every tile fits the shared memory of the smallest GPU of its generation (99 KiB).
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
-    # The last two are for the few columns of adapters.
+    # The last two configurations are for the few columns of adapters.
     torch.bfloat16: [*_HALF, ((128, 16, 64), 4, 4), ((128, 64, 64), 4, 4)],
     torch.float16: _HALF,
     torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 2)],
@@ -231,7 +231,8 @@ def plain_forward(metadata: KernelMetadata) -> Any:
 
 
 def out_operand(dtype: torch.dtype) -> Operand:
-    """Return the possible results for operands of this dtype: that dtype or float32. Float8 results need a scale."""
+    """Return the requirements on results for operands of this dtype: that dtype or float32. Float8 results would need a
+    scale."""
     if dtype == FLOAT8:
         return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
     return Operand(dtype, other_dtypes=() if dtype == torch.float32 else (torch.float32,))

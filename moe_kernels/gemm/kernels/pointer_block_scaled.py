@@ -90,7 +90,7 @@ def _block_scaled_kernel(
 
 @triton.jit
 def _product(a, b):
-    if INTERPRET:  # it cannot multiply e4m3
+    if INTERPRET:  # the interpreter cannot multiply e4m3
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
         return tl.dot(a, b)

@@ -1,8 +1,8 @@
 """Grouped GEMM of few rows that decodes quantised weights while it loads them.
 
 With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes, and only
-those of experts that have rows. A decoded value has the bits of `dequantize` in the dtype of the rows; products are
-accumulated in float32 and rounded once. Many rows are faster with a dequantised weight: every tile of rows decodes the
+those of experts that have rows. A decoded value has the bits of `dequantize` in the dtype of the rows. Products are
+accumulated in float32 and rounded once. For many rows a dequantised weight is faster: every tile of rows decodes the
 weight again, and the fastest GEMMs need operands that the copy engine can load.
 """
 
@@ -22,11 +22,11 @@ from .families import kernel_name
 from .float32_products import add_product, dot_precision, zero_total
 from .pointer import multiply_tile, with_strides
 
-# Average rows per expert from which weights are dequantised. By arithmetic, writing a weight once and reading it takes
-# 0.4 of the GEMM's time there, and less with more rows.
+# Average number of rows per expert from which weights are dequantised. By calculation, writing and reading a weight
+# once takes 0.4 of the GEMM's time at this number, and less with more rows.
 MAX_ROWS = 512
 
-# Multiplications of a tile that take as long as decoding one of its values: about 6 instructions of 128 lanes.
+# Multiplications that take a tile as long as decoding one value: about 6 instructions of 128 lanes.
 _DECODING = 40
 _CACHE_LINE = 128  # values of 8 bits
 
@@ -202,7 +202,8 @@ class DecodingGemm(Kernel):
 
 
 def _precision(a: Tensor) -> str | None:
-    """Return how rows are multiplied. Triton up to 3.8 cannot compile float64 products of operands made from bytes."""
+    """Return the precision of products of float32 rows. Triton up to 3.8 cannot compile float64 products of operands
+    made from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

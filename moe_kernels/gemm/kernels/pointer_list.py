@@ -21,7 +21,7 @@ from .problem_table import GroupedGemmListKernel, GroupedGemmListOperands, Point
 
 @triton.jit
 def _strides(leading, by_columns, LAYOUT: tl.constexpr):
-    """Return row and column stride. If all problems share a layout, the compiler sees which stride is 1."""
+    """Return the row and the column stride. If all problems share a layout, the compiler knows which stride is 1."""
     if LAYOUT == "row":
         return leading, 1
     elif LAYOUT == "column":
@@ -41,7 +41,7 @@ def _pointer_array_kernel(
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
     PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous axes are multiples of this many elements
-    OUT_PIECE: tl.constexpr,  # the same for out
+    OUT_PIECE: tl.constexpr,  # addresses and sizes of out are multiples of this many elements
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
@@ -58,7 +58,7 @@ def _pointer_array_kernel(
         a_ptr = tl.multiple_of(tl.load(problem_ptr).to(tl.pointer_type(DTYPE)), ALIGNMENT)
         b_ptr = tl.multiple_of(tl.load(problem_ptr + 1).to(tl.pointer_type(DTYPE)), ALIGNMENT)
         out_ptr = tl.multiple_of(tl.load(problem_ptr + 2).to(tl.pointer_type(OUT_DTYPE)), OUT_ALIGNMENT)
-        # Dividing and multiplying tells the compiler the alignment.
+        # Dividing and multiplying by PIECE tells the compiler the alignment.
         M = tl.load(problem_ptr + 3).to(tl.int32)
         N = tl.load(problem_ptr + 4).to(tl.int32) // OUT_PIECE * OUT_PIECE
         K = tl.load(problem_ptr + 5).to(tl.int32)
@@ -136,9 +136,9 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Tile, warps, stages, choices of programs per SM (the first is the rule of thumb), alignment. Every tile fits the
-# shared memory of the smallest GPU of its generation. Without alignment, a kernel keeps an address for every element,
-# and only a small tile has enough registers for that.
+# Each entry: tile, warps, stages, choices of programs per SM (the rule of thumb takes the first), alignment. Every tile
+# fits the shared memory of the smallest GPU of its generation. Without alignment, a kernel keeps an address for every
+# element, and only a small tile has enough registers for that.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

@@ -46,7 +46,7 @@ def make_problem_table(
     on_host = functools.partial(torch.tensor, device="cpu")
     described = on_host([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
-    # One copy: the problems, followed by the tiles in pairs.
+    # One copy uploads the problems, followed by the tiles in pairs.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
     if memory is None:
@@ -94,7 +94,7 @@ class GroupedGemmListKernel(Kernel):
 
     def __init__(self, metadata: KernelMetadata, compiled_as: Kernel | None = None):
         super().__init__(metadata)
-        # The kernel whose code this one runs, if they differ only in the number of programs.
+        # The kernel whose compiled code this kernel runs, if the two differ only in the number of programs.
         self.compiled_as = compiled_as or self
 
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
@@ -109,7 +109,7 @@ class GroupedGemmListKernel(Kernel):
 
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        """Return whether a kernel that needs alignment supports the arguments, beyond their alignment."""
+        """Return whether a kernel that needs alignment supports the arguments, assuming that they are aligned."""
 
     def table(
         self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
@@ -139,7 +139,7 @@ class GroupedGemmListKernel(Kernel):
     def estimate(self, args: GroupedGemmListArguments) -> float:
         """Return the multiplications of the SM with most tiles, including each tile's work before its reduction.
 
-        Programs that share an SM overlap this work with each other's reductions.
+        Programs that share an SM overlap the work before a reduction with each other's reductions.
         """
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
@@ -153,7 +153,8 @@ class GroupedGemmListKernel(Kernel):
 
 @triton.jit
 def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return first row and column of a problem's tile. GROUP_TILES rows of tiles walk the columns together."""
+    """Return the first row and column of a problem's tile. For each column tile, GROUP_TILES row tiles follow one
+    another."""
     num_row_tiles = tl.cdiv(M, BLOCK_M)
     band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
     first = local // band * GROUP_TILES

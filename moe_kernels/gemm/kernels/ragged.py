@@ -18,7 +18,8 @@ _BIG = 0x7FFF0000
 
 
 def ragged_shape_and_strides(row_stride: int, num_columns: int, split: int = 1) -> tuple[list[int], list[int]]:
-    """Return the descriptor's shape and strides. With `split` 2 the columns form two halves that boxes do not cross."""
+    """Return the descriptor's shape and strides. With `split` 2 the columns form two halves, and no block reaches from
+    one half into the other."""
     shape = [_BIG, _BIG, 2**30, num_columns]
     strides = [2**34 - row_stride, row_stride, row_stride, 1]
     if split > 1:

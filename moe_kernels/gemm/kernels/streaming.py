@@ -33,7 +33,7 @@ def _multiply(
     b_ptrs,  # [BLOCK_K, BLOCK]
     up_offset,  # from the gate half of B to the up half
     column_mask,  # [BLOCK]
-    depth,  # K, or 0 for zeros
+    depth,  # K, or 0 to return zeros
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -94,7 +94,8 @@ def _streaming_kernel(
     column_tiles = tl.cdiv(columns, BLOCK)
     tile = tl.program_id(0) // column_tiles
     first = tl.program_id(0) % column_tiles * BLOCK
-    # Loaded before the test, so that both latencies overlap. Entries past the last tile hold anything.
+    # The entry is loaded before the test, so that both latencies overlap. Entries past the last tile have arbitrary
+    # values.
     group = tl.load(tiles_ptr + 2 * tile)
     place = tl.load(tiles_ptr + 2 * tile + 1)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
@@ -161,7 +162,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
     def estimate(self, args: GroupedGemmArguments) -> float:
         """Return the cost of one group and one step of the reduction: reading its columns for each tile of its rows.
 
-        Most groups have fewer rows than twice the deviation above average.
+        Most groups have fewer rows than the average plus twice the deviation.
         """
         num_groups, depth, num_columns = args.B.shape
         rows, _, block_k = self.metadata.design.tile_shape
@@ -233,8 +234,9 @@ def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -
     return cls(KernelMetadata(name, cls, 80, operands, design, epilogue, optional_operands=("bias",)))
 
 
-# The fastest of 17 on an H100 (`benchmarks/results/LOG.md`); the first is for short reductions. Triton stores two
-# halves of 16 columns with an instruction that it miscompiles up to 3.7.0 (`tests/machine_code/compiled.py`).
+# The fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). The first one is for short reductions.
+# Gated kernels need wider halves than 16 columns: Triton up to 3.7.0 miscompiles the instruction that stores such
+# halves (`tests/machine_code/compiled.py`).
 _PLAIN = (StreamingDesign((16, 32, 128), 2, 4), StreamingDesign((16, 32, 256), 2, 3))
 _GATED = (StreamingDesign((16, 64, 256), 4, 3),)
 _MORE_ROWS = (StreamingDesign((32, 64, 128), 4, 3), StreamingDesign((64, 64, 64), 4, 5))

@@ -56,7 +56,7 @@ def _tma_kernel(
     if row_to_token_ptr is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [num_a_rows, K], [a_stride, 1], [BLOCK_M, BLOCK_K])
     else:
-        # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
+        # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
         a_stride = a_stride // 8 * 8
         K = K // 8 * 8
     if GATED:

@@ -42,7 +42,7 @@ def _tma_array_kernel(
 ):
     """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
     HALF_N: tl.constexpr = BLOCK_N // 2
-    # As in `add_product`: tensor cores sum float8 products with about 14 bits.
+    # Tensor cores sum float8 products with about 14 bits: see `add_product`.
     IMPRECISE: tl.constexpr = BLOCK_K if DTYPE.is_fp8() else None
     step = tl.num_programs(0)
     tile = tl.program_id(0)
@@ -63,7 +63,7 @@ def _tma_array_kernel(
         else:
             b_desc = _descriptor(tl.load(problem_ptr + 1), b_leading, K, N, DTYPE, BLOCK_K, BLOCK_N)
         out_desc = _descriptor(tl.load(problem_ptr + 2), tl.load(problem_ptr + 8), M, N, OUT_DTYPE, BLOCK_M, HALF_N)
-        # The number of this problem's tiles that this program computes.
+        # Number of this problem's tiles that this program computes.
         num_here = tl.cdiv(end_tile - tile, step)
         for i in range(0, num_here):
             local = tile + i * step - first_tile
@@ -115,8 +115,8 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Tile, warps, stages, choices of programs per SM (the first is the rule of thumb). Float8 sums take twice the
-# registers.
+# Each entry: tile, warps, stages, choices of programs per SM (the rule of thumb takes the first). Float8 sums take
+# twice the registers.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
     for dtype in (torch.bfloat16, torch.float16)
@@ -127,7 +127,7 @@ def _kernels(
     dtype: torch.dtype, tile: tuple[int, int, int], warps: int, stages: int, choices: tuple[int, ...]
 ) -> Iterator[TmaArrayGemm]:
     if dtype == FLOAT8:
-        # Tensor cores read float8 operands along the reduction only.
+        # Tensor cores read float8 operands only if the axis of the reduction is contiguous.
         a, b = Operand(dtype, "row", 16), Operand(dtype, "column", 16)
         out = dataclasses.replace(out_operand(dtype), layout="row", alignment_bytes=16)
     else:

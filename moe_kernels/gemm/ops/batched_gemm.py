@@ -20,7 +20,8 @@ def batched_gemm(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [M, N]; [L, M, N] if an operand is batched
-    """Return a @ b, per matrix of a batch; all matrices share an unbatched operand. Differentiable in `a` and `b`.
+    """Return a @ b for each matrix of a batch. All matrices share an operand without a batch axis. Differentiable in
+    `a` and `b`.
 
     Any strides. Accumulates in float32 and rounds once; float32 operands use TF32 only after
     `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
@@ -80,7 +81,7 @@ def _backward(ctx, dout):
 
 
 def _summed_product(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """Return left @ right, summed over the batch if `dim` is 2: the batch is then part of the reduction."""
+    """Return left @ right. If `dim` is 2, the products are summed over the batch, as a part of the reduction."""
     if dim == 2 and left.dim() == 3:
         left = left.transpose(0, 1).flatten(1)  # [M, L * K]
         right = right.flatten(0, 1)  # [L * K, N]

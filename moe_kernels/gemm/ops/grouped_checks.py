@@ -85,7 +85,7 @@ def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
 
 
 def check_values(op: str, name: str, offsets: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]. The kernels clamp all others."""
+    """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]. Kernels clamp offsets on a GPU."""
     if can_be_read(offsets):
         values = offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:

@@ -48,8 +48,8 @@ def grouped_gemm(
 
     A routing weight passed as `row_scale` also scales the bias, as in the weighted sum of the experts' outputs.
     Operands may have any strides: a stored [G, N, K] weight is passed as `.transpose(-2, -1)` without a copy.
-    Accumulates in float32. Float8 products are accumulated every 128 products, which the tensor cores sum with about 14
-    bits. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    Accumulates in float32. Of float8 operands, tensor cores sum 128 products at a time with about 14 bits, and these
+    sums are accumulated. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
     `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past `offsets[-1]` are zeros in the result and are
     never read, so NaN there reaches neither the result nor a gradient. Deterministic, without host synchronisation.
 
@@ -127,7 +127,8 @@ def grouped_gemm_wgrad(
     Args:
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
-        accumulate: add to `out`, rounded once, as for a float32 gradient of several backward passes. Default: False.
+        accumulate: add the product to `out` and round once, for example for a float32 gradient of several backward
+        passes. Default: False.
 
     Raises:
         ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` lacks `out`.
@@ -224,7 +225,7 @@ def _(a, b, offsets, bias=None, row_scale=None, scale_a=None, scale_b=None, out_
 
 
 def _grouped_gemm_setup(ctx, inputs, output):
-    # `inputs` lacks trailing defaults.
+    # `inputs` does not contain trailing arguments that have their default value.
     ctx.num_inputs = len(inputs)
     ctx.save_for_backward(*(*inputs, None, None)[:5])
 
@@ -274,7 +275,8 @@ def _gated_gemm_backward(ctx, dout, _):
         return (None,) * 9
     *inputs, preactivation = ctx.saved_tensors
     if inputs[4] is not None:
-        # The gradient of a row's scale sums over the columns, so rounding them first would be visible.
+        # The gradient of a row's scale is a sum over the columns, so the product stays float32: its rounding errors
+        # would add up.
         preactivation, dout = preactivation.float(), dout.float()
     dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
     return _product_backward(ctx, dpreactivation, *inputs)
@@ -292,7 +294,7 @@ def _product_backward(
     bias: Tensor | None,
     row_scale: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs; only a, b, bias and row_scale have one."""
+    """Return the gradients of all inputs: None except for a, b, bias and row_scale."""
     needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
     da = db = dbias = drow_scale = None
     if row_scale is not None:
@@ -319,10 +321,10 @@ def _row_scale_backward_op(
     bias: Tensor | None,
     row_scale: Tensor,
     needs_scale: bool,
-) -> tuple[Tensor, Tensor]:  # gradient of what was scaled [R, N] in a's dtype, drow_scale [R]; empty unless needed
+) -> tuple[Tensor, Tensor]:  # gradient before scaling [R, N] in a's dtype, drow_scale [R]; empty if not needed
     rows = None
     if needs_scale:
-        # Recomputed in float32; otherwise forward would have to save it in addition to the result.
+        # The product is recomputed in float32. Otherwise forward would have to save it in addition to the result.
         rows = a.new_empty(dout.shape, dtype=torch.float32)
         launch_grouped_gemm(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
     drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)

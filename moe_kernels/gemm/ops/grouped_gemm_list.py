@@ -36,13 +36,13 @@ def grouped_gemm_list(
     """Multiply G pairs of matrices of different sizes in one launch.
 
     Operands are stored by rows or by columns, with any leading dimension; an operand without a contiguous axis is
-    copied first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once. Float8 products are
-    accumulated after every step of the reduction, which the tensor cores sum with about 14 bits. Float32 operands use
-    TF32 only after `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`.
-    Deterministic.
+    copied first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once. Of float8 operands, tensor
+    cores sum the products of one step of the reduction with about 14 bits, and these sums are accumulated. Float32
+    operands use TF32 only after `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision =
+    "tf32"`. Deterministic.
 
     Differentiable in every matrix, unless they are float8. Upstream gradients are rounded to the operands' dtype first.
-    Each list's gradient is one launch, and is stored in its matrix's order.
+    The gradients of each list are one launch. A gradient is stored by rows or by columns, like its matrix.
 
     A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, with
     no host synchronisation. In a CUDA graph, or to multiply the same tensors again, use `GroupedProblem`.
@@ -106,8 +106,8 @@ class GroupedProblem:
             kernel: a kernel of the catalog (`get_kernels`); None selects one.
 
         Raises:
-            ValueError: as `grouped_gemm_list`, also for `out_list`; an operand requires grad while gradients are
-                recorded, or has no contiguous axis; `kernel` does not support the operands.
+            ValueError: as `grouped_gemm_list`, also for `out_list`. An operand requires grad while gradients are
+                recorded, or has no contiguous axis. `kernel` does not support the operands.
             NotImplementedError: as `grouped_gemm_list`.
         """
         op = "GroupedProblem.from_lists"
@@ -182,7 +182,8 @@ def _grouped_gemm_list_op(
     outs = _empty_products(a_list, b_list, by_columns, out_dtype)
     operands = a_list, b_list, outs
     if any(by_columns):
-        # Kernels write rows. A product stored by columns equals, transposed, the product of the transposes by rows.
+        # Kernels write results by rows. A product stored by columns is computed as its transpose: the product of the
+        # transposed operands, stored by rows.
         problems = zip(*operands, by_columns, strict=True)
         operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
     aligned_a, aligned_b, aligned_outs = (_with_contiguous_axes(matrices) for matrices in operands)
@@ -226,7 +227,7 @@ def _backward(ctx, douts):
 def _gradients(
     needed: list[bool], left: Sequence[Tensor], right: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return left[g] @ right[g], stored like likes[g], for the gradients that are needed; one launch."""
+    """Return left[g] @ right[g], stored like likes[g], for the gradients that are needed. Takes one launch."""
     wanted = [g for g, is_needed in enumerate(needed) if is_needed]
     if not wanted:
         return [None] * len(needed)

@@ -2,7 +2,7 @@
 
     out[start:end] = a_packed[start:end] @ b        with start, end = group_offsets[g], group_offsets[g + 1]
 
-`gemm/kernels/jagged.py` explains why the kernels need not respect the groups.
+`gemm/kernels/jagged.py` explains why a kernel's tiles may cross the groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .grouped_checks import check_values
 
 
 class PackedGroups(NamedTuple):
-    """Groups of rows, packed one after another."""
+    """Groups of rows that are packed one after another."""
 
     a_packed: Tensor  # [R, K]
     group_offsets: Tensor  # [G + 1] int32: group g owns rows group_offsets[g] to group_offsets[g + 1]

@@ -1,13 +1,15 @@
 """Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
 
-PEFT stores for each adapted parameter [E, out, in] of an experts module `lora_A.weight` and `lora_B.weight`, below one
-`base_layer` per wrapper that is further out. The first parameter of the module is innermost; over parameters in 4 bits,
-which are parametrizations, the first in the alphabet. The widths of gated experts tell the order.
+For each adapted parameter [E, out, in] of an experts module, PEFT stores `lora_A.weight` and `lora_B.weight`. Their
+names contain one `base_layer` for each wrapper that is further out. The wrapper of the module's first parameter is
+innermost. If parameters are in 4 bits, and therefore parametrizations, it is that of the first name in the alphabet.
+The widths of gated experts tell the order.
 
     orientation "0.19"      lora_A [E r, in], the expert slowest      lora_B [out, r E], the expert fastest
     orientation "0.18"      lora_A [E r, out]                         lora_B [in, r E]
 
-PEFT before 0.19 writes the second one, except for parameters that are stored [E, in, out]. Files do not name it.
+PEFT before 0.19 writes orientation "0.18", except for parameters stored [E, in, out]. Files do not name the
+orientation.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class PeftAdapter:
 
     Attributes:
         layers: adapters, gate rows first, by the full name of the experts module in PEFT's keys.
-        gated: those of these names whose up parameter holds gate and up rows.
+        gated: the names in `layers` whose up parameter holds gate and up rows.
         others: tensors that adapt other modules, by name.
         config: the values of adapter_config.json.
     """
@@ -107,16 +109,16 @@ def read_peft_adapter(
 ) -> PeftAdapter:
     """Read the adapters of a model's experts. The factors are views of the file's tensors, which keep every bit.
 
-    The orientation is found by the shapes, which tell it for gated experts with both parameters adapted; else by a
-    version of PEFT in the configuration from 0.19 on.
+    If gated experts have both parameters adapted, the shapes tell the orientation. Otherwise the version of PEFT in the
+    configuration does, if it is 0.19 or later.
 
     Args:
         orientation: "0.19", "0.18", or None (default) to find it.
-        interleaved: rows of the up parameter are gate 0, up 0, gate 1, ... as in gpt-oss.
+        interleaved: the rows of the up parameter are gate 0, up 0, gate 1, ..., as in gpt-oss.
 
     Raises:
         ValueError: a file is missing or incomplete, or the orientation is ambiguous or contradicts the shapes.
-        NotImplementedError: adapters of biases, or different scales of a layer's parameters.
+        NotImplementedError: biases have adapters, or a layer's parameters have different scales.
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"lora: orientation must be one of {ORIENTATIONS} or None, got {orientation!r}")
@@ -226,8 +228,8 @@ def _orientation(pairs: list[_Pair], config: dict, asked: str | None) -> tuple[s
 
 
 def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
-    """Compare F and D of gated up and down parameters. Both orientations cannot fit, since 2F is not F."""
-    told: dict[str, str] = {}  # a layer by orientation
+    """Compare F and D of gated up and down parameters. Both orientations cannot fit, because 2F is not F."""
+    told: dict[str, str] = {}  # orientation -> a layer whose shapes tell it
     for prefix, of_layer in _by_prefix(pairs).items():
         sizes = {pair.parameter: (pair.a.shape[1], len(pair.b)) for pair in of_layer}
         if not {"gate_up_proj", "down_proj"} <= sizes.keys():
@@ -286,12 +288,11 @@ def write_adapter(
     Args:
         layout: "peft"; "vllm_3d", the same tensors with both parameters adapted, for models whose experts vLLM reads as
             three axes; or "per_expert", for its other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] and so on.
-        orientation: of layout "peft".
+        orientation: the orientation in which layout "peft" is written.
         interleaved: write the rows of the up parameter as gate 0, up 0, gate 1, ...
 
     Raises:
-        ValueError: an argument is unknown, the directory holds files, or the layout needs parameters that have no
-            adapter.
+        ValueError: an argument is unknown, the directory holds files, or the layout needs a missing adapter.
     """
     _check_layout(adapter, layout, orientation)
     directory = Path(directory)
@@ -358,7 +359,8 @@ def _per_expert(prefix: str, adapters: ExpertAdapters, gated: bool) -> dict[str,
 
 
 def _per_expert_config(adapter: PeftAdapter) -> dict:
-    """Return the configuration for tensors of modules instead of parameters. Patterns lose their parameters' names."""
+    """Return the configuration for adapters of modules instead of parameters. The names of parameters are removed from
+    its patterns."""
     config = adapter.config
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise NotImplementedError("lora: layout 'per_expert' is not written with rank_pattern or alpha_pattern")

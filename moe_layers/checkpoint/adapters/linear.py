@@ -25,7 +25,7 @@ def linear_adapters(loaded: PeftAdapter) -> dict[str, LinearAdapter]:
     """Return the adapters of modules other than experts, by the name of the adapted weight [out, in] in PEFT's keys.
 
     Raises:
-        ValueError: a tensor is no factor of a linear layer, or has another rank than the configuration.
+        ValueError: a tensor is not a factor of a linear layer, or its rank differs from the configuration's.
     """
     modules: dict[str, dict[str, Tensor]] = {}
     others = []
@@ -49,7 +49,7 @@ def linear_adapters(loaded: PeftAdapter) -> dict[str, LinearAdapter]:
 
 def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> LinearAdapter:
     name = module.removeprefix(ROOT)
-    # The patterns of PEFT know a parameter by its own name, a linear layer by that of the module.
+    # PEFT's patterns match the own name of a parameter, but the module's name of a linear layer.
     rank, scale = rank_and_scale(config, f"{name}.weight" if targets(f"{name}.weight", config) else name)
     if a.dim() != 2 or b.dim() != 2 or not len(a) == b.shape[1] == rank:
         raise ValueError(

@@ -18,7 +18,7 @@ from ..files.quantization_config import float8_block
 from ..files.recognition import block_of_module, stack_of
 from ..files.stored_weights import Stored, describe, group_names
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
-from ..model.convert import ExpertReader, Output, copy_other_files, copy_output, only_layout
+from ..model.convert import ExpertReader, Output, copy_output, only_layout, write_model
 from ..model.survey import BlockSurvey, survey
 from .adapter_files import ROOT, AdapterReport, PeftAdapter, read_peft_adapter
 from .linear import LinearAdapter, linear_adapters, merged_weight
@@ -36,11 +36,11 @@ def merge_adapter(
 ) -> AdapterReport:
     """Write the model in `source` to `target` with PEFT's adapter added to the weights of experts and linear layers.
 
-    Each sum is computed in float32 and rounded once to the dtype of the weight. Names, layout and all other tensors
-    stay as they are. Memory holds the adapter, one output shard and one matrix of the source.
+    Each sum is computed in float32 and rounded once to the dtype of the weight. Names, layout and all other tensors do
+    not change. Memory holds the adapter, one output shard and one matrix of the source.
 
     Args:
-        orientation: of the adapter, as in `read_peft_adapter`.
+        orientation: the adapter's orientation, as in `read_peft_adapter`.
         progress: wraps the list of tensors to be written, as tqdm does.
 
     Raises:
@@ -53,12 +53,7 @@ def merge_adapter(
         interleaved = published_layouts(read_config(values, 0).model_type)[0] == "interleaved"
         loaded = read_peft_adapter(adapter, orientation=orientation, interleaved=interleaved)
         outputs = _outputs(files, values, loaded)
-        writer = ShardWriter(target, max_shard_bytes)
-        for output in progress(outputs):
-            writer.make_room(output.num_bytes)
-            writer.add(output.name, output.make(files))
-        writer.finish(values)
-        copy_other_files(files.directory, writer.directory)
+        write_model(files, outputs, values, ShardWriter(target, max_shard_bytes), progress)
     return loaded.report
 
 
@@ -81,7 +76,7 @@ class _MergedReader(ExpertReader):
 
 
 def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[Output]:
-    """Return all tensors of the merged checkpoint. All errors are found here, before anything is written."""
+    """Return all tensors of the merged checkpoint. Errors are raised here, before anything is written."""
     check_mergeable(loaded.config)
     experts, stacks = _expert_outputs(survey(files), loaded.layers)
     linear = _by_stored_name(linear_adapters(loaded), stacks)
@@ -113,7 +108,7 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
 def _expert_outputs(
     surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
 ) -> tuple[dict[str, Output], dict[str, str]]:
-    """Return the changed weights of experts by name, and the names of stacks of layers on disk by those of PEFT."""
+    """Return the changed weights of experts by name. Also map PEFT's names of stacks of layers to the names on disk."""
     blocks = {found.block.prefix: found for found in surveys}
     outputs: dict[str, Output] = {}
     stacks: dict[str, str] = {}
@@ -132,7 +127,7 @@ def _expert_outputs(
 
 
 def _by_stored_name(adapters: dict[str, LinearAdapter], stacks: dict[str, str]) -> dict[str, LinearAdapter]:
-    """Rename the weights of adapters as the stacks of layers that hold them."""
+    """Rename the weights of adapters: give their stacks of layers the names on disk."""
     found: dict[str, LinearAdapter] = {}
     for key, adapter in adapters.items():
         name = key.removeprefix(ROOT)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
 
-# Settings with which the factors of PEFT's files mean something else, or are not all.
+# Settings with which the factors in PEFT's files have another meaning, or are incomplete.
 _VARIANTS = (
     "use_dora",
     "use_qalora",
@@ -18,19 +18,19 @@ _VARIANTS = (
     "kasa_config",
     "monteclora_config",
 )
-# Values of init_lora_weights with which PEFT leaves the weights of the model as they are.
+# Values of init_lora_weights with which PEFT does not change the weights of the model.
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def check_plain(config: dict) -> None:
-    """Raise ValueError unless the adapter is LoRA, and none of its variants."""
+    """Raise ValueError unless the adapter is plain LoRA."""
     variants = [name for name in _VARIANTS if config.get(name)]
     if config.get("peft_type") != "LORA" or variants:
         raise ValueError(f"lora: an adapter must be plain LoRA, got {config.get('peft_type')} with {variants}")
 
 
 def check_mergeable(config: dict) -> None:
-    """Raise ValueError unless the adapter is to be added to the model's weights [out, in] as they are on disk."""
+    """Raise ValueError unless merging means adding the factors' product to the weights [out, in] on disk."""
     got = {name: config[name] for name in ("fan_in_fan_out", "layer_replication") if config.get(name)}
     if (initial := config.get("init_lora_weights")) not in _INITIAL:
         got["init_lora_weights"] = initial
@@ -47,13 +47,13 @@ def targets(name: str, config: dict) -> bool:
 
 
 def targets_below(module: str, config: dict) -> set[str]:
-    """Return the parameters that target_parameters names together with their module."""
+    """Return the parameters that `target_parameters` names with the name of their module."""
     named = [target.rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for owner, _, name in named if owner and f".{module}".endswith(f".{owner}")}
 
 
 def rank_and_scale(config: dict, name: str) -> tuple[int, float]:
-    """Return the rank and the scale of a module's adapter, or of a parameter's."""
+    """Return the rank and the scale of the adapter of a module or parameter."""
     rank = _of_pattern(config, "rank_pattern", name, config["r"])
     alpha = _of_pattern(config, "alpha_pattern", name, config["lora_alpha"])
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)

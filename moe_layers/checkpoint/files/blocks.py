@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .layouts import LAYOUTS, Key, Layout
 from .stored_weights import Group, group_names
 
-# Names below the block. "../" is the layer that holds the block.
+# Names are relative to the block. "../" means the layer that holds the block.
 ROUTER_WEIGHT = (
     "gate.weight",
     "router.weight",
@@ -56,14 +56,14 @@ _BESIDE = tuple(name.removeprefix("../") for name in _NAMES if name.startswith("
 _GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
 _SHARED_KEYS = (
     (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
-    # transformers 5.23 saves HY-V4's shared experts so.
+    # transformers 5.23 saves HY-V4's shared experts under these names.
     (True, (Key("linear_gate.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
     (True, (Key("gate_up_proj.weight", _BOTH), Key("down_proj.weight", _DOWN))),
     (True, (Key("w1.weight", _GATE), Key("w3.weight", _UP), Key("w2.weight", _DOWN))),
     (True, (Key("input_linear.weight", _BOTH), Key("output_linear.weight", _DOWN))),
     (False, (Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
 )
-# Tensors below these names belong to a block that has no name of its own, only the layer's.
+# Tensors below these names belong to a block that has no name of its own: its prefix is that of the layer.
 _OWN_NAMES = ("experts.", "router.", "gate.", "shared_experts.")
 _EXPERT_NUMBER = re.compile(r"(experts\.(?:expert_)?)(\d+)(?=\.)")
 
@@ -75,7 +75,8 @@ class Block:
     Attributes:
         prefix: prefix of its tensor names, with the last dot.
         layer: number of its layer in the model.
-        weights: by name below the block ("../" for tensors of the layer): full name, encoding, tensors.
+        weights: full name, encoding and tensors of each weight, by its name below the block ("../" for tensors of the
+            layer).
     """
 
     prefix: str
@@ -97,7 +98,7 @@ class Block:
 
 
 def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
-    """Return the possible key tables of a shared expert, with names below the block."""
+    """Return the key tables that a shared expert may have, with names below the block."""
     return [
         tuple(Key(at + key.name, key.parts) for key in keys)
         for at in _SHARED_AT
@@ -124,7 +125,8 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
     prefixes = _prefixes(weights)
     blocks_in: dict[str, list[str]] = defaultdict(list)
     for prefix in prefixes:
-        blocks_in[_layer_of(prefix)].append(prefix)
+        layer = prefix[: prefix.rstrip(".").rfind(".") + 1]
+        blocks_in[layer].append(prefix)
     below: dict[str, dict[str, tuple[str, Group]]] = defaultdict(dict)
     for name, group in sorted(weights.items()):
         for prefix, relative in _holders(name, prefixes, blocks_in):
@@ -134,7 +136,7 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
 
 
 def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
-    """Return the layouts whose weights all exist in the block. If one layout contains another, only the larger."""
+    """Return the layouts whose weights all exist in the block. Layouts that another one contains are left out."""
     patterns = block.patterns()
     encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
     found = [
@@ -149,7 +151,7 @@ def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]
 
 
 def _prefixes(weights: Iterable[str]) -> set[str]:
-    """Return the prefixes of blocks: those of a router's weight that also have experts."""
+    """Return the prefixes of blocks: those below which both a router's weight and experts exist."""
     keys = {key.name.replace("{e}", "0") for layout in LAYOUTS for key in layout.keys if not key.bias}
     weights = set(weights)
     routers = {
@@ -185,16 +187,8 @@ def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> 
 
 def _may_hold(prefix: str, relative: str) -> bool:
     """Return whether a tensor with this name below a block's prefix belongs to the block."""
-    return not _is_layer(prefix) or relative.startswith(_OWN_NAMES)
-
-
-def _layer_of(prefix: str) -> str:
-    """Return the prefix of the layer that holds a named block."""
-    return prefix[: prefix.rstrip(".").rfind(".") + 1]
-
-
-def _is_layer(prefix: str) -> bool:
-    return prefix == "" or prefix.rstrip(".").rsplit(".", 1)[-1].isdigit()
+    is_layer = prefix == "" or prefix.rstrip(".").rsplit(".", 1)[-1].isdigit()
+    return not is_layer or relative.startswith(_OWN_NAMES)
 
 
 def _layer_number(prefix: str) -> int:

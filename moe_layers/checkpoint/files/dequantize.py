@@ -29,7 +29,7 @@ def dequantize_float8(
     """
     scale = decode_scales(scale)
     if not scale.isfinite().all():
-        raise ValueError(f"checkpoint: the scales of {name} must be finite, got {_first_bad(scale)}")
+        raise ValueError(f"checkpoint: the scales of {name} must be finite, got {scale[~scale.isfinite()][0].item()}")
     return multiply_blocks(weight.float(), scale, block)
 
 
@@ -38,10 +38,10 @@ def dequantize_mxfp4(
     scales: Tensor,  # [..., N, K / 32] uint8
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Look up every number and multiply it by its group's power of two. Exact.
+    """Look up every number and multiply it by its group's power of two. The result is exact.
 
     Raises:
-        ValueError: a scale is the NaN of e8m0 (255); the message contains `name`.
+        ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.
     """
     if (scales == _E8M0_NAN).any():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got the NaN of e8m0 (255)")
@@ -56,7 +56,3 @@ def dequantize_float4(
     """As `dequantize_mxfp4`."""
     blocks = packed.view(torch.uint8).unflatten(-1, (-1, MXFP4_GROUP // 2))
     return dequantize_mxfp4(blocks, scales.view(torch.uint8), name)
-
-
-def _first_bad(scale: Tensor) -> float:
-    return scale[~scale.isfinite()][0].item()

@@ -51,7 +51,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON object. Raise ValueError if the file is missing or holds something else."""
+    """Read a JSON object. Raise ValueError if the file is missing or does not hold a JSON object."""
     if not path.is_file():
         raise ValueError(f"checkpoint: {path.parent} must hold {path.name}, which is missing")
     try:
@@ -64,7 +64,7 @@ def read_json(path: Path) -> dict:
 
 
 class CheckpointFiles:
-    """Names, shapes and bytes of a checkpoint; a context manager that closes the files.
+    """The names, shapes and bytes of a checkpoint's tensors. As a context manager it closes the files.
 
     Opening a checkpoint reads only names; the first use of a file's tensors reads its header. Shards whose tensors are
     not used may be missing: `require` checks the others.
@@ -113,9 +113,9 @@ class CheckpointFiles:
             return TensorInfo(tuple(entry.get_shape()), DTYPES[dtype])
 
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Return the tensor, or a range of its first axis. Only the bytes of the range are read.
+        """Return the tensor, or a range of its first axis. Only the bytes of that range are read.
 
-        The bytes are read, not mapped: each page of a mapped file costs a fault, several times the copy.
+        The bytes are read, not mapped: a page fault for each mapped page takes several times as long as the copy.
 
         Args:
             into: contiguous host memory for this many elements of this dtype; None allocates.

@@ -1,4 +1,4 @@
-"""Host memory of tensors, for reading files into it."""
+"""The host memory of tensors, into which files are read."""
 
 from __future__ import annotations
 

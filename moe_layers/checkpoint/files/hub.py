@@ -18,7 +18,7 @@ class HubModel:
     """A model of the hub by its name, "org/model". `download` returns the folder of the local cache.
 
     Raises:
-        ValueError: huggingface_hub is not installed, or the hub gives no such model. The message names the cure.
+        ValueError: huggingface_hub is not installed, or the hub does not provide the model. The message names the cure.
     """
 
     def __init__(self, name: str):
@@ -32,12 +32,12 @@ class HubModel:
 
     @classmethod
     def named(cls, directory: str | os.PathLike[str]) -> HubModel | None:
-        """Return the model if this is a name of the hub and not an existing path, else None."""
+        """Return the model if the argument is a name of the hub and not an existing path, else None."""
         is_name = isinstance(directory, str) and _NAME.fullmatch(directory) and not os.path.exists(directory)
         return cls(str(directory)) if is_name else None
 
     def download_names(self) -> Path:
-        """Download the configuration and the index of the tensors. A model without an index is one file."""
+        """Download the configuration and the index of the tensors. A model without an index consists of one file."""
         folder = self.download((CONFIG, INDEX))
         return folder if (folder / INDEX).is_file() else self.download((SINGLE,))
 

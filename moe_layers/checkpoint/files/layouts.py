@@ -1,8 +1,8 @@
 """Layouts of the experts' tensors in published checkpoints: one key table per layout.
 
 A key names a tensor below the block and defines how one expert's matrix in it maps to rows of our parameters.
-Everything is a view: `disk_parts` and `parameter_parts` return the same shape for the same key. One `copy_` therefore
-reads, or in the opposite direction writes, bit by bit.
+`disk_parts` and `parameter_parts` return views, which have the same shape for the same key. One `copy_` therefore reads
+a matrix bit by bit, or writes it in the opposite direction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Key:
 
     Attributes:
         name: name below the block. "{e}" stands for the expert's number; without it the tensor holds all experts.
-        parts: contents, in this order: "gate", "up" or "down". A bias has the part names of its matrix.
+        parts: the tensor's contents, in order: "gate", "up" or "down". A bias has the parts of its matrix.
         transposed: matrices are [in, out].
         interleaved: rows of the parts alternate: gate 0, up 0, gate 1, up 1, ...
         flat: the experts' matrices are stacked along their rows, [E * rows, columns].
@@ -71,7 +71,7 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-        """Return whether the scales of blocks may be of gate and up together, or of each: both are equally many."""
+        """Return whether the number of scales leaves open if a block of scales may hold both gate and up rows."""
         if len(self.parts) == 1 or self.interleaved:
             return False
         axis = -1 if self.transposed else -2
@@ -79,7 +79,7 @@ class Key:
         return size % step > 0 and -(-2 * size // step) == 2 * -(-size // step)
 
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
-        """Return the range of the tensor's first axis that holds an expert; None for a tensor of one expert."""
+        """Return the range of the tensor's first axis that holds an expert, or None for a tensor of one expert."""
         if self.per_expert:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1
@@ -87,7 +87,7 @@ class Key:
 
     def disk_parts(
         self,
-        matrix: Tensor,  # one expert's share as on disk
+        matrix: Tensor,  # one expert's share, in disk order
     ) -> Tensor:  # [parts, rows, columns], a view
         if self.bias:
             matrix = matrix.unsqueeze(-1)
@@ -190,11 +190,7 @@ LAYOUTS = (
     Layout("fused", "D", _fused(*_PLAIN, bias=_PLAIN_BIAS, gated=False), gated=False),
     Layout("transposed", "E", _fused(*_HF, bias=_HF_BIAS, transposed=True)),
     Layout("transposed", "E", _fused(*_PLAIN, bias=_PLAIN_BIAS, gated=False, transposed=True), gated=False),
-    Layout(
-        "transposed_fc",
-        "E",
-        _fused("experts.fc1.weight", "experts.fc2.weight", transposed=True),
-    ),
+    Layout("transposed_fc", "E", _fused("experts.fc1.weight", "experts.fc2.weight", transposed=True)),
     Layout("interleaved", "F", _fused(*_HF, bias=_HF_BIAS, transposed=True, interleaved=True)),
     Layout("mxfp4", "F", _fused(*_HF, bias=_HF_BIAS, interleaved=True), encoding="mxfp4"),
     Layout("linear", "G", _fused("input_linear.weight", "output_linear.weight")),
@@ -223,8 +219,8 @@ LAYOUTS = (
     ),
 )
 
-# The layouts in which an architecture is published, by `model_type`, if not "fused". They decide between layouts with
-# equal names and possibly equal shapes ("fused", "transposed", "interleaved").
+# The layouts in which architectures are published, by `model_type`, if not "fused". They decide between layouts whose
+# tensors have equal names and possibly equal shapes ("fused", "transposed", "interleaved").
 _PUBLISHED = {
     "gpt_oss": ("interleaved",),
     "llama4_text": ("transposed",),
@@ -242,7 +238,7 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
     """Return the layout to write.
 
     Args:
-        encoding: of the matrices; one of "mxfp4" also has a layout of its own.
+        encoding: encoding of the matrices. "mxfp4" also has a layout of its own.
 
     Raises:
         ValueError: the name is unknown, or the layout has no tensors for plain (gated) experts or for biases.
@@ -259,10 +255,7 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
     raise ValueError(f"checkpoint: layout {name!r} has no tensors for {'gated' if gated else 'plain'} experts")
 
 
-def copy_expert(key: Key, disk: Tensor, parameter: Tensor, *, gated: bool, write: bool = False) -> None:
-    """Copy one expert's share from disk order to its parameter; with `write`, in the other direction."""
-    with torch.no_grad():
-        source, target = key.disk_parts(disk), key.parameter_parts(parameter, gated)
-        if write:
-            source, target = target, source
-        target.copy_(source)
+@torch.no_grad()
+def copy_expert(key: Key, disk: Tensor, parameter: Tensor, *, gated: bool) -> None:
+    """Copy one expert's share from disk order to its parameter."""
+    key.parameter_parts(parameter, gated).copy_(key.disk_parts(disk))

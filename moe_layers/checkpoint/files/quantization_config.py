@@ -31,25 +31,21 @@ def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
 
 def without_quantization(values: dict) -> dict:
     """Return the configuration of the dequantised model, including the parts of a composite model."""
-    return {
-        name: without_quantization(value) if name in NESTED and isinstance(value, dict) else value
-        for name, value in values.items()
-        if name not in ("quantization_config", "expert_dtype")  # the latter is DeepSeek-V4's
-    }
+    return _without(values, ("quantization_config", "expert_dtype"))  # the latter is DeepSeek-V4's
 
 
 def with_quantization(values: dict, format: WeightFormat, dtype: torch.dtype) -> dict:
     """Return the configuration of a model whose experts are in a format, and whose other parameters have a dtype."""
-    kept = without_quantization(_without_dtype(values))
+    kept = _without(without_quantization(values), ("dtype", "torch_dtype"))
     quantization: dict = {"quant_method": format.name}
     if format.name == "fp8":
         quantization["weight_block_size"] = list(format.block)
     return {**kept, "quantization_config": quantization, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _without_dtype(values: dict) -> dict:
+def _without(values: dict, names: tuple[str, ...]) -> dict:
     return {
-        name: _without_dtype(value) if name in NESTED and isinstance(value, dict) else value
+        name: _without(value, names) if name in NESTED and isinstance(value, dict) else value
         for name, value in values.items()
-        if name not in ("dtype", "torch_dtype")
+        if name not in names
     }

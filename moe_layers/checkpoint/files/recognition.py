@@ -1,4 +1,4 @@
-"""Selection of a checkpoint's block, and of the layout of its experts."""
+"""Selects a checkpoint's block, and recognises the layout of its experts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .blocks import Block, find_blocks, matching_layouts
 from .directory import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
 
-# Names have any of these words in front of a layer's number. Others tell parts of a model that count their own layers.
+# Common words in front of a layer's number. Other words name parts of a model that number their own layers.
 _COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
 _COMMON |= {"layers", "layer", "blocks", "block", "h"}
-_FIRST = {"thinker", "encoder"}  # the parts in which a number alone counts the layers
+_FIRST = {"thinker", "encoder"}  # the parts whose layers a number alone refers to
 
 
 def is_main(block: Block) -> bool:
-    """Return whether a block is of the language model or encoder, which the configuration describes."""
+    """Return whether a block belongs to the language model or to the encoder, which the configuration describes."""
     return _part(block.prefix) <= _FIRST
 
 
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     """Return the block of a layer, or the one with the given prefix.
 
-    A number counts the layers of the language model; in an encoder-decoder, those of the encoder.
+    A number is the index of a layer of the language model. In an encoder-decoder it is the index of an encoder layer.
 
     Raises:
         ValueError: there is no such block, or more than one.
@@ -46,8 +46,8 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
 def block_of_module(prefixes: list[str], module: str) -> str:
     """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
 
-    transformers renames some parts of the names on disk. So the block may have another name in the same layer, else the
-    same number in a stack of layers whose name differs in common words.
+    transformers renames some parts of the names on disk. The block may therefore have another name in the same layer.
+    Otherwise it has the same number in a stack of layers whose name differs only in common words.
 
     Raises:
         ValueError: there is no such block, or more than one.
@@ -127,7 +127,7 @@ def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]
 
 
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the layout that the architecture publishes, else the only layout of these sizes, else None."""
+    """Return the layout in which the architecture is published, else the only layout with these sizes, else None."""
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None
@@ -142,7 +142,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """Return the layout with most tensors present, to name the missing ones."""
+    """Return the layout of which most tensors are present. Errors name its missing tensors."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Stored weights: plain, or quantised as one tensor of numbers and one of scales."""
+"""Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Stored:
     num_bytes: int = 0
 
     def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
-        """Return the weight, or a range of its first axis, on `device`. Quantised weights are dequantised to
-        float32."""
+        """Return the weight, or a range of its first axis, on `device`. Dequantises to float32."""
         if self.encoding == "plain":
             return files.read(self.names[0], rows)
         numbers, scales = (files.read(name, rows).to(device) for name in self.names)
@@ -56,7 +55,7 @@ Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors
 def group_names(names: Iterable[str]) -> dict[str, Group]:
     """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may not exist.
 
-    A "float8" weight of int8 numbers is packed float4, which `describe` finds.
+    A "float8" weight with int8 numbers is packed float4. `describe` recognises it.
     """
     names = set(names)
     suffixes = {"_scale_inv": ""}
@@ -100,14 +99,14 @@ def describe(
     return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
 
 
-# The shape of a weight, None if it cannot be read, and the errors of its tensors.
+# The shape of a weight, or None if it cannot be read, and the errors of the weight's tensors.
 _Finding = tuple[tuple[int, ...] | None, list[str]]
 
 
 def _describe_plain(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     (numbers,) = infos
     if numbers.dtype in _FLOAT8:
-        return None, [f"missing: {name}_scale_inv, the scales of {name}, which is {_short(numbers.dtype)}"]
+        return None, [f"missing: {name}_scale_inv, the scales of {name}, which is {dtype_name(numbers.dtype)}"]
     return numbers.shape, []
 
 
@@ -116,7 +115,7 @@ def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo],
     shape, wrong = numbers.shape, []
     expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
     if numbers.dtype not in _FLOAT8 or scales.dtype not in _SCALE_DTYPES:
-        wrong.append(f"wrong dtype: {names[0]} is {_short(numbers.dtype)}, its scales {_short(scales.dtype)}")
+        wrong.append(f"wrong dtype: {names[0]} is {dtype_name(numbers.dtype)}, its scales {dtype_name(scales.dtype)}")
     if len(shape) < 2 or scales.shape != expected:
         wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {shape}")
     return shape, wrong
@@ -128,7 +127,9 @@ def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo],
     expected = (*shape[:-1], shape[-1] // MXFP4_GROUP) if shape else ()
     wrong = []
     if scales.dtype not in _E8M0_DTYPES:
-        wrong.append(f"wrong dtype: {names[1]}, the scales of packed float4, is {_short(scales.dtype)}, must be e8m0")
+        wrong.append(
+            f"wrong dtype: {names[1]}, the scales of packed float4, is {dtype_name(scales.dtype)}, must be e8m0"
+        )
     if len(shape) < 2 or shape[-1] % MXFP4_GROUP or scales.shape != expected:
         wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {numbers.shape}")
     return shape, wrong
@@ -139,7 +140,7 @@ def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], 
     shape, wrong = numbers.shape, []
     groups, num_bytes = shape[-2:] if len(shape) > 2 else (0, 0)
     if {numbers.dtype, scales.dtype} != {torch.uint8}:
-        wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {_short(numbers.dtype)}")
+        wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {dtype_name(numbers.dtype)}")
     if not groups or num_bytes != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
         wrong.append(
             f"wrong shape: {names[0]} is {shape} with scales {scales.shape}, "
@@ -156,5 +157,5 @@ _ENCODINGS = {
 }
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

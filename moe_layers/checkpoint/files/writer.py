@@ -15,8 +15,8 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 class ShardWriter:
-    """Takes tensors in order, and writes a shard when the next tensor would not fit. A larger tensor gets its own
-    shard.
+    """Collects tensors in order, and writes a shard when the next tensor would not fit. A tensor above the size gets
+    its own shard.
 
     Until `finish`, the files have temporary names, so an interrupted run leaves no partial checkpoint to load.
 

@@ -1,1 +1,1 @@
-"""One layer from a checkpoint, and back."""
+"""Loads one layer from a checkpoint, and saves one layer as a checkpoint."""

@@ -1,7 +1,7 @@
 """Experts that keep the bytes of a quantised checkpoint: `from_checkpoint(..., keep_quantized=True)`, and writing them.
 
-The numbers and the scales of a matrix are two matrices with the same layout, so one key places both. FP8's scales
-belong to blocks of rows and columns: a key may transpose square blocks, and parts must be whole blocks of rows.
+The numbers and the scales of a matrix are two matrices with the same layout, so one key describes both. FP8's scales
+belong to blocks of rows and columns. So a key may only transpose square blocks, and parts must be whole blocks of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
     """Replace the expert weights of a layer on the meta device by quantised ones. Return the name of their format.
 
     Raises:
-        ValueError: the experts on disk are not quantised, or not in a way that a format here describes.
+        ValueError: the experts on disk are not quantised, or in a format that is not supported.
     """
     formats = set()
     for name in WEIGHTS:
@@ -77,7 +77,7 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
 
 
 def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
-    """Return whether the scales cannot be placed like the numbers."""
+    """Return whether the scales have another arrangement than the numbers, so that one key cannot describe both."""
     rows, columns = format.block
     if format.name == "mxfp4":
         return key.transposed or key.flat
@@ -96,7 +96,9 @@ def fill_stored(
     assert fill.key is not None
     rows = fill.key.rows_of_expert(expert, sizes)
     numbers, scales = (files.read(name, rows) for name in fill.stored.names)
-    _check_finite(fill.stored.name, scales)
+    is_finite = as_bits(scales) != 255 if scales.element_size() == 1 else scales.isfinite()
+    if not is_finite.all():
+        raise ValueError(f"checkpoint: the scales of {fill.stored.name} must be finite")
     if rows is not None:
         numbers, scales = numbers[0], scales[0]
     if fill.stored.encoding == "mxfp4":
@@ -106,14 +108,8 @@ def fill_stored(
         copy_expert(fill.key, as_bits(matrix).to(parameter.device), parameter[place], gated=gated)
 
 
-def _check_finite(name: str, scales: Tensor) -> None:
-    is_finite = as_bits(scales) != 255 if scales.element_size() == 1 else scales.isfinite()
-    if not is_finite.all():
-        raise ValueError(f"checkpoint: the scales of {name} must be finite")
-
-
 def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
-    """Raise ValueError unless a layout has tensors for experts in a format."""
+    """Raise ValueError unless the layout has tensors for experts in this format."""
     cure = "call dequantize_experts_ first"
     if format.name not in ("fp8", "mxfp4"):
         raise ValueError(f"save_checkpoint: no published checkpoint has experts in {format}; {cure}")
@@ -126,7 +122,7 @@ def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
 
 
 def stored_matrices(layout: Layout, kept: QuantizedExperts) -> Iterator[tuple[str, torch.dtype, Tensor]]:
-    """Yield numbers, then scales: the end of their name, their dtype on disk, and their bits [E, rows, columns]."""
+    """Yield (end of the name, dtype on disk, bits [E, rows, columns]) of the numbers, then of the scales."""
     weight = kept.weight()
     values, scales = as_bits(weight.values).flatten(2), as_bits(weight.scales)
     if layout.encoding == "mxfp4":

@@ -27,23 +27,18 @@ from .plan import Fill, Plan, Planner
 from .report import LoadedTensor, LoadReport
 from .source import CheckpointSource
 
-if TYPE_CHECKING:  # imports torch.distributed.tensor, which takes half as long as PyTorch
+if TYPE_CHECKING:  # importing torch.distributed.tensor takes half as long as PyTorch
     from ...parallel.expert_parallel import ExpertParallel
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read a file written by `save_safetensors` into the module's tensors.
 
     Raises:
-        ValueError: names missing and unexpected tensors and wrong shapes or dtypes; or the file is damaged, or the
-            state dict is sharded or on the meta device. The module is then unchanged.
+        ValueError: tensors are missing or unexpected, or have wrong shapes or dtypes; the message names them. Or the
+            file is damaged, or the state dict is sharded or on the meta device. The module is then unchanged.
     """
     state = whole_state("load_safetensors", module)
     if Path(path).is_dir():
@@ -58,7 +53,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
         shape, dtype = tuple(state[name].shape), state[name].dtype
         if stored[name].shape != shape:
             problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
-        # Other dtypes may need scales, which such a file lacks.
+        # Other dtypes may need scales, which such a file does not contain.
         allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
         if stored[name].dtype not in allowed:
             problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
@@ -86,25 +81,23 @@ def load_layer(
     """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
 
     The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Only the shards
-    with the block's tensors are needed; of a model on the hub, only these are downloaded. All tensors are matched and
-    checked before the first byte of a tensor is read, and then read one by one into the parameters. float8 and MXFP4
-    weights are dequantised by default. Logits are float32, even where the original model rounds them to the dtype of
-    the tokens.
+    with the block's tensors are needed, and only these are downloaded from the hub. All tensors are matched with
+    parameters and checked before the first one is read. They are then read one by one into the parameters. float8 and
+    MXFP4 weights are dequantised by default. Logits are float32, even if the original model rounds them.
 
     Args:
         layer_class: `MoEFeedForward` or a subclass.
-        directory: or the name of a model of the Hugging Face Hub, "org/model", which huggingface_hub downloads.
+        directory: a directory, or the name "org/model" of a model that huggingface_hub downloads.
         layer: number of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
             tensors, for models with several such blocks.
-        dtype: of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's dtype;
-            a router that is stored in float32 then stays float32, and no other weight may need rounding.
-        device: of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
+        dtype: dtype of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's
+            dtype. By default a router that is stored in float32 stays float32, and no other weight may need rounding.
+        device: device of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
         experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
         mesh: ranks that share the experts. Each rank reads its own experts, without communication.
         expert_parallel: how the ranks of the mesh share the experts. Default: `ExpertParallel()`.
-        keep_quantized: experts in float8 blocks or MXFP4 keep their stored bytes, and are frozen: see
-            `quantize_experts_`.
-        return_report: return (layer, LoadReport). The report tells what became of each tensor.
+        keep_quantized: keep experts in float8 blocks or MXFP4 as they are, frozen: see `quantize_experts_`.
+        return_report: return (layer, LoadReport). The report names the use of each tensor.
 
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
@@ -128,7 +121,7 @@ def load_layer(
 
         from ...parallel.expert_parallel import ExpertParallel
 
-        # Every rank has read the same files.
+        # No broadcast is needed, because every rank has read the same files.
         parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
     return (module, report) if return_report else module
 
@@ -168,15 +161,20 @@ def _load(
         for parameter in module.parameters():
             prefer_huge_pages(parameter)
         _fill_layer(module, plan, files, config, experts)
-    source = files.directory, block.prefix, block.layer, model_config.model_type
-    report = _report(*source, config, plan, shapes, dtypes, experts, kept)
+    tensors = tuple(
+        _loaded_tensor(fill, fill.stored.dtype if kept and fill.parameter in WEIGHTS else dtypes[fill.parameter])
+        for fill in plan.fills
+    )
+    names = str(files.directory), block.prefix, block.layer, model_config.model_type
+    layout, others = (plan.layout.name, plan.layout.family), tuple(plan.others)
+    report = LoadReport(*names, *layout, config, experts, tensors, others, parameters=shapes, kept_format=kept)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
     return module, report
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
-    """Download the files that hold these tensors, of which some scales may not exist, and check that they are there."""
+    """Download the files that hold these tensors, and check that they exist. Some of the scales need not exist."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})
@@ -265,7 +263,7 @@ def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> r
 
 
 def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.dtype:
-    """Return the experts' dtype on disk; for dequantised experts, the dtype that the model's configuration names."""
+    """Return the experts' dtype on disk, or for dequantised experts the dtype in the model's configuration."""
     stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
     if stored.encoding == "plain":
         return stored.dtype
@@ -276,41 +274,7 @@ def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.
     return _DTYPES[named]
 
 
-def _report(
-    directory: os.PathLike[str],
-    prefix: str,
-    layer: int,
-    model_type: str,
-    config: MoEConfig,
-    plan: Plan,
-    shapes: dict[str, tuple[int, ...]],
-    dtypes: dict[str, torch.dtype],
-    experts: range,
-    kept: str,
-) -> LoadReport:
-    return LoadReport(
-        directory=str(directory),
-        prefix=prefix,
-        layer=layer,
-        model_type=model_type,
-        layout=plan.layout.name,
-        family=plan.layout.family,
-        config=config,
-        experts=experts,
-        tensors=tuple(
-            LoadedTensor(
-                names=fill.stored.names,
-                shape=fill.stored.shape,
-                dtype=fill.stored.dtype,
-                encoding=fill.stored.encoding,
-                parameter=fill.parameter,
-                parts=fill.key.parts if fill.key is not None else ("",),
-                experts=fill.experts,
-                parameter_dtype=fill.stored.dtype if kept and fill.parameter in WEIGHTS else dtypes[fill.parameter],
-            )
-            for fill in plan.fills
-        ),
-        other_experts=tuple(plan.others),
-        parameters=shapes,
-        kept_format=kept,
-    )
+def _loaded_tensor(fill: Fill, parameter_dtype: torch.dtype) -> LoadedTensor:
+    stored, parts = fill.stored, ("",) if fill.key is None else fill.key.parts
+    on_disk = stored.names, stored.shape, stored.dtype, stored.encoding
+    return LoadedTensor(*on_disk, fill.parameter, parts, fill.experts, parameter_dtype)

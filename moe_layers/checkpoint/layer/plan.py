@@ -1,4 +1,4 @@
-"""Plan of a load: matches every tensor of a block with a parameter before any of their bytes is read."""
+"""Plans a load: matches every tensor of a block with a parameter before any tensor is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fill:
 
     Attributes:
         key: how its matrices become rows of the parameter; None for a plain copy.
-        experts: the experts to read from it; None for a weight that belongs to no expert.
+        experts: the experts to read from the weight; None for a weight that belongs to no expert.
     """
 
     stored: Stored
@@ -34,7 +34,7 @@ class Fill:
 
 @dataclass
 class Plan:
-    """Everything that will be read.
+    """All weights that will be read.
 
     Attributes:
         others: tensors of experts that will not be loaded.
@@ -47,7 +47,7 @@ class Plan:
 
 
 class Planner:
-    """Collects everything that fills a layer, and all problems found."""
+    """Collects the weights that fill a layer, and all problems found."""
 
     def __init__(self, files: CheckpointFiles, block: Block, float8_block: tuple[int, int]):
         self.files = files
@@ -57,13 +57,7 @@ class Planner:
         self.unused = dict.fromkeys(block.weights)
 
     def plan(
-        self,
-        config: MoEConfig,
-        shapes: Shapes,
-        experts: range,
-        *,
-        published: tuple[str, ...],
-        recorded: str | None,
+        self, config: MoEConfig, shapes: Shapes, experts: range, *, published: tuple[str, ...], recorded: str | None
     ) -> Plan:
         """Match the weights of the block with the parameters of the given shapes.
 
@@ -71,18 +65,13 @@ class Planner:
             published, recorded: see `choose_layout`.
 
         Raises:
-            ValueError: names missing, left-over and ambiguous tensors, and wrong shapes; or the number of experts in
-                the configuration is not that of the tensors.
+            ValueError: tensors are missing, left over, ambiguous or of a wrong shape; the message names them. Or the
+                number of experts in the configuration differs from that of the tensors.
         """
         sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
         stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
         layout = choose_layout(
-            self.block,
-            stacked,
-            sizes,
-            gated=config.is_gated,
-            published=published,
-            recorded=recorded,
+            self.block, stacked, sizes, gated=config.is_gated, published=published, recorded=recorded
         )
         self._check_num_experts(config, stacked)
         plan = Plan(layout, sizes)
@@ -130,7 +119,7 @@ class Planner:
                 self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
 
     def _shape_of_experts(self, name: str, key: Key, sizes: Sizes, num_zero_experts: int) -> tuple[int, ...]:
-        """Return the expected shape. transformers adds rows for zero experts to some tensors; nothing reads them."""
+        """Return the expected shape. transformers adds unused rows for zero experts to some tensors."""
         with_zero_experts = key.shape(replace(sizes, num_experts=sizes.num_experts + num_zero_experts))
         stored = self._stacked(name) if name in self.block.weights else None
         return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
@@ -199,7 +188,7 @@ class Planner:
         return describe(self.files, full, group, self.float8_block, self.problems)
 
     def _stacked(self, name: str) -> Stored | None:
-        """Return a weight of all experts. Its problems are reported where it is used."""
+        """Return a weight of all experts. Its problems are reported when it is used."""
         if name not in _STACKED:
             return None
         full, group = self.block.weights[name]
@@ -218,7 +207,7 @@ class Planner:
 
 
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
-    """Return the problem of float8 experts whose scales may be of gate and up together, or of each."""
+    """Return the problem of float8 experts whose scales are ambiguous: see `Key.has_ambiguous_scales`."""
     if stored.encoding != "float8" or not key.has_ambiguous_scales(stored.shape, stored.block):
         return None
     return (

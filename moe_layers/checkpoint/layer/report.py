@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...config import MoEConfig
+from ..files.stored_weights import dtype_name
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class LoadReport:
         prefix: prefix of the block's tensor names.
         layout: name of the experts' layout; `family` is its letter.
         tensors: each tensor of the block, used exactly once.
-        other_experts: unread tensors of experts that were not requested, and of zero experts if they have any.
+        other_experts: unread tensors of experts that were not requested, and of zero experts.
         parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once. Kept weights
             count as one parameter of the dequantised shape.
-        kept_format: the format of expert weights that keep their stored bytes; "" if they were dequantised, or plain.
+        kept_format: the format of expert weights that keep their stored bytes; "" if weights were dequantised or plain.
     """
 
     directory: str
@@ -112,13 +113,9 @@ class LoadReport:
         ]
         for parameter, shape in self.parameters.items():
             tensors = [tensor for tensor in self.tensors if tensor.parameter == parameter]
-            dtypes = sorted({_short(tensor.dtype) for tensor in tensors})
+            dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors})
             lines.append(
-                f"  {parameter} {list(shape)} {_short(tensors[0].parameter_dtype)} "
+                f"  {parameter} {list(shape)} {dtype_name(tensors[0].parameter_dtype)} "
                 f"from {len(tensors)} x {'/'.join(dtypes)}, first {tensors[0].names[0]}"
             )
         return "\n".join(lines)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

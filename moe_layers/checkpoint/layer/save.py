@@ -36,18 +36,18 @@ def save_layer(
 ) -> None:
     """Write a directory that `from_checkpoint` reads, with every value bit by bit.
 
-    Names and configuration are those of the model that the layer was read from. Those of any other layer are our own,
-    and its configuration is `config.to_dict()`. Noise and an assignment are not saved. Experts in block FP8 or MXFP4
-    are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
+    Names and configuration are those of the model from which the layer was read. Another layer gets this package's
+    names, and `config.to_dict()` as its configuration. Noise and an assignment are not saved. Experts in block FP8 or
+    MXFP4 are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
-        layout: of the experts: "per_expert", "fused", "transposed", "interleaved", ...; "mxfp4" is gpt-oss's, for
-            experts in this format. None for the source's.
+        layout: layout of the experts: "per_expert", "fused", "transposed", "interleaved", ... "mxfp4" is gpt-oss's
+            layout, for experts in this format. None means the layout of the source.
 
     Raises:
-        ValueError: the layout is unknown or has no place for these experts, experts are missing here, the experts are
-            in a format of no published checkpoint, or the directory holds files.
+        ValueError: the layout is unknown or has no tensors for these experts, this layer lacks experts, no published
+            checkpoint has the experts' format, or the directory holds files.
     """
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
@@ -71,13 +71,13 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout of a name, by default that of the layer's source.
+    """Return the layout with this name. The default is the layout of the layer's source.
 
     Args:
-        kept: a weight of the experts, if they are written as they are stored.
+        kept: a weight of the experts, if weights are written in their stored form.
 
     Raises:
-        ValueError: it is unknown, or has no place for these experts.
+        ValueError: the layout is unknown, or has no tensors for these experts.
     """
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
@@ -93,7 +93,7 @@ def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | No
 
 
 def prefix_of(module: Any, default: str = "model.layers.0.mlp.") -> str:
-    """Return the prefix of the layer's tensors: that of its source, or a default."""
+    """Return the prefix of the layer's tensors: the prefix of its source, or a default."""
     source: CheckpointSource | None = module.checkpoint_source
     return source.prefix if source is not None else default
 
@@ -104,8 +104,8 @@ def layer_tensors(
     """Yield all tensors of a layer under the names of a checkpoint, contiguous, one at a time.
 
     Args:
-        state: the state dict of the layer with whole tensors, and weights of experts that stay quantised.
-        target: layout of the experts.
+        state: the state dict of the layer with whole tensors, in which experts' weights may be quantised.
+        target: the layout to write.
     """
     source: CheckpointSource | None = module.checkpoint_source
     yield from _others(state, source, prefix)
@@ -170,7 +170,7 @@ def _experts(
 
 
 def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:
-    """Return the sizes of experts with these numbers, or scales, in the place of whole matrices."""
+    """Return the sizes of experts whose matrices are these numbers, or these scales."""
     num_experts, rows, columns = matrices.shape
     if key.parts == ("down",):
         return Sizes(num_experts, columns, rows)

@@ -1,4 +1,4 @@
-"""The origin of a layer, stored to write it back under the same names."""
+"""The origin of a layer, which is kept to write the layer back under the same names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CheckpointSource:
         config: the complete `config.json`.
         layout: name of the experts' layout.
         names: full tensor names of the router and other single parameters, by parameter.
-        shapes: shapes of these tensors on disk, where some biases are [1, E].
+        shapes: shapes of these tensors on disk; some biases are [1, E] there.
         shared: key table of the shared expert, with full names.
-        dotted_scales: the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
+        dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
     """
 
     config: dict

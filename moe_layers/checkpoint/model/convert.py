@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -49,32 +48,28 @@ def convert(
 ) -> None:
     """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
 
-    Tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights written for
-    zero experts, which need none, are left out. Memory holds at most one output shard, plus one tensor or one expert's
-    matrix of the source. Other small files of the directory (tokenizer, ...) are also copied.
+    Tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights that the
+    source holds for zero experts are left out, because zero experts need none. Memory holds at most one output shard,
+    plus one tensor or one expert's matrix of the source. Other small files (tokenizer, ...) are copied.
 
     Args:
-        dtype: dtype of weights that were quantised; all others keep theirs. Default: bfloat16.
+        dtype: dtype of weights that were quantised; all others keep their dtype. Default: bfloat16.
         progress: wraps the list of tensors to be written, as tqdm does.
 
     Raises:
         ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
-            damaged, incomplete or in an unknown layout; its tensors are of other experts than its router or
-            config.json, or of several dtypes; or `target` already holds files.
+            damaged, incomplete or in an unknown layout; its tensors, its router and config.json disagree about the
+            experts; the experts have several dtypes; or `target` already holds files.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
         outputs = _outputs(files, values, layout, dtype)
-        writer = ShardWriter(target, max_shard_bytes)
-        for output in progress(outputs):
-            writer.make_room(output.num_bytes)
-            writer.add(output.name, output.make(files))
-        writer.finish({**without_quantization(values), RECORD: layout})
-        copy_other_files(files.directory, writer.directory)
+        values = {**without_quantization(values), RECORD: layout}
+        write_model(files, outputs, values, ShardWriter(target, max_shard_bytes), progress)
 
 
 def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dtype) -> list[Output]:
-    """Return all tensors of the new checkpoint. All errors are found here, before anything is written."""
+    """Return all tensors of the new checkpoint. Errors are raised here, before anything is written."""
     surveys = survey(files)
     if not surveys:
         raise ValueError(f"checkpoint: {files.directory} has no MoE blocks to convert")
@@ -111,7 +106,7 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
 
 
 def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
-    """Raise ValueError if the tensors are of other experts than the router's and the configuration's."""
+    """Raise ValueError unless the tensors, the router and the configuration agree about the experts."""
     prefix, architecture = found.block.prefix, ARCHITECTURES.get(found.config.model_type)
     if found.num_routed != sizes.num_experts:
         raise ValueError(
@@ -194,9 +189,19 @@ class ExpertReader:
         return self.found.experts[key.name.replace("{e}", str(expert))]
 
 
-def copy_other_files(source: Path, target: Path) -> None:
-    """Copy tokenizer, generation settings and other small files without weights."""
-    for path in sorted(source.iterdir()):
+def write_model(
+    files: CheckpointFiles,
+    outputs: list[Output],
+    config: dict,
+    writer: ShardWriter,
+    progress: Callable[[list[Output]], Iterable[Output]],
+) -> None:
+    """Write a model: the outputs, its configuration, and the source's tokenizer and other small files."""
+    for output in progress(outputs):
+        writer.make_room(output.num_bytes)
+        writer.add(output.name, output.make(files))
+    writer.finish(config)
+    for path in sorted(files.directory.iterdir()):
         keep = path.suffix in {".json", ".txt", ".model", ".jinja", ".py", ".md"} and "index.json" not in path.name
         if path.is_file() and keep and path.name != CONFIG:
-            shutil.copy2(path, target / path.name)
+            shutil.copy2(path, writer.directory / path.name)

@@ -1,9 +1,9 @@
-"""Mends checkpoints of transformers' Trainer from which it would resume without the experts.
+"""Repairs checkpoints of transformers' Trainer from which the Trainer would resume without the experts.
 
 transformers 5 saves the experts of most models under the names of the published files, one matrix per expert. When the
 Trainer resumes, it passes these tensors to `load_state_dict(..., strict=False)`, whose module has one tensor for all
-experts. The experts are not found and keep the values that they had before. `load_best_model_at_end` has the same
-fault. `repair` writes the weights under the names of the modules. `from_pretrained` reads these files as well.
+experts. The names do not match, so the experts keep the values that they had before. `load_best_model_at_end` has the
+same fault. `repair` writes the weights under the names of the modules. `from_pretrained` reads these files as well.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import torch
 
 from ...checks import first_three
 from ..files.directory import CONFIG, INDEX, SINGLE, CheckpointFiles, TensorInfo, read_json
+from ..files.stored_weights import dtype_name
 
 __all__ = ["RepairReport", "repair"]
 
 _PARTIAL = "repair.partial"  # holds the new files until they are complete
-_MANIFEST = "files.json"  # their names, written when they are complete
+_MANIFEST = "files.json"  # lists the new files; written when they are complete
 _DONE = "done.json"  # the manifest's name when all new files are in place
 _BACKUP = ".backup"
 
 
 class RepairReport(NamedTuple):
-    """The result of a repair. `renamed` lists the tensors that the Trainer would not have found; empty for none."""
+    """The result of a repair. `renamed` lists the tensors that the Trainer would not have found."""
 
     directory: Path
     renamed: tuple[str, ...]
@@ -52,8 +53,7 @@ def repair(directory: str | os.PathLike[str]) -> RepairReport:
 
     Raises:
         ValueError: transformers is not installed or does not know the model, the model is quantised, tensors are
-            missing, left over or would change their dtype, or the directory holds no safetensors. The weights stay as
-            they were.
+            missing, left over or would change their dtype, or there are no safetensors. The weights are then unchanged.
     """
     directory = Path(directory)
     _undo_interrupted(directory)
@@ -139,7 +139,7 @@ def _write_new_files(
 def _check_written(
     directory: Path, held: dict[str, TensorInfo], written: dict[str, TensorInfo], known: set[str]
 ) -> None:
-    """Raise ValueError unless the new files have the names of the modules, and the numbers and dtypes of the old."""
+    """Raise ValueError unless the new files have the modules' names and the old files' elements of each dtype."""
     if unknown := sorted(set(written) - known):
         raise ValueError(f"repair: transformers must write the names of its modules, got {first_three(unknown)}")
     before, after = _elements(held), _elements(written)
@@ -155,5 +155,5 @@ def _elements(infos: dict[str, TensorInfo]) -> dict[str, int]:
     """Return the number of elements of each dtype."""
     counts: Counter[str] = Counter()
     for info in infos.values():
-        counts[str(info.dtype).removeprefix("torch.")] += prod(info.shape)
+        counts[dtype_name(info.dtype)] += prod(info.shape)
     return dict(sorted(counts.items()))

@@ -22,10 +22,10 @@ class BlockSurvey:
     Attributes:
         layouts: the layouts that fit; several if neither names nor shapes nor the architecture decide between them.
         sizes: the sizes according to each of these layouts.
-        bias: the experts have biases.
-        experts: the experts' weights by name below the block, including those written for zero experts.
-        num_routed: rows of the router without those of zero experts.
-        config: of the model, for the block's layer.
+        bias: whether the experts have biases.
+        experts: the experts' weights by name below the block, including weights of zero experts.
+        num_routed: number of the router's rows, without rows of zero experts.
+        config: the configuration of the model, for the block's layer.
         wrong: the reasons why no layout fits.
     """
 
@@ -68,7 +68,8 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
     fitting, wrong = _fitting(block, described, router, num_zero)
     fitting = _narrow(fitting, values.get(RECORD), config)
     layouts, sizes = zip(*fitting, strict=True) if fitting else ((), ())
-    bias = _has_bias(block, layouts)
+    patterns = block.patterns()
+    bias = any(key.bias and key.name in patterns for layout in layouts for key in layout.keys)
     names = {name for layout, size in fitting for name in _names(layout, bias, size.num_experts + num_zero)}
     return BlockSurvey(
         block=block,
@@ -86,7 +87,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return the layouts that fit, with their sizes. If none fits, also return the misfits of the most similar one."""
+    """Return the layouts that fit, with their sizes, and if none fits the errors of the most similar one."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]
@@ -95,18 +96,12 @@ def _fitting(
 
 
 def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) -> dict[str, Stored]:
-    """Return the block's weights by name. Raise ValueError if some cannot be read."""
+    """Return the block's weights by name. Raise ValueError if a weight cannot be read."""
     problems: list[str] = []
     described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
     if problems:
         raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + first_three(problems, "\n  "))
     return {name: stored for name, stored in described.items() if stored is not None}
-
-
-def _has_bias(block: Block, layouts: tuple[Layout, ...]) -> bool:
-    """Return whether the block has one of the biases that these layouts name."""
-    patterns = block.patterns()
-    return any(key.bias and key.name in patterns for layout in layouts for key in layout.keys)
 
 
 def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
@@ -147,7 +142,7 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """Return a layout's missing tensors and its tensors of wrong sizes. Zero experts have no matrix "down"."""
+    """Return errors for a layout's missing and wrongly sized tensors. Zero experts have no matrix "down"."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=False):

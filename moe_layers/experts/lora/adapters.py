@@ -4,7 +4,7 @@ With the adapters n of a projection, each expert computes with
 
     w + sum over n of scale_n * b_n @ a_n          a_n [r, in], b_n [out, r]
 
-The experts' op computes the products of low rank beside those of the weights: no tensor of the weights' size is made.
+The experts' op adds the products of low rank to those of the weights. No tensor of the weights' size is made.
 The state dict names the factors `experts.lora.<name>.up_a`, `up_b`, `down_a` and `down_b`.
 
 Source: https://arxiv.org/abs/2106.09685.
@@ -33,17 +33,16 @@ class LoRA:
     """Settings of one adapter.
 
     Args:
-        rank: r, of each target and expert.
+        rank: the rank r for each target and expert.
         alpha: the product of the factors is scaled by alpha / rank.
         targets: projections with an adapter: "up" (gate and up rows together) and "down", the default.
-        dropout: probability with which an element of the adapter's input is zeroed in training. Not 0: the experts
-            compute in training by several ops, which costs time and memory; evaluation stays fused.
+        dropout: probability with which an element of the adapter's input is zeroed in training. If it is not 0,
+            training computes the experts with several ops, which costs time and memory. Evaluation stays fused.
         rslora: scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
-        shared_outer: all experts share the factors on the side of the tokens, `up_a` and `down_b`.
+        shared_outer: all experts share the factors `up_a`, which multiplies tokens, and `down_b`, which yields outputs.
 
     Raises:
-        ValueError: the rank is not a positive integer, alpha not positive, a target unknown or there twice, or dropout
-            outside [0, 1).
+        ValueError: rank or alpha is not positive, a target is unknown or repeated, or dropout is outside [0, 1).
     """
 
     rank: int
@@ -74,7 +73,7 @@ class ExpertLoRA(nn.Module):
     """The factors of one adapter for the experts of a layer.
 
     `up_a` is [E, r, D], `up_b` [E, 2F or F, r], `down_a` [E, r, F] and `down_b` [E, D, r]; with `shared_outer` the
-    first axis of `up_a` and `down_b` has length 1. Those of a projection that is no target are None.
+    first axis of `up_a` and `down_b` has length 1. The factors of a projection that is not a target are None.
 
     `a` starts from nn.Linear's uniform distribution, and `b` from zero: a new adapter changes no output.
     """
@@ -126,12 +125,12 @@ class ExpertLoRA(nn.Module):
 
 
 class ActiveAdapter(NamedTuple):
-    factors: ExpertAdapters  # the factors of this rank's experts
+    factors: ExpertAdapters  # factors of this rank's experts
     dropout: float  # 0 in evaluation
 
 
 def active_adapters(lora: Any, local_share: Callable[[str, Tensor], Tensor] | None) -> list[ActiveAdapter]:
-    """The adapters that take part in the forward."""
+    """The adapters that the forward computes."""
     found = []
     for name, adapter in () if lora is None else lora.items():
         if adapter.is_active:
@@ -155,7 +154,7 @@ def any_dropout(adapters: Sequence[ActiveAdapter]) -> bool:
 
 
 def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
-    """Return one adapter that equals the sum of these: it joins their ranks, and each `b` holds its scale."""
+    """Return one adapter that equals the sum of these. It concatenates the ranks and multiplies scales into `b`."""
     if len(adapters) < 2:
         return adapters[0] if adapters else None
     up = [(a, b * part.scale) for part in adapters if (a := part.up_a) is not None and (b := part.up_b) is not None]
@@ -181,15 +180,15 @@ def uses_dropout(lora: nn.ModuleDict | None) -> bool:
 def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.dtype | None = torch.float32) -> None:
     """Freeze the layer and add trainable low-rank adapters to its experts. The output does not change by a bit.
 
-    Router, experts, shared expert and latent projections are frozen; adapters that were added before are not. The new
-    adapter is active beside those. Everything else about the layer stays: recomputation, autocast, `torch.compile`,
-    activation checkpointing and `saved_bytes`. Expert parallelism shards adapters as their experts, whether it is
-    applied before or after; call it before `fully_shard`.
+    Router, experts, shared expert and latent projections are frozen, but not adapters that were added before. The new
+    adapter is active in addition to the active ones. Recomputation, autocast, `torch.compile`, activation checkpointing
+    and `saved_bytes` work as before. Expert parallelism shards adapters like their experts, whether it is applied
+    before or after. Call `add_lora` before `fully_shard`.
 
     Args:
         name: key of the adapter, in the state dict `experts.lora.<name>`.
-        dtype: of the factors. Default float32, whatever the layer's dtype: steps of an optimizer are often too small
-            for 16 bits. The op rounds the factors to the dtype of the weights. None: the dtype of the weights.
+        dtype: dtype of the factors. The default is float32 for any dtype of the layer, because steps of an optimizer
+            are often too small for 16 bits. The op rounds factors to the weights' dtype. None means that dtype.
 
     Raises:
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
@@ -198,7 +197,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     experts = experts_of(layer)
     check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
-    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` brings the others back
+    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` restores merged adapters
     if not isinstance(name, str) or not name or "." in name or name in taken or hasattr(held, name):
         raise ValueError(f"add_lora: name must be new, without dots, and no attribute of a ModuleDict, got {name!r}")
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]
@@ -206,7 +205,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     adapter = ExpertLoRA(lora, d_model, d_up, d_ff, len(experts.w_up), **factory)
     weight = stored(experts.w_up)
     if is_dtensor(weight):
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # half as long as importing PyTorch
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # a slow import
 
         for key, factor in list(adapter.named_parameters()):
             # All ranks draw the factors of all experts and keep their own. Shared factors are the first rank's.
@@ -223,7 +222,8 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
 
 
 def set_lora(layer: nn.Module, names: str | Sequence[str]) -> None:
-    """Choose the active adapters, whose sum the experts add. Others get no gradient. None of them: the base alone.
+    """Choose the active adapters, whose sum the experts add. Other adapters get no gradient. Without a name no adapter
+    is active.
 
     Raises:
         ValueError: there is no adapter of a name.
@@ -250,7 +250,7 @@ def remove_lora(layer: nn.Module, names: str | Sequence[str] | None = None) -> N
 
 
 def experts_of(layer: nn.Module) -> Any:
-    """Return the layer's `GroupedExperts`, a class that imports this module."""
+    """Return the layer's `GroupedExperts`. Their class imports this module."""
     return layer.experts
 
 

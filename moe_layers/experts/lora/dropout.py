@@ -1,11 +1,11 @@
-"""Experts with dropout on the input of their adapters, in training.
+"""Computes experts with dropout on the input of their adapters, in training.
 
     H = X @ w_up^T + sum over adapters of scale * (drop(X) @ up_a^T) @ up_b^T
     Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T
 
-Each row, adapter and projection has its own mask, as with PEFT's adapters of experts that are linear layers. One op
-follows another, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A. Of
-quantised weights it keeps the dequantised ones.
+Each row, adapter and projection has its own mask, as with PEFT's adapters of experts that are linear layers. The steps
+are separate ops, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A. It
+keeps quantised weights in dequantised form.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _factors(adapter: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor] 
 
 
 def _row_weights(topk_weights: Tensor, permutation: Permutation) -> Tensor:  # [R]
-    """The routing weight of each row; 0 for padding rows."""
+    """Return the routing weight of each row, or 0 for padding rows."""
     num_rows = len(permutation.row_to_token)
     row = torch.where(permutation.slot_to_row < 0, num_rows, permutation.slot_to_row).flatten().long()
     return topk_weights.new_zeros(num_rows + 1).scatter(0, row, topk_weights.flatten())[:num_rows]

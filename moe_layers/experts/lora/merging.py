@@ -1,4 +1,4 @@
-"""Merging of low-rank adapters into the experts' weights, and the way back."""
+"""Merges low-rank adapters into the experts' weights, and undoes the merge."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .adapters import (
 
 
 class Unmerged(NamedTuple):
-    """The layer before its adapters were merged."""
+    """The state of a layer before its adapters were merged."""
 
-    weights: dict[str, Tensor | QuantizedExperts]  # by projection, in the memory of the host
+    weights: dict[str, Tensor | QuantizedExperts]  # weights by projection, in host memory
     adapters: dict[str, ExpertLoRA]
 
 
@@ -45,25 +45,25 @@ def merge_lora(
 ) -> dict[str, float]:
     """Add adapters to the experts' weights, and remove them.
 
-    The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then costs and
-    stores what it did without adapters, and `save_checkpoint` takes it. Quantised weights become plain ones, in the
-    dtype that the layer computes in.
+    The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then has the
+    time and memory of a layer without adapters, and `save_checkpoint` accepts it. Quantised weights become plain ones,
+    in the dtype that the layer computes in.
 
     Args:
-        names: default: the active adapters.
+        names: names of the adapters to merge. Default: the active adapters.
         keep_base: keep the adapters, and a copy of the weights in the memory of the host, for `unmerge_lora`.
-        requantize: store quantised weights in their format again. A change that is small beside the steps of the format
-            is rounded away.
+        requantize: store quantised weights in their format again. A change that is small relative to the steps of the
+            format is lost in the rounding.
         least_kept: with `requantize`, the least share of the change that must survive rounding; 0 accepts any loss.
 
     Returns:
         with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2, and 0 if
-        rounding alters the weight more than the adapter does. Otherwise nothing.
+        rounding alters the weight more than the adapter does. Otherwise None.
 
     Raises:
-        NotImplementedError: quantised experts that ranks share.
-        ValueError: there is no adapter, or none of a name, or `fully_shard` was applied; `requantize` with plain
-            weights; less than `least_kept` survives, and then nothing is changed.
+        NotImplementedError: the experts are quantised and shared by ranks.
+        ValueError: there is no adapter, or none of a name; `fully_shard` was applied; `requantize` is set with plain
+            weights; or less than `least_kept` survives. Nothing is changed then.
     """
     experts = experts_of(layer)
     check_before_fully_shard("merge_lora", experts)
@@ -118,14 +118,10 @@ def _weight(experts: Any, projection: str) -> nn.Parameter | QuantizedExperts:
     return getattr(experts, f"w_{projection}")
 
 
-def _pair(adapters: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor]:
-    return getattr(adapters, f"{projection}_a"), getattr(adapters, f"{projection}_b")
-
-
 def _merged_quantized(
     experts: Any, projection: str, merged: ExpertAdapters, requantize: bool
 ) -> tuple[nn.Parameter | QuantizedExperts, float]:
-    """Return the merged weight, and with `requantize` the share of the change that it holds."""
+    """Return the merged weight, and with `requantize` the share of the change that survived."""
     base = _weight(experts, projection)
     assert isinstance(base, QuantizedExperts)
     if not requantize:
@@ -142,7 +138,7 @@ def _merged_quantized(
 
 
 def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerged:
-    """Return what undoes this merge and earlier ones."""
+    """Return the state that `unmerge_lora` restores: it undoes this merge and earlier ones."""
     kept = experts.unmerged or Unmerged({}, {})
     for projection in projections:
         if projection not in kept.weights:
@@ -157,10 +153,10 @@ def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerg
 
 @torch.no_grad()
 def unmerge_lora(layer: nn.Module) -> None:
-    """Undo `merge_lora(keep_base=True)`: the weights get their bits back, and the adapters are there again.
+    """Undo `merge_lora(keep_base=True)`: restore the weights bit by bit, and the adapters.
 
     Raises:
-        ValueError: the last merge kept no base, or the experts were sharded since.
+        ValueError: the last merge kept no base, or the experts were sharded after it.
     """
     experts = experts_of(layer)
     if experts.unmerged is None:
@@ -190,8 +186,9 @@ def _local_weight(experts: Any, projection: str) -> Tensor:
 
 
 def add_adapters(weight: Tensor, adapters: ExpertAdapters, projection: str) -> None:
-    """weight += scale * b @ a of a projection, rounded once. Expert by expert: the sum is wider than the weight."""
+    """Add scale * b @ a to a weight, rounded once, one expert at a time, because the sum has a wider dtype."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in _pair(adapters, projection))
+    pair = getattr(adapters, f"{projection}_a"), getattr(adapters, f"{projection}_b")
+    a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in pair)
     for expert, matrix in enumerate(weight):
         matrix.copy_(torch.addmm(matrix.to(dtype), b[expert], a[expert], alpha=adapters.scale))

@@ -27,8 +27,7 @@ __all__ = [
     "shard_experts",
 ]
 
-# Modules that import the Trainer or the quantisers of transformers, or torch.distributed.tensor. They are imported on
-# first use.
+# Imported on first use, because they import transformers' Trainer or quantisers, or torch.distributed.tensor.
 _ON_FIRST_USE = {
     "RoutingCallback": "routers.trainer_callback",
     "ShardReport": "sharding.shard_model",
@@ -47,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _takes_implementations() -> bool:
-    """Return whether the expert parallelism of this version of transformers takes other implementations."""
+    """Return whether expert parallelism of this transformers version accepts implementations of other packages."""
     name = "transformers.distributed.expert_parallel"
     return find_spec(name) is not None and hasattr(importlib.import_module(name), "EPImplementationInterface")
 

@@ -64,10 +64,10 @@ class EnableReport:
 
     Attributes:
         blocks: number of MoE blocks.
-        kinds: count of each (class, activation, path). A path is "experts interface" or "replaced forward".
+        kinds: number of blocks of each (class, activation, path). A path is "experts interface" or "replaced forward".
         adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
-        quantized: bytes of the experts' weights that stay in their stored form, by format.
-        adapted_by_wrapper: names of parameters or experts whose wrapper changes the parameters itself, with the reason.
+        quantized: bytes of the experts' weights that keep their stored form, by format.
+        adapted_by_wrapper: names of parameters or experts whose adapters PEFT adds to the parameters, with the reason.
     """
 
     blocks: int
@@ -91,15 +91,15 @@ class EnableReport:
 
 @dataclass(eq=False)
 class _State:
-    """Everything that `disable` restores. One instance belongs to one enabled model."""
+    """The state that `disable` restores. Each enabled model has one instance."""
 
-    configs: list[tuple[Any, str | None]]  # with their experts implementations
+    configs: list[tuple[Any, str | None]]  # configurations, with their previous experts implementations
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
-    hooks: list[RemovableHandle]  # on the holders of the places
+    hooks: list[RemovableHandle]  # hooks on modules that hold experts
     models: list[nn.Module]  # may hold configurations of PEFT
-    adapters: dict[str, Any] = field(default_factory=dict)  # their configurations that were checked
+    adapters: dict[str, Any] = field(default_factory=dict)  # PEFT's configurations that were checked
 
     def check_targets(self) -> None:
         warn_of_missed_targets(self.models, self.experts, self.adapters)
@@ -122,21 +122,21 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     The function checks everything before it changes anything. If it is interrupted, the model is not enabled. An
     enabled model may be enabled again, with another implementation.
 
-    The function sets `experts_implementation="moe_layers"` in the model's configuration. A model with the same
-    configuration object then computes its experts here, too. For a part of a model, such as one layer, and for a second
-    model with the configuration, the function replaces the forward of the experts instead; nothing else changes.
+    The function sets `experts_implementation="moe_layers"` in the model's configuration. Every other model with the
+    same configuration object then also computes its experts with `moe_kernels`. If `model` is a part of a model, such
+    as one layer, or a second model with the configuration, only the forward of its experts is replaced.
 
     Args:
         model: any module that holds MoE blocks of transformers.
         implementation: "triton", "reference", or None (default) to choose by device.
-        precision: "fp8" multiplies e4m3 operands in the experts, see `fused_experts`; None (default) operands in the
-            dtype of the model.
+        precision: "fp8" multiplies e4m3 operands in the experts, see `fused_experts`. None (default) multiplies
+            operands in the dtype of the model.
 
     Raises:
-        ValueError: the model has no MoE block, or an unsupported one, which the message names; or a part of the model,
-            or a model around it, is enabled; or `shard_experts` sharded it. Weights are quantised in a way that the
-            kernels cannot read. With "fp8": weights are quantised, or partitioned by DeepSpeed's ZeRO-3, their sizes
-            are no multiples of 16, or experts have a norm.
+        ValueError: the model has no MoE block, or an unsupported one, which the message names; a part of the model, or
+            a model around it, is enabled; `shard_experts` sharded it; or weights are quantised in a way that the
+            kernels cannot read. With "fp8": weights are quantised or partitioned by DeepSpeed's ZeRO-3, their sizes are
+            not multiples of 16, or experts have a norm.
         NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
@@ -182,16 +182,17 @@ def _check_new_targets(holder: nn.Module) -> None:
 
 
 def _check_targets(holder: nn.Module, *_: object) -> None:
-    """Check adapters that were added after `enable`. Called before the forward of the first block.
+    """Check adapters that were added after `enable`. The hook runs before the forward of the first block.
 
-    The hook refers to no model, because a copy of the block would copy it.
+    The hook holds no reference to the model, because a copy of the block would then copy the model.
     """
     _check_new_targets(holder)
 
 
 @torch.no_grad()
 def _in_precision(part: Found, precision: str) -> Found:
-    """Return the experts with a precision. Raise ValueError if they cannot be computed with it."""
+    """Return the experts with their specs set to `precision`. Raise ValueError if experts cannot be computed with
+    it."""
     if any(hasattr(parameter, "ds_id") for parameter in part.experts.parameters()):
         raise ValueError(
             f"enable: precision={precision!r} needs whole weights, got {part.name} of DeepSpeed's ZeRO-3; call enable "
@@ -216,7 +217,7 @@ def _replace(forwards: dict[nn.Module, Callable[..., object]], places: list[Plac
 
 
 def _configs_of(found: list[Found]) -> list[Any]:
-    """Return the distinct configurations of the experts that are called through the interface."""
+    """Return the distinct configurations of the experts that models call through the experts interface."""
     through_interface = [part.experts for part in found if not part.forwards]
     return list({id(experts.config): experts.config for experts in through_interface}.values())
 
@@ -239,8 +240,7 @@ def _selectable(model: nn.Module) -> set[int]:
 def disable(model: nn.Module) -> None:
     """Undo `enable` and restore the model's previous state. Statistics, losses and counts of its routers end.
 
-    Changes that others made since then stay: hooks and wrappers around replaced forwards, and another
-    `experts_implementation`.
+    Later changes by others remain: hooks and wrappers of replaced forwards, and another `experts_implementation`.
 
     Raises:
         ValueError: the model is not enabled, or `shard_experts` sharded its experts.
@@ -264,7 +264,7 @@ def _check_whole(op: str, state: _State) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        if config._experts_implementation_internal == NAME:  # else the user has chosen another one since
+        if config._experts_implementation_internal == NAME:  # else the user has chosen another implementation since
             config._experts_implementation_internal = implementation
     for module in state.replaced:
         restore_forward(module)
@@ -281,7 +281,7 @@ def _restore(model: nn.Module, state: _State) -> None:
 
 
 def _innermost(model: Any) -> nn.Module:
-    """Return the model inside PEFT's, which remains when adapters are unloaded."""
+    """Return the model inside PEFT's wrappers. It remains when adapters are unloaded."""
     return model.get_base_model() if type(model).__module__.startswith("peft.") else model
 
 

@@ -1,4 +1,5 @@
-"""Activations for epilogues with 16-bit results: a few instructions per value, with an error far below the rounding.
+"""Activations for epilogues with 16-bit results. They take a few instructions per value, and their error is far below
+that of the final rounding.
 
 A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
 last places of float32 and takes longer. These functions use the hardware's exp2 and reciprocal alone, with a relative
@@ -43,7 +44,8 @@ def _gelu_tanh(x):
 @gluon.jit
 def _gelu(x):
     """Return x * P(z < x) for a normal z. The log of P(z < x) / P(z > x) is an odd function of x, here a polynomial.
-    Its error is 2.9e-4 up to |x| = 5.6, which is the relative error of the smaller of the two, and grows beyond."""
+    The polynomial's error is 2.9e-4 up to |x| = 5.6 and grows beyond. It equals the relative error of the smaller
+    probability."""
     square = x * x
     total = -8.17412255e-10 * square + 9.19358523e-08
     total = total * square - 3.90990847e-06
@@ -156,7 +158,7 @@ FORWARD = {name: functions.forward for name, functions in ACTIVATIONS.items()} |
     "gpt_oss": gpt_oss,
 }
 
-# Gated activations whose gradient a consumer computes beside its products.
+# Gated activations whose gradient a consumer computes while its products run.
 BACKWARD = {
     "swiglu": swiglu_backward,
     "geglu_tanh": geglu_tanh_backward,

@@ -22,7 +22,8 @@ def _layout(rank: int, bits: int, swizzle: int) -> gl.NVMMASharedLayout:
 
 
 def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16, swizzle: int = 128) -> dict[str, Any]:
-    """Return all fields of a descriptor except its tensor, whose elements have so many bits. `swizzle` counts bytes."""
+    """Return all fields of a descriptor except its tensor. `bits` is the size of the tensor's elements, `swizzle`
+    counts bytes."""
     return {
         "shape": shape,
         "strides": strides,

@@ -1,12 +1,12 @@
 """A finished tile of the grouped GEMM: its bias, its activation, and how it is written, one part at a time.
 
-The tile stays in registers as a left and a right half in the dtype of the result. The activation is computed from these
-rounded values, which backward also reads, and from the bias. Without an activation, the bias is added before the values
-are rounded.
+The tile stays in registers as a left and a right half in the dtype of the result. The activation is computed from the
+bias and these rounded values, because backward reads the same values. Without an activation, the bias is added before
+the values are rounded.
 
 An activation is computed in several pieces, each during one reduction step, so that the tensor cores do not wait for
-it. For this the halves are stored as pairs of columns. Otherwise the compiler unpacks them, or computes the activation,
-before the next tile's first step, and runs out of registers.
+it. The halves are kept as pairs of columns. Otherwise the compiler unpacks them, or computes the activation, before the
+next tile's first step, and runs out of registers.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ class Finished:
     """Position of the tile that is still to be written."""
 
     group: gl.tensor
-    row: gl.tensor  # counted so that ROW_BOUND is the end of the group
+    row: gl.tensor  # row coordinate of a ragged descriptor: ROW_BOUND is the group's end
     end: gl.tensor
     column: gl.tensor
 
@@ -41,7 +41,7 @@ def num_parts(pieces):
 
 @gluon.jit
 def waiting(rounded, PIECES: gl.constexpr):
-    """Return the halves of a rounded tile in the form in which they stay in registers."""
+    """Return the halves of a rounded tile in the form that is kept in registers."""
     if PIECES:
         left, right = halves(rounded)
         return packed(left), packed(right)
@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """[G, N], in rows of whole 16 bytes. Without a bias, None replaces the object."""
+    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, None replaces the object."""
 
     pointer: gl.tensor
     stride: gl.tensor
@@ -98,7 +98,7 @@ def _activated_pairs(
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Compute 16 pairs of columns at a time, or 8 with a bias, which the registers then have room for."""
+    """Compute 16 pairs of columns at a time. With a bias, compute 8 pairs, because registers have no room for more."""
     PAIRS: gl.constexpr = pairs.shape[1]
     AT_ONCE: gl.constexpr = 16 if bias is None else 8
     if PAIRS > AT_ONCE:
@@ -145,7 +145,8 @@ def _write_activated(
     FORWARD: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Write one piece to the staging buffer, which makes the compiler compute it here. The last piece sends all."""
+    """Write one piece to the staging buffer. The write makes the compiler compute the piece here. After the last piece,
+    send the whole buffer."""
     gate = piece_of(pairs, PIECE, PIECES)
     up = piece_of(up_pairs, PIECE, PIECES)
     column = first + PIECE * (2 * gate.shape[1])
@@ -169,8 +170,8 @@ def write_part(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Write part 0 (left half), 1 (right half) or a piece of the activation of a finished tile. Plain activations have
-    the pieces of the left half first, then those of the right half."""
+    """Write part 0 (left half), 1 (right half) or a piece of the activation of a finished tile. The pieces of a plain
+    activation are those of the left half, then those of the right half."""
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
     elif GATED:
@@ -229,5 +230,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """Return the gate: the activation of a tile of zeros."""
+    """Return the gate unchanged. It serves as the activation of the initial tile of zeros."""
     return gate

@@ -1,4 +1,4 @@
-"""The warp-specialised kernel with the gradient of a gated activation in its epilogue as catalog objects."""
+"""Catalog objects of the warp-specialised kernel with the gradient of a gated activation in its epilogue."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _options(kernel: WarpSpecializedActivationGradient) -> dict[str, Any]:
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave no memory for five buffers, and gain nothing with fewer.
+    # Wider tiles leave no shared memory for five buffers. With fewer buffers they are not faster.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)

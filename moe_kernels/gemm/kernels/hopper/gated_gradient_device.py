@@ -1,10 +1,10 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
 The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
-Some of the next tile's first steps each compute one piece of its columns. The steps between leave the tensor cores
-enough work for the time of a piece. A consumer has two buffers for pieces of H, overwrites a piece there with dH, and
-sends it. The last step before the next piece asks for the piece after that one. The first two pieces of a tile are
-asked for before the tile is finished.
+Some of the next tile's first reduction steps each compute one piece of the finished tile's columns. The steps between
+two pieces give the tensor cores enough work for the time of a piece. A consumer has two buffers for pieces of H. It
+overwrites a piece there with dH and sends it. The last step before the next piece starts to load the piece after the
+next. The first two pieces of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ class Staged:
     gate: gl.shared_memory_descriptor  # gate columns of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
     up: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
-    arrived: gl.shared_memory_descriptor  # barriers: H is there
+    arrived: gl.shared_memory_descriptor  # barriers: H has arrived
 
     @gluon.constexpr_function
     def __init__(self, gate, up, weighted, arrived):
@@ -45,7 +45,7 @@ def _make_staged(h_desc, weighted_desc):
 
 @gluon.jit
 def _fetch(staged, h_desc, row, end, column_tile, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Start the copies of a piece of H, once what its buffers held before is sent."""
+    """Start the copies of a piece of H, once the earlier contents of its buffers are sent."""
     N: gl.constexpr = h_desc.block_type.shape[4]
     column = (column_tile * PIECES + PIECE) * N
     arrived = staged.arrived.index(PIECE % 2)
@@ -70,10 +70,10 @@ def _differentiate(
     PIECE: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Compute a piece of dH and of the weighted activation and start to send both. Return the rows' sums with those of
-    the piece.
+    """Compute a piece of dH and of the weighted activation and start to send both. Return the rows' sums, to which
+    those of the piece are added.
 
-    For rows past the group's end H is zero and the product arbitrary; nothing of these rows is written.
+    For rows past the group's end H is zero and the product is arbitrary. These rows are not written.
     """
     dtype: gl.constexpr = weighted_desc.dtype
     grad = unpacked(piece_of(kept, PIECE, PIECES), dtype).to(gl.float32)
@@ -83,8 +83,8 @@ def _differentiate(
     gate_buffer = staged.gate.index(PIECE % 2)
     up_buffer = staged.up.index(PIECE % 2)
     weighted_buffer = staged.weighted.index(PIECE % 2)
-    # Each buffer serves two pieces of a tile. The wait also keeps the compiler from mixing what follows with the
-    # products, which would then wait for it.
+    # Each buffer serves two pieces of a tile. The wait also keeps the compiler from moving the following code between
+    # the products, which would then wait for that code.
     mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
     gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
@@ -130,7 +130,7 @@ def _consume(
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
     kept = packed(total.to(dtype))  # belongs to the finished tile, as everything named `last`
-    # No tile is finished yet. At the bound of the rows the hardware clips everything.
+    # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)
     last_column = gl.to_tensor(0)
@@ -186,7 +186,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_column_tiles", "num_steps"])
 def activation_gradient_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; like the next three, only if the rows are gathered
+    a_ptr,  # [T, K]; this and the next three only if the rows are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

@@ -1,4 +1,4 @@
-"""The warp-specialised grouped GEMM as catalog objects, with the reasons for unsupported arguments."""
+"""Catalog objects of the warp-specialised grouped GEMM, with the reasons for unsupported arguments."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         return args if self._walks(args) else super().with_metadata(args, memory, write=write)
 
     def _walks(self, args: GroupedGemmArguments) -> bool:
-        """Return whether the kernel walks the offsets: for few groups that is faster than the launch of a table."""
+        """Return whether the kernel finds tiles from the offsets. For few groups this is faster than launching a kernel
+        that makes a table."""
         if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
             return False
         return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()

@@ -35,8 +35,8 @@ def _reduce_tile(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Return (sum of a tile's steps, plus bias unless an activation follows; the step after them). Writes the finished
-    tile during the first steps."""
+    """Return (sum over a tile's steps, number of the next step). The sum includes the bias unless an activation
+    follows. The finished tile is written during the first steps."""
     PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -45,8 +45,8 @@ def _reduce_tile(
         release_previous(ring, step, pred=part > 0)
         step += 1
     if bias is not None and PIECES == 0:
-        # Loaded during the remaining multiplications, into the registers freed by the finished tile. Rows are multiples
-        # of 8 values; this tells the compiler.
+        # The bias is loaded during the remaining multiplications, into the registers freed by the finished tile.
+        # Rounding down to multiples of 8 tells the compiler that rows are aligned.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, num_steps):
         total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -89,10 +89,10 @@ def _consume(
     half_layout: gl.constexpr = left.type.layout
     if PIECES:
         left, right = packed(left), packed(right)
-    # No tile is finished yet. At the bound of the rows the hardware clips everything.
+    # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
-    # A program that ends a tile early no longer reads data at the same time as the programs that share it. With a long
-    # reduction, the L2 cache does not hold the data until then, which costs more than the early end saves.
+    # A program that ends a tile early no longer reads data at the same time as the programs that share the data. With a
+    # long reduction, the L2 cache drops the data in between, which costs more than the early end saves.
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
@@ -143,22 +143,22 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; like the next three, only if the rows are gathered
+    a_ptr,  # [T, K]; this and the next three only if the rows are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
-    extra_a_desc,  # [R, r] of a second pair of operands, or None; like all of it, without EXTRA_STEPS
+    extra_a_desc,  # [R, r] of a second pair of operands; None without EXTRA_STEPS, like the rest of the pair
     extra_a_ptr,  # [R, r] instead, if the rows of A are gathered
     extra_a_stride,
     extra_depth,  # r
-    extra_b_desc,  # like b_desc, r instead of K
+    extra_b_desc,  # like b_desc, with r instead of K
     bias_ptr,  # [G, N], or None; with an activation, the activation's bias
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else None
-    bounds_ptr,  # [G + 2]; offsets [G] if there is no table
-    tiles_ptr,  # [capacity, 2], or None; the next likewise
+    bounds_ptr,  # [G + 2]; without a table, offsets [G]
+    tiles_ptr,  # [capacity, 2]; without a table None, like the next one
     num_tiles_ptr,  # [2]
     num_rows,  # R
     num_columns,  # N

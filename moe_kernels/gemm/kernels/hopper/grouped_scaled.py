@@ -1,4 +1,4 @@
-"""The warp-specialised kernel of e4m3 operands with block scales as catalog objects."""
+"""Catalog objects of the warp-specialised kernel for e4m3 operands with block scales."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _kernel(design: WarpSpecializedDesign) -> WarpSpecializedBlockScaledGemm:
     return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90))
 
 
-# Tiles of 256 columns read fewer bytes per product, and have as many scales of B as columns have blocks.
+# Tiles of 256 columns read fewer bytes per product. They have one scale of B for each block of columns.
 _TILES = (((128, 256, 128), 4), ((128, 128, 128), 6))
 
 WARP_SPECIALIZED_SCALED_KERNELS = tuple(

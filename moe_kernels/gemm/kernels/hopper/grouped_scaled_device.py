@@ -4,8 +4,8 @@ Each consumer owns 64 rows of a tile and multiplies them with 128 columns at a t
 tensor cores' sum is scaled and added to a float32 total. The consumers take turns: while one adds, the tensor cores
 work for the other. The tile's two halves of 128 columns each have one scale of B per step, a scalar.
 
-Scales are loaded at the top of the step that reads them, and arrive while the tensor cores work. A tile's position is
-loaded one tile ahead, in the consumers too, because its scales are needed before its first sum.
+Scales are loaded at the start of the step that reads them, and arrive while the tensor cores work. Consumers, too, load
+a tile's position one tile ahead, because the tile's scales are needed before its first sum.
 """
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
@@ -30,7 +30,7 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at
 
-_STEP = gl.constexpr(128)  # products between two promotions, and columns with one scale
+_STEP = gl.constexpr(128)  # products between two additions to the total; also columns that share a scale
 _ROWS = gl.constexpr(64)  # rows of a consumer
 
 
@@ -81,7 +81,7 @@ def _produce(
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     if a_desc is None:
-        # Both are multiples of 16. This tells the compiler, which then copies 16 bytes at a time.
+        # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 16.
         depth = depth // 16 * 16
         a_stride = a_stride.to(gl.int64) // 16 * 16
         token = _rows_of_a(row_to_token_ptr, row, end, r)
@@ -117,7 +117,8 @@ def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, 
 
 @gluon.jit
 def _b_scales_at(scales, group, block):
-    """Return the place of the first scale of a block of columns; past the last block, of that one."""
+    """Return the position of the first scale of a block of columns. Blocks past the last one get the last block's
+    position."""
     block = min(block, scales.num_column_blocks - 1)
     return (group * scales.num_column_blocks + block) * scales.num_steps
 
@@ -141,7 +142,7 @@ def _consume(
     partial = gl.zeros((_ROWS, _STEP), gl.float32, layout)  # [64, 128]
     left = pinned(partial.to(out_desc.dtype))
     right = left
-    # No tile is finished yet. At the bound of the rows the hardware clips everything.
+    # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     at_end = gl.to_tensor(0)
     at_row = gl.to_tensor(0x40000000)
     at_column = gl.to_tensor(0)
@@ -157,7 +158,7 @@ def _consume(
         if TWO:
             b_at_1 = _b_scales_at(scales, group, column * (BLOCK_N // _STEP) + 1)
             scale_1 = gl.load(scales.b + b_at_1)
-        # The first step, in which the finished tile is written.
+        # The finished tile is written in the first step.
         slot = wait_step(ring, step)
         partial = _multiply(ring, slot, partial, WARPGROUP, 0, BLOCK_N)
         write(left, out_desc, [ROW_BOUND, at_end, at_row, at_column], buffer)
@@ -208,7 +209,7 @@ def _consume(
         write(right, out_desc, [ROW_BOUND, at_end, at_row, at_column + _STEP], buffer)
     if ZERO_TAIL:
         zeros = gl.zeros((_ROWS, _STEP), out_desc.dtype, layout)
-        # Loaded again, because in the loop above no register is free.
+        # The number of tiles is loaded again, because no register could keep it through the loop above.
         num_all_tiles = gl.load(num_tiles_ptr + 1) * tiles.num_column_tiles
         first_tile = gl.load(num_tiles_ptr) * tiles.num_column_tiles + gl.program_id(0)
         for tile in range(first_tile, num_all_tiles, gl.num_programs(0)):
@@ -223,7 +224,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["scale_a_stride", "num_rows", "num_column_blocks", "num_column_tiles", "num_steps"])
 def block_scaled_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, 128]; None if the rows are gathered
-    a_ptr,  # [T, K]; like the next three, only if the rows are gathered
+    a_ptr,  # [T, K]; this and the next three only if the rows are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

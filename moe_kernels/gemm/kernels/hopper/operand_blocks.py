@@ -73,7 +73,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
+    # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0

@@ -3,7 +3,7 @@
 One warpgroup is the producer: it keeps the copies of several steps of both operands to shared memory in flight. Two
 warpgroups are consumers: each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a
 finished tile to global memory while the tensor cores already work on the next tile. The finished tile stays in
-registers, as two rounded halves, and each of the next tile's first steps writes one part of it.
+registers, as two rounded halves, and each of the next tile's first steps writes one part of the finished tile.
 
 Ragged rows are read and written through descriptors whose row coordinate reaches its bound at the end of the group, so
 the hardware clips there; `ragged.py` has the maths. Gathered rows are copied asynchronously, 16 bytes at a time.
@@ -149,7 +149,8 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Return the inverse of `packed`, tied to its place, too, so that computations on it do not move ahead."""
+    """Return the inverse of `packed`. The result is also tied to its place, so that computations on it are not moved
+    ahead."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)

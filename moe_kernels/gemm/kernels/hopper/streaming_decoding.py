@@ -31,8 +31,8 @@ _READING = 100  # multiplications of a row that take as long as reading and deco
 def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
     """Return the cost of one group and one step of the reduction.
 
-    A group is read once for each tile of its rows. Most groups have fewer rows than twice the deviation above average.
-    If groups have one row, there are few of them, and narrow tiles occupy more SMs.
+    A group is read once for each tile of its rows. Most groups have fewer rows than the average plus twice the
+    deviation. If groups have one row, few groups have any, and narrow tiles occupy more SMs.
     """
     rows, columns, _ = design.tile_shape
     passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)

@@ -79,9 +79,9 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     pairs of values (the last axis) of four threads (the axis before it).
     """
     ROWS: gl.constexpr = rows.shape[0]
-    if FORM == "mxfp4":  # c, w, q, j: values j and j + 4 of a word are a pair
+    if FORM == "mxfp4":  # axes c, w, q, j: values j and j + 4 of a word are a pair
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
-    else:  # c, w, j, q
+    else:  # axes c, w, j, q
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     return ordered.reshape(ROWS, rows.shape[1])
 
@@ -93,7 +93,7 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
         low, high = _decode_mxfp4(stored, scale, NAN_255)
-        # c, w, r, q, o: pair j = 2 * o + r
+        # Axes c, w, r, q, o: pair j = 2 * o + r.
         value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
     else:
         value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
@@ -142,7 +142,8 @@ _MXFP4_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 @gluon.jit
 def _decode_mxfp4(stored, exponents, NAN_255: gl.constexpr):
-    """Return values j and j + 4 of each word for j = 0, 1 and for j = 2, 3. `exponents` has each byte's scale."""
+    """Return the pairs of values j and j + 4 of each word: first those for j = 0, 1, then for j = 2, 3. `exponents`
+    holds each byte's scale."""
     assembly: gl.constexpr = _mxfp4_assembly(NAN_255)
     return gl.inline_asm_elementwise(
         assembly,
@@ -288,8 +289,8 @@ def streaming_kernel(
             barrier()
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, STAGES)
-            # That copy waits for all earlier loads. Decoding hides the latency of the rows. It needs the scales at
-            # once: they are loaded a step ahead.
+            # The copy waits for all earlier loads. Decoding hides the latency of loading rows. It needs the scales
+            # immediately, so they are loaded one step ahead.
             rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
             next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)

@@ -1,4 +1,5 @@
-"""Rows and columns of a grouped GEMM's tiles, from a tile table or, for few groups, from the groups' offsets."""
+"""Rows and columns of a grouped GEMM's tiles, read from a tile table or, for few groups, computed from the groups'
+offsets."""
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
 
@@ -9,9 +10,10 @@ from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
 
-# From this number of steps, over all tiles of a program, half-width tiles compute as much as whole ones. Half-width
-# tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead of the
-# programs that share their data. If the L2 cache has dropped the data by then, a second read costs more than was saved.
+# From this number of steps on, counted over all tiles of a program, half-width tiles compute as much as whole tiles.
+# Half-width tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead
+# of the programs that share their data. If the L2 cache has dropped the data by then, the second read costs more than
+# half-width tiles save.
 LONG_WORK = gl.constexpr(4400)
 
 
@@ -66,7 +68,7 @@ def _plus(x, y):
 @gluon.jit
 def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr):
     """Return (cumulative tile counts, end rows) [MOST_WALKED] of the groups, clamped like the table's. Lanes past the
-    last group repeat it."""
+    last group repeat the last group's values."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     group = gl.arange(0, MOST_WALKED, layout=layout)
     raw_ends = gl.load(offsets_ptr + group, mask=group < NUM_GROUPS, other=0)
@@ -79,7 +81,8 @@ def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr)
 
 @gluon.jit
 def with_walk(tiles):
-    """Return tiles that hold the walk in the registers of the calling warps; with a table, return them unchanged."""
+    """Return tiles with the result of `walk` in the registers of the calling warps. With a table, return the tiles
+    unchanged."""
     if tiles.num_groups is None:
         return tiles
     else:
@@ -108,7 +111,8 @@ def row_tile_at(tiles, row_tile):
 
 @gluon.jit
 def tile_at(tiles, tile):
-    """Return (group, first row, end row of the group, column tile); past the last tile, those of the last tile."""
+    """Return (group, first row, end row of the group, column tile). Past the last tile, return those of the last
+    tile."""
     tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
     band = tiles.group_tiles * tiles.num_column_tiles
     first = tile // band * tiles.group_tiles

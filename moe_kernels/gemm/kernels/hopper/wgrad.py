@@ -1,4 +1,4 @@
-"""The warp-specialised weight gradient as catalog objects, with the reasons for unsupported arguments."""
+"""Catalog objects of the warp-specialised weight gradient, with the reasons for unsupported arguments."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def tile_at(tiles, turn):
 
 @gluon.jit
 def steps_for(tiles, num_rows):
-    """Return the number of steps, at least two, which write the last tile's two parts. Steps past a group read
-    zeros."""
+    """Return the number of steps. It is at least two, because two steps write the parts of the previous tile. Steps
+    past a group read zeros."""
     # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses it. It then
     # keeps the first tile's value. Passing the value through assembly counts as a use.
     num_rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
@@ -116,7 +116,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # Both are multiples of 8. This tells the compiler, which then copies 16 bytes at a time.
+    # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -220,7 +220,8 @@ def _reduce_tile(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Return (sum over a tile's steps, the step after them). Writes the finished tile during the first steps."""
+    """Return (sum over a tile's steps, number of the next step). The finished tile is written during the first
+    steps."""
     for part in gl.static_range(2):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, BLOCK_R, BLOCK_N)
         write(left if part == 0 else right, out_desc, [at.group, at.row, at.column + part * left.shape[1]], buffer)
@@ -257,7 +258,7 @@ def _consume(
     HALF_N: gl.constexpr = BLOCK_N // 2
     total = gl.zeros((HALF_K, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_K, BLOCK_N]
     left, right = halves(total.to(out_desc.dtype))
-    # No tile is finished yet. Past the last group the hardware clips everything.
+    # No tile is finished yet. The hardware clips past the last group, so the first writes do nothing.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
     num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
     steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # on average
@@ -290,7 +291,7 @@ def _consume(
 def wgrad_kernel(
     a_desc,  # ragged [R, K], block [BLOCK_R, BLOCK_K]; None if gathered
     dout_desc,  # ragged [R, N], block [BLOCK_R, BLOCK_N]; None if gathered
-    gathered_ptr,  # [T, K] or [T, N]; like the next three, only if an operand is gathered
+    gathered_ptr,  # [T, K] or [T, N]; this and the next three only if an operand is gathered
     gathered_stride,
     row_to_token_ptr,  # [R]
     num_gathered_columns,

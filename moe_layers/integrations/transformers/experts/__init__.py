@@ -1,1 +1,1 @@
-"""The experts modules of transformers' models: found, recognised, and computed by `moe_kernels`."""
+"""Finds and recognises the experts modules of transformers' models, and computes them with `moe_kernels`."""

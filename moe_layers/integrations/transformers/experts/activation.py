@@ -1,4 +1,4 @@
-"""Recognition of the activation in another library's experts module, by its results instead of its name."""
+"""Recognises the activation of another library's experts module by its results instead of its name."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # several columns of a gate, so that interleaved ones differ from concatenated ones
+_NUM_COLUMNS = 3  # more than one, so that interleaved and concatenated columns differ
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:
-    """Return the gated activation that equals `apply_gate` on a probe.
+    """Return the gated activation that gives the results of `apply_gate` on test values.
 
     Args:
-        experts: holds the numbers of the activation. Errors name its class.
+        experts: the module that holds the numbers of the activation. Errors name its class.
         apply_gate: takes [n, 2F] columns, gate columns then up columns.
-        interleaved: the columns are gate 0, up 0, gate 1, ... instead.
+        interleaved: `apply_gate` takes columns gate 0, up 0, gate 1, ... instead.
 
     Raises:
         ValueError: no activation of this package equals it.
@@ -47,7 +47,7 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
 
 
 def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) -> Activation:
-    """Return the plain activation that equals `activation` on a probe.
+    """Return the plain activation that gives the results of `activation` on test values.
 
     Raises:
         ValueError: no activation of this package equals it.
@@ -60,7 +60,7 @@ def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) 
     return _match(experts, wanted, computed, 1 + values.square())
 
 
-def _probe(experts: nn.Module) -> Tensor:  # [n] float64, both sides of zero and of any clamp that is known
+def _probe(experts: nn.Module) -> Tensor:  # [n] float64, on both sides of zero and of every known clamp
     sizes = [0.0, 0.03, 0.3, 0.7, 1.1, 1.7, 2.6, 4.1, 6.3, 9.7, 30.0, 1e3]
     limit = _number(experts, "limit")
     if limit is not None and math.isfinite(limit):
@@ -87,8 +87,8 @@ def _candidates(experts: nn.Module, *, gated: bool) -> list[Activation]:
 
 def _match(experts: nn.Module, wanted: Tensor, computed: dict[Activation, Tensor], scale: Tensor) -> Activation:
     for activation, values in computed.items():
-        # Relative to `scale`, float32 steps inside `wanted` err by 1e-7. Our two closest activations, GELU by tanh and
-        # by erf, differ by 1e-4.
+        # Float32 steps inside `wanted` have errors of 1e-7 relative to `scale`. The two most similar activations, GELU
+        # by tanh and by erf, differ by 1e-4.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)

@@ -24,7 +24,7 @@ from .replaced_forwards import has_other_forward
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
 _SHARED_EXPERTS = re.compile(r"SharedExpert")
-# Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier ones of JetMoE are not tested.
+# Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier versions of JetMoE are not tested.
 _OLDEST = {"DbrxExperts": "5.17", "JetMoeMoE": "5.23"}
 
 
@@ -33,7 +33,7 @@ class Found:
     """An experts module that this package can compute.
 
     Attributes:
-        forwards: replacement forwards by module; empty if the configuration of the experts selects this package's.
+        forwards: replacement forwards by module; empty if the experts' configuration selects this package's forward.
     """
 
     name: str
@@ -71,8 +71,8 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
     for part in found:
         spec, experts = part.spec, part.experts
         check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
-        with torch.no_grad():  # quantised weights must be frozen only where gradients are computed
-            # As stored: DeepSpeed's ZeRO-3 leaves parameters without elements between forwards.
+        with torch.no_grad():  # quantised weights need to be frozen only if gradients are computed
+            # Stored weights are checked, because DeepSpeed's ZeRO-3 empties parameters between forwards.
             weights = (*spec.up_parameters(experts), spec.stored_down(experts), *spec.biases(experts))
         check_weights(part.name, weights)
     return found
@@ -103,7 +103,7 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
 
 
 def _check_forwards(forwards: Iterable[nn.Module]) -> None:
-    """Raise ValueError if someone else replaced a forward."""
+    """Raise ValueError if another library replaced a forward."""
     for module in forwards:
         if has_other_forward(module):
             raise ValueError(
@@ -112,7 +112,7 @@ def _check_forwards(forwards: Iterable[nn.Module]) -> None:
 
 
 def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
-    """Return the modules of a class that contain a module, at any depth: wrappers may be in between."""
+    """Return the modules of a class that contain the given module, at any depth: wrappers may be in between."""
     return [
         block
         for block in model.modules()
@@ -121,7 +121,7 @@ def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
 
 
 def has_interface(module: nn.Module) -> bool:
-    """Return whether the forward of the module's class gets its implementation from the experts interface."""
+    """Return whether the forward of the module's class calls the experts interface."""
     forward = type(module).forward
     while inspect.isfunction(forward):
         if "experts_interface" in forward.__code__.co_freevars:
@@ -131,7 +131,8 @@ def has_interface(module: nn.Module) -> bool:
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
-    """Yield classes that look like routed experts, with no known module around or inside them, and known reasons."""
+    """Yield (class, known reason) of modules that look like routed experts without a known module around or inside
+    them."""
     attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():

@@ -1,7 +1,7 @@
 """Replacement forwards for experts of transformers without an experts interface, by class name.
 
-The modules keep their places and parameters, and call one another as before. Anything attached to them (hooks, LoRA,
-sharding) still applies. Modules of transformers are `Any`: their attributes belong to their class.
+The modules keep their positions and parameters, and call one another as before. Hooks, LoRA and sharding of the modules
+still apply. The annotation of transformers' modules is `Any`, because each class has other attributes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _FlatSpec(ExpertsSpec):
 
 @dataclass(frozen=True)
 class _FirstSpec(ExpertsSpec):
-    """LongCat: the experts' matrices are followed by unused matrices of the zero experts."""
+    """LongCat: unused matrices of the zero experts follow those of the experts."""
 
     num_experts: int = 0
 
@@ -93,7 +93,7 @@ class _LinearsSpec(ExpertsSpec):
 
 def _weight_of(experts: Any, name: str) -> Weight:
     holder = getattr(experts, name)
-    if type(holder).__name__ != "JetMoeParallelExperts":  # the wrapper's change of the weight would be lost
+    if type(holder).__name__ != "JetMoeParallelExperts":  # a wrapper, whose change of the weight would be lost
         raise ValueError(
             f"moe_layers: {name} of {type(experts).__name__} must be JetMoeParallelExperts, got {type(holder).__name__}"
         )
@@ -114,7 +114,7 @@ def _dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def _longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run the experts. Ids beyond them are zero experts, which return the token."""
+    """Run the experts. Ids beyond the experts' are zero experts, which return the token."""
     routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
     return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
@@ -133,7 +133,7 @@ def _jetmoe_forward(self: Any, layer_input: Tensor) -> Tensor:
 
 
 def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the block. Scores of experts that were not chosen are zero."""
+    """Run the block. The router gives score zero to experts that it did not choose."""
     tokens = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(tokens)  # [T, E] each
     chosen = logits.topk(self.top_k, dim=1).indices
@@ -148,7 +148,7 @@ class Swap:
     Attributes:
         forward: replaces the forward of the experts.
         spec: makes the ExpertsSpec from the experts module and an implementation.
-        caller: class of the surrounding block, if it must call the experts in another way; else "".
+        caller: class of the surrounding block, if its forward must also be replaced; else "".
         caller_forward: replaces the forward of that block.
     """
 
@@ -190,11 +190,11 @@ SWAPS = {
     "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe),
 }
 
-# Mixtures of attention, whose experts project queries. The model computes them.
+# Mixtures of attention, whose experts project queries. The model's own code computes them.
 ATTENTION = ("JetMoeMoA",)
 
 _MODULES_WITH_DROPOUT = "each expert is a module of its own, with dropout between its matrices"
-# Reasons against experts and blocks that look like those of this package.
+# Reasons why experts and blocks that look like supported ones are not supported.
 REFUSED = {
     "DogeCDMoE": "its experts are pairs of vectors, found by product keys",
     "Mxfp4GptOssExperts": "they hold MXFP4 in the order of transformers' own kernels; load the model with keep_mxfp4 "

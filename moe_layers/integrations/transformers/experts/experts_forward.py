@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_kernels import (
-    Activation,
-    ExpertAdapters,
-    apply_activation,
-    combine,
-    grouped_gemm,
-    permute,
-    sort_by_expert,
-)
+from moe_kernels import Activation, ExpertAdapters, apply_activation, combine, grouped_gemm, permute, sort_by_expert
 from moe_kernels.experts.fused import compute_chosen, compute_experts
 from moe_kernels.quantization.formats import check_quantized
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
@@ -37,29 +29,29 @@ from .activation import recognise_gated, recognise_plain
 from .parametrized import check_stored, stored_weight
 from .rebuilding import rebuilt_in_backward
 
-NAME = "moe_layers"  # in the experts interface
+NAME = "moe_layers"  # name in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # attribute: ExpertsSpec, from `enable` or from the first call
 FORMS = "_moe_layers_forms"  # attribute: KeptForms, with a precision
 CHANGES = "_moe_layers_changes"  # attribute: LowRank by parameter name, while wrappers call the experts
-SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: SharedForward
-DISPATCHED = "_moe_layers_dispatched"  # of an experts module that transformers shards for us: its name in errors
-TOLD = "_moe_layers_told"  # attribute: the user was told who computes PEFT's adapters, see `_tell_once`
+SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a SharedForward
+DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
+TOLD = "_moe_layers_told"  # attribute: `_tell_once` has run
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LowRank(NamedTuple):
-    """A change left[e] @ right[e] of the matrices of a parameter."""
+    """A low-rank change of a parameter's matrices: left[e] @ right[e] is added to matrix e."""
 
     left: Tensor  # [E, rows, r]
     right: Tensor  # [E, r, columns]
 
 
 class SharedForward(Protocol):
-    """Computes experts of which each rank holds a share.
+    """Computes an experts module of which each rank holds a share.
 
     Attributes:
-        name: of the experts, in errors.
+        name: the name of the experts in errors.
     """
 
     name: str
@@ -93,13 +85,10 @@ class ExpertsSpec:
 
     @property
     def adaptable(self) -> tuple[str, ...]:
-        """Names of the parameters whose low-rank changes `adapters` converts."""
+        """Return the names of the parameters whose low-rank changes `adapters` converts."""
         return () if self.normed else (self._up_name, "down_proj")
 
-    @property
-    def readable(self) -> tuple[str, ...]:
-        """Return the names of the parameters that the kernels can read in 4 bits."""
-        return () if self.normed else (self._up_name, "down_proj")
+    readable = adaptable  # names of the parameters whose 4-bit form the kernels can read
 
     def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers, by name, whose first axis is that of the experts."""
@@ -107,11 +96,11 @@ class ExpertsSpec:
         return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
 
     def of_rank(self, num_ranks: int) -> ExpertsSpec:
-        """Return the spec of one rank's share."""
+        """Return the spec with which a rank computes its share."""
         return self
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Reads no parameter, because PEFT caches what is read."""
+        """Return the weights to check at the first call. Reads no attribute, because PEFT would cache its value."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
@@ -188,7 +177,7 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
 
 
 def recognise_once(experts: nn.Module, make_spec: Callable[[Any, str | None], ExpertsSpec]) -> None:
-    """Set the spec of a module that `enable` has not seen."""
+    """Set the spec of a module for which `enable` was not called."""
     if not hasattr(experts, ATTRIBUTE):
         with unseen_by_tracers(), torch.no_grad():
             spec = make_spec(experts, None)
@@ -205,7 +194,7 @@ def _recognise_once(experts: nn.Module) -> None:
 
 
 def _tell_once(experts: Any) -> None:
-    """Warn if PEFT computes adapters that `enable`, which was not called, would let the kernels compute."""
+    """Warn once if PEFT computes adapters because `enable`, which lets the kernels compute them, was not called."""
     changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
     if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
         return
@@ -227,7 +216,7 @@ def experts_forward(
     """Replace the forward of an experts module.
 
     Raises:
-        ValueError: at the first call, that this package cannot compute the module, with the reason.
+        ValueError: this package cannot compute the module. The first call raises the error, with the reason.
     """
     _recognise_once(self)
     top_k_index = top_k_index.int()
@@ -245,9 +234,9 @@ def compute_module(
     choice: Tensor | ExpertRows,  # [T, K] int32, or where a dispatcher placed the slots
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # as the module holds them, where the computed ones are parts
+    parameters: tuple[Weight, Weight] | None = None,  # the module's own, if the computed ones are parts of them
 ) -> Tensor:  # [T, D]
-    """Compute an experts module with all parameters that it holds."""
+    """Compute an experts module with the parameters that it holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     up_parameters, w_down = spec.up_parameters(self), spec.w_down(self)
     adapters = spec.adapters(changes) if changes else None
@@ -278,7 +267,7 @@ def compute_module(
 def _forms(
     experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
 ) -> ScaledForms | None:
-    """Return the kept e4m3 forms of the weights, see `KeptForms`; None without precision or for copied parameters."""
+    """Return the kept e4m3 forms of the weights, or None without a precision or if weights are copies."""
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     if spec.precision is None or spec.copies or torch.compiler.is_compiling():
         return None
@@ -290,15 +279,15 @@ def _forms(
 
 
 def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
-    """Return the parameters of both projections, as the module holds them."""
+    """Return the parameters of both projections in the form that the module holds."""
     return spec.up_parameters(experts)[0], spec.stored_down(experts)
 
 
 def _normed_experts(
     self: Any, choice: Tensor | ExpertRows, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """Compute experts whose outputs are normed: a norm does not commute with the weights, which the fused op applies
-    before the down projection."""
+    """Compute experts whose outputs are normed before they are weighted. The fused op cannot compute them, because it
+    applies the weights before the down projection."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     if isinstance(choice, Tensor):
         permutation = sort_by_expert(choice, w_down.shape[0], implementation=spec.implementation)
@@ -313,5 +302,5 @@ def _normed_experts(
     return combine(out, topk_weights, permutation.slot_to_row, implementation=spec.implementation)
 
 
-# Registered here, because unpickling a model that was enabled or called imports this file and may call nothing else.
+# Registered in this file, because unpickling a model that was enabled or called may import no other.
 ExpertsInterface.register(NAME, experts_forward)

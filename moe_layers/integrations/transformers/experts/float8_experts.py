@@ -1,6 +1,6 @@
 """transformers' FP8 experts: float8 blocks, or packed float4 with a power of two per 32 numbers.
 
-They have a registry of experts implementations of their own.
+transformers has a separate registry of implementations for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Float8Spec(ExpertsSpec):
         return self._stored(experts, "down_proj")
 
     def _stored(self, experts: Any, name: str) -> QuantizedWeight:
-        if name in getattr(experts, "parametrizations", {}):  # PEFT's wrappers would add to the numbers without scales
+        if name in getattr(experts, "parametrizations", {}):  # PEFT would add to numbers without their scales
             raise ValueError(
                 f"moe_layers: {name} of {type(experts).__name__} is stored as {self.format.name}, which no wrapper can "
                 "change; plain LoRA is computed by enable(model), other adapters need dequantised experts"
@@ -92,10 +92,11 @@ def float8_experts_forward(
     top_k_index: Tensor,  # [T, K]
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Compute FP8 experts that a model's configuration selects by name, as `experts_forward` does."""
+    """Compute FP8 experts whose configuration selects this implementation by name. `experts_forward` does so for other
+    experts."""
     _recognise_once(self)
     return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-# Registered here, because unpickling a model that was enabled or called imports this file and may call nothing else.
+# Registered in this file, because unpickling a model that was enabled or called may import no other.
 FP8ExpertsInterface.register(NAME, float8_experts_forward)

@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config)
     print(enable(model))
 
-transformers' own MXFP4 experts reorder the bytes for the kernels of one GPU. Here the experts stay transformers'
-`GptOssExperts`; each weight is a parametrization of its blocks, which gives the dequantised weight to code that reads
-it. `save_pretrained` writes the published names and bytes.
+transformers' own MXFP4 experts reorder the bytes for the kernels of one GPU. Here the experts remain transformers'
+`GptOssExperts`. Each weight is a parametrization of its blocks, so other code reads the dequantised weight.
+`save_pretrained` writes the published names and bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def keep_mxfp4(config: Any) -> Any:
 
 @register_quantization_config(_METHOD)
 class _KeepMxfp4Config(QuantizationConfigMixin):
-    """The settings of a published gpt-oss. `to_dict` gives them as they were published."""
+    """The quantisation settings of a published gpt-oss. `to_dict` returns the published settings."""
 
     def __init__(self, **settings: Any):
         self.settings = {**settings, "quant_method": _PUBLISHED}
@@ -68,7 +68,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
-        """Give the experts parameters with the names on disk, so that transformers loads them as they are."""
+        """Give the experts parameters with the names on disk, so that transformers loads these without a conversion."""
         for _, experts in _experts_of(model):
             for name in _WEIGHTS:
                 num_experts, size_in, size_out = getattr(experts, name).shape
@@ -78,7 +78,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 for part, shape in (("blocks", (size_in // 32, 16)), ("scales", (size_in // 32,))):
                     empty = torch.empty(num_experts, size_out, *shape, dtype=torch.uint8, device="meta")
                     experts.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
-            experts._is_hf_initialized = True  # its initialisation writes the dequantised weights
+            experts._is_hf_initialized = True  # initialisation would write the dequantised weights
 
     def _process_model_after_weight_loading(self, model: nn.Module, **options: Any) -> None:
         if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -88,7 +88,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 blocks, scales = (_taken(path, experts, f"{name}_{part}") for part in ("blocks", "scales"))
                 experts.register_parameter(name, nn.Parameter(blocks, requires_grad=False))
                 stored = StoredMxfp4(scales, getattr(experts, f"{name}_bias").dtype)
-                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # it changes the shape
+                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # the shape changes
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = model.state_dict()
@@ -103,7 +103,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
         return True
 
     @property
-    def is_trainable(self) -> bool:  # adapters over the frozen experts, and all other parameters
+    def is_trainable(self) -> bool:  # adapters of the frozen experts, and all other parameters are
         return True
 
 
@@ -114,7 +114,7 @@ def _experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _taken(path: str, experts: nn.Module, name: str) -> Tensor:
-    """Return a parameter, which is no longer in the experts."""
+    """Remove a parameter from the experts, and return it."""
     parameter = experts.get_parameter(name)
     if not getattr(parameter, "_is_hf_initialized", False):
         raise ValueError(f"keep_mxfp4: the checkpoint must hold {path}.{name}, which is missing")

@@ -1,4 +1,4 @@
-"""Expert parameters that are kept in 4 bits behind a parametrization of PyTorch, read in their stored form.
+"""Reads the stored form of expert parameters that a PyTorch parametrization keeps in 4 bits.
 
 A parametrization computes a parameter from a stored tensor at each access. Two kinds are known:
 
@@ -6,7 +6,7 @@ A parametrization computes a parameter from a stored tensor at each access. Two 
   (https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/parametrize.py)
 * `StoredMxfp4`, with which `keep_mxfp4` loads gpt-oss
 
-Both give the dequantised parameter to code that does not know them: transformers' own experts, and PEFT.
+Code that reads the attribute, such as transformers' own experts and PEFT, gets the dequantised parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoredMxfp4(nn.Module):
 
     Args:
         scales: the powers of two that belong to the blocks.
-        dtype: of the parameter.
+        dtype: dtype of the parameter.
     """
 
     scales: Tensor
@@ -50,7 +50,7 @@ class StoredMxfp4(nn.Module):
         return _of_blocks(blocks, self.scales)
 
     def forward(self, blocks: Tensor) -> Tensor:  # [E, in, out]
-        if is_dtensor(blocks):  # PEFT reads the parameter of experts that ranks share
+        if is_dtensor(blocks):  # PEFT reads the parameter if ranks share the experts
             parts: Any = blocks, self.scales
             local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
@@ -71,17 +71,13 @@ class _Stored(NamedTuple):
 
 
 def stored_weight(
-    experts: Any,
-    names: tuple[str, ...],
-    name: str,
-    *,
-    transposed: bool,
+    experts: Any, names: tuple[str, ...], name: str, *, transposed: bool
 ) -> QuantizedWeight | None:  # [E, out, in]
-    """Return the stored form of a parameter; None if it is to be read as a tensor.
+    """Return the stored form of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
-        names: the parameters that are read in one form. If something else changes one of them, such as a wrapper of
-            PEFT that computes its adapters itself, they are all tensors.
+        names: the parameters that are read in the same form. If other code changes one of them, such as a wrapper of
+            PEFT that adds its adapters, all are read as tensors.
         transposed: the parameter is [E, in, out].
     """
     if "parametrizations" not in experts._modules or name not in names:
@@ -106,8 +102,8 @@ def check_stored(name: str, experts: nn.Module, readable: tuple[str, ...], *, tr
     """Raise ValueError unless all 4-bit parameters of an experts module are read in their stored form.
 
     Args:
-        name: of the experts in the model.
-        readable: names of the parameters that the experts' op reads in that form.
+        name: name of the experts in the model.
+        readable: names of the parameters that the experts' op reads in their stored form.
         transposed: these parameters are [E, in, out].
     """
     kind = parametrize.type_before_parametrizations(experts).__name__
@@ -172,7 +168,7 @@ def _of_bitsandbytes(name: str, values: Tensor, state: Any) -> QuantizedWeight:
     """
     op = f"moe_layers: {name}, quantised by bitsandbytes"
     if state.quant_type != "nf4":
-        as_format(op, state.quant_type)  # raises with the reason
+        as_format(op, state.quant_type)  # raises an error with the reason
     nested = state.state2 if state.nested else None
     block = WeightFormat("nf4", (1, state.blocksize), None if nested is None else nested.blocksize)
     format, shape = as_format(op, block), torch.Size(state.shape)

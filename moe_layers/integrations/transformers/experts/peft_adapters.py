@@ -2,8 +2,7 @@
 
 PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. Its forward adds the
 product of both factors to the parameter while the experts run. The forward here passes the factors to the experts
-instead, so that no tensor of the parameter's size is made. It replaces the forward of each wrapper instance; classes
-stay as they are.
+instead, so that no tensor of the parameter's size is made. It replaces the forward of each wrapper, not of the class.
 
 PEFT 0.18 and later store lora_A as [E r, in], with the expert slowest, and lora_B as [out, r E], with the expert
 fastest. In and out are the parameter's second and third axis, or the reverse if PEFT swapped them.
@@ -27,12 +26,12 @@ from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
-_SWAPS_SINCE = "0.19"  # earlier versions neither swap the axes nor have the flag
+_SWAPS_SINCE = "0.19"  # earlier versions do not swap the axes, and lack the flag
 _SWAPPED = "_did_swap_in_out_features"
 
 
 class Place(NamedTuple):
-    """An attribute that holds experts, or their outermost wrapper."""
+    """An attribute of a module that holds experts, or the experts' outermost wrapper."""
 
     name: str  # name of the experts in the model without wrappers
     holder: nn.Module
@@ -62,7 +61,8 @@ def find_places(model: nn.Module, experts: list[nn.Module]) -> list[Place]:
 
 
 def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the adapted parameters that the experts' op computes, and others with the reason."""
+    """Return the names of the parameters whose adapters the experts' op computes. Also return the other adapted
+    parameters with the reason."""
     computed, left = [], {}
     for place in places:
         for wrapper in place.wrappers():
@@ -87,7 +87,7 @@ def replace_forwards(place: Place) -> None:
 
 @cache
 def watch_wrappers() -> None:
-    """Let PEFT's wrappers around experts that ranks share refuse to merge, from the time when PEFT adds them."""
+    """Make PEFT's wrappers, including later ones, refuse to merge into experts that ranks share."""
     register_module_module_registration_hook(lambda holder, name, module: adapt_to_shares(module))
 
 
@@ -102,7 +102,7 @@ def adapt_to_shares(module: Any) -> None:
 
 
 def _name_of_shares(experts: nn.Module) -> str | None:
-    """Return the name of experts that ranks share; None if they are whole."""
+    """Return the name of the experts if ranks share them, else None."""
     held: Any = vars(experts)
     return held[SHARING].name if SHARING in held else held.get(DISPATCHED)
 
@@ -120,7 +120,8 @@ def restore_forwards(place: Place) -> None:
 
 
 def replace_new_forwards(place: Place, *_: object) -> None:
-    """Replace the forward of wrappers that were added after `enable`. Called before the forward of the holder."""
+    """Replace the forward of wrappers that were added after `enable`. A hook calls this function before the forward of
+    the module that holds them."""
     if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
         _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # stubs take it for a decorator
 
@@ -133,12 +134,12 @@ def _replace_and_warn(place: Place) -> None:
 
 
 def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:
-    """Warn of adapters whose `target_parameters` name weights of experts that PEFT did not find, once per adapter.
+    """Warn once per adapter if its `target_parameters` name weights of experts that PEFT did not find.
 
-    PEFT finds a parameter behind a parametrization, as those in 4 bits are, by its full name alone.
+    PEFT finds a parameter behind a parametrization, such as one in 4 bits, only by its full name.
 
     Args:
-        models: may hold `peft_config`.
+        models: models that may have `peft_config`.
         known: the configurations of PEFT that were checked, by adapter. New ones are added.
     """
     for model in models:
@@ -156,7 +157,7 @@ def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], kn
 
 
 def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, config: Any) -> list[str]:
-    """Return the full names of parametrised weights that `target_parameters` name and that have no such adapter."""
+    """Return the full names of parametrised weights that `target_parameters` names but that have no adapter."""
     modules: list[Any] = list(model.modules())
     wrappers = [module for module in modules if _is_param_wrapper(module) and adapter in module.lora_A]
     adapted = {(wrapper.get_base_layer(), wrapper.parameter_name) for wrapper in wrappers}
@@ -192,7 +193,7 @@ def _reason_against(wrapper: Any) -> str | None:
 
 
 def _is_computed_here(experts: Any) -> bool:
-    """Return whether calls of the experts reach `experts_forward`. The model's user may choose another one."""
+    """Return whether calls of the experts reach `experts_forward`. The user may have chosen another implementation."""
     return is_replaced(experts) or DISPATCHED in vars(experts) or experts.config._experts_implementation == NAME
 
 
@@ -234,7 +235,7 @@ def _active(wrapper: Any) -> list[str]:
 
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
-    """Replace the forward of a ParamWrapper. PEFT's own computes everything that this one cannot."""
+    """Compute the forward of a ParamWrapper. Cases that are not supported here are left to PEFT's forward."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:
@@ -258,7 +259,7 @@ def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
 
 
 def _change(wrapper: Any, adapter: str) -> LowRank:
-    """Read an adapter, with its scale in lora_B, as views where the scale is 1."""
+    """Return an adapter's factors, with its scale multiplied into lora_B. If the scale is 1 they are views."""
     a = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
     b = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]
     b = b if wrapper.scaling[adapter] == 1 else b * wrapper.scaling[adapter]
@@ -266,7 +267,7 @@ def _change(wrapper: Any, adapter: str) -> LowRank:
 
 
 def _sum(changes: list[LowRank]) -> LowRank:
-    """Concatenate ranks: the sum of the products is the product of the concatenated factors."""
+    """Return the sum of the changes: the product of factors that are concatenated along their ranks."""
     if len(changes) == 1:
         return changes[0]
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))

@@ -15,7 +15,7 @@ from moe_kernels.runtime.pytorch import has_saved_tensors_hooks
 
 @dataclass(frozen=True)
 class _Rebuilt:
-    """Represents a copy of parameters among the saved tensors."""
+    """Stands for a copy of parameters among the saved tensors."""
 
     parameters: tuple[Tensor, ...]
     versions: tuple[int, ...]
@@ -34,8 +34,8 @@ def rebuilt_in_backward(
     """Return a context in which autograd saves `parameters` instead of `copy`.
 
     The context does nothing without gradients, and for inference tensors, which have no version. It does nothing under
-    `torch.compile`, which finds by itself that a copy can be recomputed. It also does nothing if other hooks
-    (activation checkpointing, offloading) are active, because autograd calls only the last of several hooks.
+    `torch.compile`, which recomputes copies on its own. It also does nothing if other hooks (activation checkpointing,
+    offloading) are active, because autograd calls only the last of several hooks.
 
     Args:
         build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.

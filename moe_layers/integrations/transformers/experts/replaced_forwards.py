@@ -1,7 +1,6 @@
-"""Forwards of single modules that this package replaces, and that others may wrap, as accelerate's hooks do.
+"""Replaces the forwards of single modules. Other libraries may wrap these forwards, as accelerate's hooks do.
 
-`restore_forward` undoes only what is still this package's. A wrapper around a replaced forward stays, and calls the
-class's forward from then on.
+`restore_forward` removes only this package's forward. A wrapper around it remains, and then calls the class's forward.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ _FORWARD = "_moe_layers_forward"  # attribute of a module: the function that com
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
-    """Let `forward(module, ...)` compute a module, unless someone else put a forward into it.
+    """Let `forward(module, ...)` compute a module, unless another library replaced the module's forward.
 
-    A wrapper around an earlier replacement stays, and calls the new one.
+    A wrapper around an earlier replacement remains, and calls the new one.
     """
     vars(module)[_FORWARD] = forward
     if "forward" not in vars(module):
@@ -36,7 +35,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Return whether someone else put a forward into a module that does not wrap one of this package."""
+    """Return whether another library replaced the module's forward by one that does not wrap this package's."""
     forward = vars(module).get("forward")
     while forward is not None and not _is_run(forward):
         forward = getattr(forward, "__wrapped__", None)

@@ -17,7 +17,7 @@ from .model_forward import hook_models, unhook_models
 _ROUTER = "_moe_layers_router"  # attribute of a hooked router that holds its HookedRouter
 _NAMES = ("gate", "router")  # names of a router in its block
 _KINDS = re.compile(r"(Router|Gate|Gating)$")
-# Routers whose forward does not return the choice and weights that the experts get.
+# Unsupported routers: their forward does not return the choice and weights that the experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
     "JetMoeTopKGating": "it returns slots in the order of the experts",
@@ -61,7 +61,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the names of the block and the router of experts. Wrappers may be around the experts and the router.
+    """Return the names of the experts' block and router. Wrappers may be around the experts and around the router.
 
     The block may be the experts module itself.
 
@@ -77,7 +77,7 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
             kind = type(modules.get(router)).__name__
             if not _KINDS.search(kind):
                 continue
-            # True of DBRX, and of many models before transformers 5.17.
+            # This is the case for DBRX, and for many models before transformers 5.17.
             chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
             if reason := _REFUSED.get(kind, chosen_by_block):
                 raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")

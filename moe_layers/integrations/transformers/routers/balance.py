@@ -13,23 +13,20 @@ from .model_forward import check_single_loss
 
 
 def balance_routing(
-    model: nn.Module,
-    losses: BalanceLosses | None = None,
-    *,
-    num_tokens: int | Tensor | None = None,
+    model: nn.Module, losses: BalanceLosses | None = None, *, num_tokens: int | Tensor | None = None
 ) -> None:
     """Count the experts that training forwards choose from now on, and add auxiliary losses to their gradients.
 
     The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as those of
     `MoEFeedForward`: every backward through a layer's output adds their gradient, `aux_losses` returns their values,
-    and `set_aux_loss_scale` scales their gradients. Padding of an attention mask [B, S] counts nowhere. The loss that
-    the model returns does not contain them.
+    and `set_aux_loss_scale` scales their gradients. Neither losses nor counts include padding of an attention mask [B,
+    S]. The loss that the model returns does not contain these losses.
 
-    Gradient accumulation averages the losses with `set_aux_loss_scale(model, torch.tensor(1 / num_accumulated))`, or
-    adds them up with `num_tokens`.
+    Under gradient accumulation, average the losses with `set_aux_loss_scale(model, torch.tensor(1 / num_accumulated))`,
+    or sum them with `num_tokens`.
 
     Args:
-        losses: coefficients. They replace earlier ones. The default None means no losses.
+        losses: coefficients, which replace those of an earlier call. The default None means no losses.
         num_tokens: divisor of the losses, see `moe_layers.balance.losses`. The layers keep a tensor without a copy: a
             change in place takes effect from the next forward on. Default: the tokens of each call.
 

@@ -2,7 +2,7 @@
 
 A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
 them in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads or
-changes these three tensors. While no service is in use it only calls the forward.
+changes these three tensors. While none of these functions is in use, it only calls the forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..experts.experts_forward import ATTRIBUTE
 from .model_forward import ModelForward, current_forward
 from .selection import Selection
 
-# Routers that return probabilities. Their logarithms are logits up to a constant per token.
+# Routers that return probabilities, whose logarithms are logits up to a constant per token.
 PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
@@ -52,7 +52,7 @@ class HookedRouter:
         self.aux_loss_scale: Tensor | None = None
         self.accumulated_counts: Tensor | None = None
         self.expert_counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
-        self.recomputed: ModelForward | None = None  # the forward that backward recomputes
+        self.recomputed: ModelForward | None = None  # the forward that backward is recomputing
         self._adds: list[Callable[[Tensor], None]] = []
         self._choose: Callable[[int, int], ReplayedChoice] | None = None
         self._inner = vars(router).get("forward")
@@ -63,7 +63,7 @@ class HookedRouter:
         return {**vars(self), "recomputed": None, "_adds": [], "_choose": None}
 
     def release(self) -> None:
-        """Restore the router's own forward. Wrappers that other libraries put around `run` stay."""
+        """Restore the router's own forward. Wrappers of other libraries around `run` remain."""
         self._released = True
         if vars(self.router).get("forward") == self.run:
             del vars(self.router)["forward"]
@@ -89,7 +89,7 @@ class HookedRouter:
 
     @property
     def selection_bias(self) -> Tensor | None:  # [E]
-        """Return the selection bias as the model stores it. Changes in place reach the model."""
+        """Return the model's own tensor with the selection bias. Changes in place change the model."""
         for module in (*self.router.modules(), self.block):
             for name in _BIASES:
                 if isinstance(bias := getattr(module, name, None), Tensor):
@@ -108,7 +108,7 @@ class HookedRouter:
             )
 
     def expert_settings(self, op: str) -> tuple[str | None, Tensor]:
-        """Return the implementation and the up projection of the experts."""
+        """Return the implementation and the `w_up` of the experts."""
         spec = getattr(self.experts, ATTRIBUTE, None)
         if spec is None:
             raise ValueError(f"{op}: the experts must be computed by moe_layers, got others in {self.name}")
@@ -148,9 +148,11 @@ class HookedRouter:
         forward = self.recomputed if recomputes else current_forward()
         choose = self._replayed(forward, recomputes)
         if not recomputes:
-            self._enter(forward)
+            self.recomputed = None
+            if forward is not None:
+                forward.routers.append(self)
         adds = () if recomputes else self._adds
-        watches = not recomputes and self._watches()
+        watches = not recomputes and (self._counts() or self.observer is not None)
         reads = watches or self._has_loss()
         if choose is None and not reads and not adds:
             return inner(*args, **kwargs)
@@ -165,14 +167,8 @@ class HookedRouter:
             out = (out[0], weights, *out[2:])
         return out
 
-    def _enter(self, forward: ModelForward | None) -> None:
-        """Register this router with the model's forward, or with none if the router is called alone."""
-        self.recomputed = None
-        if forward is not None:
-            forward.routers.append(self)
-
     def _replayed(self, forward: ModelForward | None, recomputes: bool) -> Callable[[int, int], ReplayedChoice] | None:
-        """Return the function that yields this forward's replayed choice; None without a replay."""
+        """Return the function that gives this forward's replayed choice, or None without a replay."""
         if recomputes and forward is not None:
             choice = forward.choices.get(self)
             return None if choice is None else lambda num_tokens, top_k: choice
@@ -203,10 +199,10 @@ class HookedRouter:
 
     def _chosen(
         self,
-        experts: Tensor,  # [T, K], as the router returned them
+        experts: Tensor,  # [T, K] from the router
         selection: Selection,
     ) -> Tensor:  # [T, K] int64
-        """Return the chosen experts, which are the replayed ones during a replay."""
+        """Return the chosen experts. During a replay, return the replayed ones."""
         if selection.choose is None:
             return experts
         if selection.num_calls != 1 or selection.chosen is None or experts.data_ptr() != selection.chosen.data_ptr():
@@ -221,11 +217,11 @@ class HookedRouter:
         logits: Tensor,  # [T, E]
         weights: Tensor,  # [T, K]
         chosen: Tensor,  # [T, K]
-        keys: Tensor | None,  # [T, E]: the scores whose top-k was taken
+        keys: Tensor | None,  # [T, E]: the scores of which the router took the top-k
         forward: ModelForward | None,
         watches: bool,
     ) -> Tensor:  # [T, K]
-        """Compute losses, counts and statistics. Return the weights, with the loss attached."""
+        """Compute losses, counts and statistics. Return the weights with the loss attached."""
         if type(self.router).__name__ in PROBABILITIES:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
@@ -234,7 +230,10 @@ class HookedRouter:
         if counts or self._has_loss():
             routing = self._routing(logits, weights, chosen, token_mask, forward)
             if self._has_loss():
-                weights, loss = self._attach_loss(routing, weights, forward)
+                loss = self._loss(routing, forward)
+                self.aux_loss = loss.detach()
+                if weights.requires_grad:
+                    weights = attach_loss(weights, loss, self.aux_loss_scale)
             if counts:
                 self.take_counts_to(routing.choices_per_expert.device)
                 self.expert_counts += routing.choices_per_expert
@@ -256,14 +255,6 @@ class HookedRouter:
         info = TokenInfo(logits, logits.shape, token_mask, lengths, self.num_tokens)
         return layer_routing(Slots(chosen, weights, logits), info, None, self.num_experts, self.implementation)
 
-    def _attach_loss(
-        self, routing: LayerRouting, weights: Tensor, forward: ModelForward | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the weights with the loss attached, and the loss."""
-        loss = self._loss(routing, forward)
-        self.aux_loss = loss.detach()
-        return attach_loss(weights, loss, self.aux_loss_scale) if weights.requires_grad else weights, loss
-
     def _loss(self, routing: LayerRouting, forward: ModelForward | None) -> Tensor:
         losses, counts = self.balance_losses, None
         if forward is not None:
@@ -279,9 +270,6 @@ class HookedRouter:
 
     def _has_loss(self) -> bool:
         return self.balance_losses.any and torch.is_grad_enabled()
-
-    def _watches(self) -> bool:
-        return self._counts() or self.observer is not None
 
     def _counts(self) -> bool:
         return self.counts and self.router.training

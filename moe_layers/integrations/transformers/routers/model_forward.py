@@ -1,8 +1,8 @@
 """One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
 
-An MoE block of transformers does not get the attention mask. It does not know which forward a checkpointed region
-recomputes, either. Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is
-recomputed, and tells the routers which forward it is. This works with every kind of checkpointing.
+An MoE block of transformers gets neither the attention mask nor the forward that a checkpointed region recomputes.
+Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is recomputed. It tells the
+routers which forward backward will recompute. This works with every kind of checkpointing.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class ModelForward:
         self.owner = owner
         self._arguments = {name: arguments.get(name) for name in _KEPT}
         self.choices: dict[Any, ReplayedChoice] = {}  # by HookedRouter
-        self.global_counts: dict[Any, Tensor] = {}  # by HookedRouter: [E] int64, of a global batch
+        self.global_counts: dict[Any, Tensor] = {}  # HookedRouter -> counts of a global batch, [E] int64
         self.routers: list[Any] = []  # the HookedRouters that ran
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         mask = arguments.get("attention_mask")
-        # Masks of other shapes than [B, S] are prepared for attention and do not tell which tokens are padding.
+        # Masks of other shapes than [B, S] are prepared for attention, and padding cannot be read from them.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._token_masks: dict[int, Tensor] = {}  # by number of tokens; all layers use the same
+        self._token_masks: dict[int, Tensor] = {}  # number of tokens -> mask, the same for all layers
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
     def token_mask(self, name: str, num_tokens: int) -> Tensor | None:  # [T] bool
-        """Return which tokens are not padding; None without an attention mask [B, S].
+        """Return the mask of tokens that are not padding, or None without an attention mask [B, S].
 
         Raises:
             ValueError: the layer's tokens are not those of the mask.
@@ -66,20 +66,20 @@ class ModelForward:
         return self._token_masks[num_tokens]
 
     def sequence_lengths(self, num_tokens: int) -> Tensor | int | None:
-        """Return the lengths [N] of packed sequences, else one length for all sequences."""
+        """Return the lengths [N] of packed sequences. If none are packed, return one length for all sequences."""
         boundaries = self._arguments.get("cu_seq_lens_q")
         if boundaries is not None:
             return torch.diff(boundaries)
         batch = self._batch if self._attention_mask is None else len(self._attention_mask)
         positions = self._arguments.get("position_ids")
         if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
-            # Packed sequences start at position 0. Their number is read from the device.
+            # Each packed sequence starts at position 0. The number of sequences is read from the device.
             starts = (positions[0] == 0).nonzero().flatten()
             return torch.diff(starts, append=starts.new_full((1,), num_tokens))
         return num_tokens // batch if batch else None
 
     def check_single_loss(self) -> None:
-        """Raise ValueError if the model also adds the balancing loss of transformers."""
+        """Raise ValueError if this forward also adds transformers' own balancing loss."""
         check_single_loss(self.owner, self._arguments)
 
     def recompute(self, gradient: Tensor) -> None:
@@ -89,7 +89,7 @@ class ModelForward:
 
 
 def check_single_loss(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise ValueError if a model adds the balancing loss of transformers in a forward with these arguments."""
+    """Raise ValueError if a forward with these arguments adds transformers' own balancing loss."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     wanted = arguments.get("output_router_logits")
     wanted = getattr(config, "output_router_logits", False) if wanted is None else wanted
@@ -123,10 +123,6 @@ def unhook_models(model: nn.Module) -> None:
             hook.remove()
 
 
-def has_hooked_model(model: nn.Module) -> bool:
-    return any(_HOOKS in vars(module) for module in model.modules())
-
-
 @disable_dynamo
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_forward() is None:
@@ -136,7 +132,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward, also after an exception. Its backward will tell the routers that it recomputes this forward."""
+    """End the forward, also after an exception. A hook tells the routers when its backward recomputes it."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

@@ -1,4 +1,4 @@
-"""Read and replace the choice of a router of transformers where its own code calls `torch.topk`."""
+"""Reads and replaces the choice of a transformers router inside the calls of `torch.topk` by its own code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ....routing.model_routers import ReplayedChoice
 class Selection(TorchFunctionMode):
     """While active, reads the top-k of scores [T, E] of all experts, and may replace the choice.
 
-    The router's own code weighs the experts that the replaced call returns. A replayed choice therefore gets the scores
-    and the normalisation of the router. A top-k of groups has another shape, [T, groups] or [T, groups, members], and
-    is not replaced.
+    The router's own code weighs the experts that the replaced call returns. A replayed choice therefore gets the
+    router's scores and normalisation. A top-k of groups, [T, groups] or [T, groups, members], is not replaced.
 
     Args:
         choose: takes T and K and returns the choice. None replaces nothing.
@@ -28,7 +27,7 @@ class Selection(TorchFunctionMode):
         self.num_experts = num_experts
         self.choose = choose
         self.num_calls = 0
-        self.keys: Tensor | None = None  # [T, E]: the scores, with selection bias and excluded groups
+        self.keys: Tensor | None = None  # [T, E]: scores plus selection bias, without excluded groups
         self.chosen: Tensor | None = None  # [T, K] int64
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

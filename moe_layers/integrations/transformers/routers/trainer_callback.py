@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ _METRICS = ("entropy", "margin", "max_violation", "max_call_violation", "num_dro
 
 
 class _TrainingObserver(RoutingObserver):
-    """Statistics of forwards in training mode: without those of the Trainer's evaluations."""
+    """Collects statistics only in training mode, so without the Trainer's evaluations."""
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         if self.router.training:
@@ -39,17 +40,18 @@ class RoutingCallback(TrainerCallback):
         trainer.add_callback(RoutingCallback(trainer))
 
     Whenever the Trainer logs its loss, the callback adds the statistics of the training forwards since the last log.
-    They reach the log history and everything that `report_to` names. The names are `routing/<metric>`, the mean or the
-    worst over the layers, and `routing/<layer>/<metric>`. With several ranks, statistics cover all.
+    The statistics are written to the log history and to every destination in `report_to`. Their names are
+    `routing/<metric>` for the mean or the worst over the layers, and `routing/<layer>/<metric>`. With several ranks,
+    statistics cover all ranks.
 
     With losses of `balance_routing`, the callback divides their gradients by the accumulation steps, and extends the
     batch of `global_batch` over the accumulated calls.
 
     Args:
-        trainer: its model holds MoE blocks of transformers.
-        per_layer: log every layer's metrics, too. Default True.
-        every: collect statistics in every `every`-th step, to save their time. Default 1.
-        bias_rate: calls `update_selection_bias` with this rate after every optimizer step. Default None: never.
+        trainer: a Trainer whose model has MoE blocks of transformers.
+        per_layer: also log the metrics of each layer. Default True.
+        every: collect statistics only in every `every`-th step, to save time. Default 1.
+        bias_rate: call `update_selection_bias` with this rate after every optimizer step. Default None: never.
         group: the ranks that share a batch. Default None: all ranks.
         plot: file of a plot that is written at the end of training, see `plot`. Default None: no file.
 
@@ -75,8 +77,8 @@ class RoutingCallback(TrainerCallback):
         self._every, self._group, self._plot = every, group, plot
         self._observers: dict[str, RoutingObserver] = {}
         self.steps: list[int] = []
-        self.loads: list[dict[str, Tensor]] = []  # [E] by layer, one per log
-        # Callbacks have no event before a log is written. A log of their own would take the place of the Trainer's.
+        self.loads: list[dict[str, Tensor]] = []  # a dict for each log: layer -> [E]
+        # Callbacks have no event before a log is written. A separate log of the callback would replace the Trainer's.
         trainer.log = partial(self._log, trainer.log)
 
     @property
@@ -85,7 +87,7 @@ class RoutingCallback(TrainerCallback):
         return distributed.group.WORLD if self._group is None and has_group else self._group
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the statistics. The device of the model is final by now."""
+        """Start the statistics. The model is on its final device at this event."""
         routers = hooked_routers(self.model)
         for name, router in routers.items():
             self._observers[name] = _TrainingObserver(router, router.num_experts - router.num_zero_experts)
@@ -109,7 +111,7 @@ class RoutingCallback(TrainerCallback):
         reset_expert_counts(self.model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the statistics and the scale, and write the plot."""
+        """End the statistics, reset the scale of losses, and write the plot."""
         for router in hooked_routers(self.model).values():
             router.observer = router.aux_loss_scale = None
         if self._plot is not None and state.is_world_process_zero and self.steps:
@@ -122,7 +124,7 @@ class RoutingCallback(TrainerCallback):
         log(logs, *args, **kwargs)
 
     def _metrics(self, step: int) -> dict[str, float]:
-        """Return what to log. Nothing if no step since the last log was observed."""
+        """Return the metrics to log: an empty dict if no step was observed since the last log."""
         read = {name: observer.read(group=self.group) for name, observer in self._observers.items()}
         if not any(layer.num_calls for layer in read.values()):
             return {}
@@ -166,13 +168,9 @@ def _numbers(statistics: RoutingStatistics) -> dict[str, float]:
 
 
 def _of_all_layers(layers: list[dict[str, float]]) -> dict[str, float]:
-    """Return sums of counts, the largest violation, and the mean of all else."""
+    """Return metrics over all layers: sums of counts, the largest violation, and means of the others."""
     worst = {"dead_experts": sum, "num_dropped": sum, "max_violation": max, "max_call_violation": max}
     return {
-        f"routing/{name}": worst.get(name, _mean)([numbers[name] for numbers in layers])
+        f"routing/{name}": worst.get(name, fmean)([numbers[name] for numbers in layers])
         for name in (*_METRICS, "dead_experts")
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -1,1 +1,1 @@
-"""Experts of transformers' models that ranks share."""
+"""Expert parallelism for transformers' models: ranks share the experts."""

@@ -1,4 +1,4 @@
-"""transformers' own expert parallelism, with the dispatchers and kernels of this package.
+"""Runs transformers' own expert parallelism with the dispatchers and kernels of this package.
 
     DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_layers")
 
@@ -27,7 +27,7 @@ from .experts_of_rank import Sharing
 
 
 class DispatchedExperts(EPImplementation):
-    """An implementation for `EPImplementationInterface`, one per experts module.
+    """An implementation for `EPImplementationInterface`. Each experts module has one instance.
 
     Raises:
         ValueError: ranks share tokens by tensor parallelism, or this package cannot compute the experts.
@@ -56,7 +56,7 @@ class DispatchedExperts(EPImplementation):
         top_k_index: Tensor,  # [T, K]
         top_k_weights: Tensor,  # [T, K]
     ) -> Tensor:  # [T, D]
-        # transformers puts local tensors in the place of the DTensors around this call.
+        # During this call, transformers replaces the DTensors by local tensors.
         recognise_once(self._experts, self._make_spec)
         weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
         return self._sharing.forward(self._experts, hidden_states, top_k_index.int(), weights)

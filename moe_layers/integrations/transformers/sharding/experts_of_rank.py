@@ -1,4 +1,4 @@
-"""One rank's share of an experts module of transformers, as the dispatchers call it."""
+"""Presents one rank's share of a transformers experts module to the dispatchers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..experts.experts_forward import ATTRIBUTE, CHANGES, ExpertsSpec, LowRank, 
 
 @dataclass
 class Sharing:
-    """How the ranks share one experts module: a `SharedForward`.
+    """The settings with which ranks share one experts module. The class implements `SharedForward`.
 
     Attributes:
-        name: of the experts, in errors.
-        num_experts: of all ranks.
+        name: the name of the experts in errors.
+        num_experts: number of experts on all ranks together.
     """
 
     name: str
@@ -47,30 +47,30 @@ class Sharing:
             made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
-        # A recomputation with another choice would send and save other numbers of rows.
-        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # dispatchers read no logits
+        # The choice is kept, because a recomputation with another choice would send and save other numbers of rows.
+        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # logits are not read
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
-        # Models may change the output in place, which loses FSDP2's hooks on a view.
+        # The output must not be a view: models may change it in place, and a view would lose FSDP2's hooks.
         return out.clone() if out._is_view() else out
 
     @property
     def replicated_scale(self) -> float:
         """Return the scale of the gradients of parameters that are whole on every rank.
 
-        A rank's gradient is that of its own experts, for the tokens of all ranks, and the sum over the ranks is
-        complete. If the data-parallel ranks average it, they divide it once more than the dispatcher did.
+        On each rank such a gradient covers the rank's own experts and the tokens of all ranks, so the sum over ranks is
+        complete. If data-parallel ranks average gradients, they divide it in addition to the dispatcher.
         """
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return this rank's experts of PEFT's factors, which are whole on every rank."""
+        """Return the part of PEFT's factors, which are whole on every rank, for this rank's experts."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
 
 
 class ExpertsOfModule:
-    """The share of one call: an `ExpertsOfRank`."""
+    """A rank's experts in one call. The class implements `ExpertsOfRank`."""
 
     recompute: str | None = None
     batch_invariant = False
@@ -93,7 +93,8 @@ class ExpertsOfModule:
             yield from change
 
     def __call__(self, rows: ExpertRows) -> Tensor:
-        # Kept e4m3 forms know a parameter by its identity, and local parts are new objects in each call.
+        # Kept e4m3 forms identify a weight by its parameter object. Local parts are new objects in each call, so the
+        # module's own parameters are passed.
         parameters = stored_pair(self.experts, self.spec) if self.precision is not None else None
         with local_parts(self.experts, self.spec, self.sharing.replicated_scale):
             return compute_module(self.experts, rows.tokens, rows, rows.topk_weights, self.changes, parameters)
@@ -101,7 +102,7 @@ class ExpertsOfModule:
 
 @contextmanager
 def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) -> Iterator[None]:
-    """Put this rank's part in the place of each sharded parameter and buffer of an experts module."""
+    """Replace each sharded parameter and buffer of an experts module by this rank's part, inside the context."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, module in experts.named_modules():

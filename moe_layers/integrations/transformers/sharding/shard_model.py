@@ -4,7 +4,7 @@
     report = shard_experts(model, mesh["ep"])
 
 The experts' parameters become DTensors that keep their names, and calls of the experts go through the dispatchers of
-`moe_layers.parallel`. Everything else of the model stays as it is, for DDP, FSDP2 or a loop of one's own.
+`moe_layers.parallel`. The rest of the model does not change, so DDP, FSDP2 or another training loop can handle it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ShardReport:
 
     Attributes:
         experts: the sharded modules by name, for instance to wrap them in FSDP2 over another axis of the mesh.
-        num_local: experts that this rank holds of each.
-        num_ranks: ranks that share the experts.
-        dispatcher: as given.
-        kept_bytes: of this rank's experts.
-        freed_bytes: of other ranks' experts.
+        num_local: number of experts of each module that this rank holds.
+        num_ranks: number of ranks that share the experts.
+        dispatcher: the dispatcher's name.
+        kept_bytes: bytes of this rank's experts.
+        freed_bytes: bytes of the other ranks' experts.
     """
 
     experts: dict[str, nn.Module]
@@ -88,31 +88,31 @@ def shard_experts(
 ) -> ShardReport:
     """Share the experts of an enabled model among the ranks of a mesh. Each rank keeps its own experts and their names.
 
-    Every rank must hold the same values before, and keeps its slice of them without communication. Each rank then has
-    its own tokens, any number of them, and all ranks must call the model equally often, in forward and backward. Apply
-    it before FSDP2, DDP and the optimizer. PEFT's adapters of experts stay whole on every rank; they may be added
-    before or after. The model cannot be disabled afterwards; `save_sharded` writes it.
+    All ranks must hold the same values before the call. Each keeps its slice of them, without communication. Afterwards
+    each rank has its own tokens, any number of them. All ranks must call the model equally often, in forward and
+    backward. Apply it before FSDP2, DDP and the optimizer. PEFT's adapters of experts stay whole on every rank; they
+    may be added before or after. The model cannot be disabled afterwards; `save_sharded` writes it.
 
-    A checkpointed layer must choose the same experts again: use `context_fn=save_communication`, which also sends
-    nothing again.
+    The recomputation of a checkpointed layer must choose the same experts: use `context_fn=save_communication`. The
+    recomputation then sends nothing.
 
     Args:
-        model: given to `enable` before.
-        mesh: of one dimension, such as `mesh["ep"]`. Its size divides the number of experts.
-        dispatcher: see `ExpertParallel`. In contrast to it, "allgather" takes any number of tokens on each rank, unless
-            there is a `max_rows_factor`.
+        model: an enabled model.
+        mesh: a mesh of one dimension, such as `mesh["ep"]`. Its size must divide the number of experts.
+        dispatcher: see `ExpertParallel`. Here, however, "allgather" accepts any number of tokens on each rank, unless
+            `max_rows_factor` is given.
         average_gradients: see `ExpertParallel`.
         max_rows_factor: see `ExpertParallel`.
         chunks: see `ExpertParallel`.
         reserved_sms: see `ExpertParallel`.
-        seconds: how long to wait for ranks that have not called yet. Ranks that load a whole model may differ by more
-            than the default: let them wait in `torch.distributed.barrier()` before, or give more seconds.
+        seconds: how long to wait for ranks that have not called yet. If ranks load a whole model, their times may
+            differ by more than the default: call `torch.distributed.barrier()` before, or give more seconds.
 
     Raises:
-        ValueError: on all ranks within `seconds`, before anything changes: the model is not enabled or sharded
-            already, its parameters are DTensors or those of DeepSpeed's ZeRO-3, an argument is wrong, experts cannot
-            be divided, an adapter is computed by PEFT itself, the ranks disagree, or a rank does not call. A rank
-            whose mesh is wrong raises alone, and the others are without its call.
+        ValueError: the model is not enabled or is sharded already, its parameters are DTensors or partitioned by
+            DeepSpeed's ZeRO-3, an argument is wrong, experts cannot be divided, PEFT itself computes an adapter, the
+            ranks disagree, or a rank does not call. All ranks raise within `seconds`, before anything changes. A rank
+            with a wrong mesh raises at once, and counts as a rank that does not call.
         NotImplementedError: "overlapped" with experts that it does not support.
     """
     group = group_of(_OP, mesh)
@@ -170,12 +170,12 @@ def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel leave the experts alone that `shard_experts` sharded. Their gradients are complete.
+    """Exclude experts that `shard_experts` sharded from DistributedDataParallel. Their gradients are complete.
 
-    All ranks must share the experts. Where several ranks hold copies of an expert, FSDP2 averages these.
+    All ranks must share the experts. If several ranks hold copies of an expert, use FSDP2, which averages them.
 
     Args:
-        model: the module that DistributedDataParallel will wrap, with PEFT the PeftModel.
+        model: the module that DistributedDataParallel will wrap; with PEFT the PeftModel.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     names = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
@@ -183,7 +183,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
 
 def _parts(model: Any, mesh: DeviceMesh) -> list[_Part]:
-    """Return what is to be sharded.
+    """Return the experts to shard.
 
     Raises:
         ValueError: the model cannot be sharded.
@@ -241,7 +241,7 @@ def _part(name: str, experts: nn.Module, mesh: DeviceMesh) -> _Part:
 
 
 def _facts(model: Any, parts: list[_Part], style: ExpertParallel) -> dict[str, str]:
-    """Return what must be equal on all ranks, by what it belongs to."""
+    """Return the facts that must be equal on all ranks, by name."""
     facts = {}
     for part in parts:
         tensors = part.spec.tensors(part.experts).items()
@@ -255,7 +255,7 @@ def _facts(model: Any, parts: list[_Part], style: ExpertParallel) -> dict[str, s
 
 
 def _settings(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a configuration by path, without folders, which ranks may name differently."""
+    """Yield the settings of a configuration by path. Folders are left out, because ranks may name them differently."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not name.endswith("name_or_path"):
@@ -274,7 +274,7 @@ def _replace(experts: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh, sh
         holder._buffers[leaf] = sharded
         return sharded
     parameter = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))  # keep attributes set by others
+    vars(parameter).update(vars(tensor))  # keep attributes that other code has set
     holder._parameters[leaf] = parameter
     return sharded
 

@@ -5,7 +5,7 @@
     ...
     save_sharded(model, directory)
 
-Each rank reads its own experts alone. The first rank writes, and holds one decoder layer and one file at a time.
+Each rank reads only its own experts. The first rank writes. It holds one decoder layer and one file at a time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..enabling import enable
 from .shard_model import group_of, shard_experts, sharded_experts
 
 _READ, _SAVE = "reading_shares", "save_sharded"
-_LOAD = "_load_pretrained_model"  # method of PreTrainedModel that reads the weights of a model on the meta device
-_LONG_SECONDS = 1800.0  # for a rank that downloads or reads a checkpoint, or writes a file
+_LOAD = "_load_pretrained_model"  # PreTrainedModel's method that reads weights into a model on the meta device
+_LONG_SECONDS = 1800.0  # wait for a rank that downloads or reads a checkpoint, or writes a file
 _FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -55,20 +55,20 @@ def reading_shares(
     pass `device_map={"": device}` to `from_pretrained`. Needs a version of transformers that reads parts of DTensors,
     such as 5.23, and safetensors files: others are read whole.
 
-    All ranks must enter and leave it, and call `from_pretrained` equally often. Between these calls they wait up to 30
-    minutes for ranks that download or read more slowly; a rank that raises an error ends this wait at once.
+    All ranks must enter and leave the context, and call `from_pretrained` equally often. At these calls they wait up to
+    30 minutes for ranks that download or read more slowly. An error on one rank ends the wait at once.
 
     Args:
         mesh: see `shard_experts`.
         implementation: see `enable`.
         precision: see `enable`.
         seconds: how long to wait for ranks that have not entered yet, see `shard_experts`.
-        options: others of `shard_experts`.
+        options: further arguments of `shard_experts`.
 
     Raises:
-        NotImplementedError: the version of transformers reads no parts.
-        ValueError: a rank has not entered in time. From `from_pretrained`, on all ranks: see `enable` and
-            `shard_experts`, the checkpoint is quantised or lacks experts, or another rank raised an error inside.
+        NotImplementedError: this version of transformers cannot read parts of DTensors.
+        ValueError: a rank has not entered in time. `from_pretrained` raises it on all ranks if `enable` or
+            `shard_experts` would, the checkpoint is quantised or lacks experts, or another rank raised an error inside.
     """
     owner = transformers.PreTrainedModel
     if not (_reads_parts() and _LOAD in vars(owner)):
@@ -105,7 +105,7 @@ def reading_shares(
 
 @contextmanager
 def _without_reading_ahead() -> Iterator[None]:
-    """Keep transformers' threads from reading ahead of the conversion, up to the whole share."""
+    """Keep transformers' threads from reading ahead of the conversion. They would read up to the whole share."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -137,15 +137,15 @@ def save_sharded(
     The files are those that `save_pretrained` writes for the whole model. Parameters are gathered one after another.
 
     Args:
-        model: of transformers, from `shard_experts`, perhaps under FSDP2. A PeftModel saves its adapters by its own
-            `save_pretrained`.
-        max_shard_size: of one file, see `save_pretrained`.
-        seconds: how long to wait for ranks that have not called yet. Later waits, for files to be written, last up to
-            30 minutes.
+        model: a transformers model after `shard_experts`, which FSDP2 may also shard. Adapters of a PeftModel are saved
+            by its own `save_pretrained`.
+        max_shard_size: largest size of a file, see `save_pretrained`.
+        seconds: how long to wait for ranks that have not called yet. Later waits, for files, last up to 30 minutes.
 
     Raises:
-        ValueError: on all ranks: a rank has not called in time, the model has no experts that ranks share or has
-            adapters inside, the ranks disagree, or a file cannot be written. The rank that writes raises OSError then.
+        ValueError: a rank has not called in time, the model has no experts that ranks share or has adapters inside, the
+            ranks disagree, or a file cannot be written. All ranks raise it, except that the rank that cannot write a
+            file raises OSError.
     """
     group = distributed.group.WORLD if distributed.is_initialized() else None
     if group is None:
@@ -199,7 +199,7 @@ def _layers(state: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor. Collectives of gloo know no float8."""
+    """Return the whole tensor, gathered from all ranks. gloo's collectives do not support float8."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.is_floating_point() and tensor.element_size() == 1:
@@ -212,7 +212,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Converts gathered layers to the published layout, and writes each file once all its tensors are there."""
+    """Converts gathered layers to the published layout, and writes each file as soon as it has its tensors."""
 
     def __init__(
         self, model: Any, directory: Path, state: dict[str, Tensor], metadata: dict[str, str], max_shard_size: str
@@ -224,7 +224,7 @@ class _Writer:
         self.model, self.directory, self.metadata = model, directory, metadata
         self.convert = revert_weight_conversion
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
-        own = model.state_dict().keys()  # a quantiser may have named others
+        own = model.state_dict().keys()  # a quantiser may have added other names
         untied = remove_tied_weights_from_state_dict({name: empty[name] for name in state if name in own}, model)
         self.kept = {name for name in state if name in untied or name not in own}
         converted = self.convert(model, {name: empty[name] for name in state if name in self.kept})
@@ -249,7 +249,7 @@ class _Writer:
                 save_file(tensors, self.directory / file, metadata=self.metadata)
 
     def _begin(self) -> None:
-        """Write everything but the weights, and remove files of an earlier model."""
+        """Write all files except the weights, and remove files of an earlier model."""
         self.is_begun = True
         self.directory.mkdir(parents=True, exist_ok=True)
         model, config = self.model, self.model.config
