@@ -1,5 +1,6 @@
 """Tests run on the GPU if there is one; otherwise the interpreter runs the Triton kernels."""
 
+import importlib.util
 import os
 import sys
 from glob import glob
@@ -21,6 +22,10 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined, so it is set before any import of the packages.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton"):
+        from .interpreter import quicken
+
+        quicken()
 
 import pytest
 
@@ -40,6 +45,7 @@ def device() -> str:
 def poisoned_memory():
     """Make torch.empty return NaN, so that an output element which no kernel wrote fails its test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # an example switches it off
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -18,6 +18,8 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from moe_kernels.runtime.triton import HAS_TRITON
+
 from .one_thread import OneThread
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +128,10 @@ def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> N
     device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
     if has_gpus:
         torch.cuda.set_device(device)
+    elif HAS_TRITON:
+        from .interpreter import quicken
+
+        quicken()
     # NVLink multicast works only on some machines.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -49,9 +49,7 @@ def test_a_slower_version_is_slower(tmp_path):
         assert row["now_over_before"] == row["now_ms"] / row["before_ms"] < 0.9
     # Wrong results are not timed.
     with (tmp_path / "moe_kernels" / "reference.py").open("a") as file:
-        file.write(
-            "\n\ncorrect = combine\n\n\ndef combine(*args, **kwargs):\n    return 1.2 * correct(*args, **kwargs)\n"
-        )
+        file.write(WRONG)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run(tmp_path, tmp_path / "wrong.json")
     assert not (tmp_path / "wrong.json").exists()

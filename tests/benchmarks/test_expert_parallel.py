@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from unittest import mock
 
-import pytest
 import torch
 from torch import distributed
 
@@ -24,7 +23,7 @@ from benchmarks.parallel.implementations import (
     results,
 )
 
-from ..processes import gloo_group, make_test
+from ..processes import make_test
 from ..tiers import slow
 
 ARGUMENTS = ["--shapes", "tiny", "--routing", "zipf", "--rounds", "1", "--round-ms", "1", "--commit", "abc"]
@@ -106,32 +105,6 @@ CASES = [
 
 # Timing every dispatcher takes two processes half a minute; the tests below need none.
 test_two_processes = slow(make_test(CASES, 2))
-
-
-def test_a_stopped_run_leaves_whole_results(tmp_path):
-    """The run is stopped in its second configuration."""
-    path = tmp_path / "results" / "some.json"
-    measure, calls = expert_parallel.measure, []
-
-    def stopped(configuration, *arguments):
-        calls.append(configuration)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return measure(configuration, *arguments)
-
-    with gloo_group(tmp_path), mock.patch.object(expert_parallel, "measure", stopped), pytest.raises(KeyboardInterrupt):
-        run(
-            torch.device("cpu"),
-            "--routing",
-            "even",
-            "zipf",
-            "--implementations",
-            "allgather",
-            "--output",
-            str(path),
-        )
-    rows = json.loads(path.read_text())
-    assert [(row["routing"], row["pass"]) for row in rows] == [("even", "forward"), ("even", "forward+backward")]
 
 
 def test_the_best_form_is_the_simplest_of_the_fastest():

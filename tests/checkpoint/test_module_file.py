@@ -1,3 +1,5 @@
+"""Files of one module: `save_safetensors` and `load_safetensors`."""
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,40 @@ def refuses(path, message):
     with pytest.raises(ValueError, match=message):
         layer.load_safetensors(path)
     assert same_state(layer, before)
+
+
+def test_round_trip(path):
+    layer = make_layer()
+    layer.reset_parameters(1.0)
+    layer.load_safetensors(path)
+    assert same_state(layer, make_layer()) and load_file(path).keys() == layer.state_dict().keys()
+
+
+def test_converts_to_the_dtype_of_the_layer(path):
+    half = make_layer(dtype=torch.bfloat16)
+    half.load_safetensors(path)
+    assert half.experts.w_up.dtype == torch.bfloat16
+    assert torch.equal(half.experts.w_up, make_layer().experts.w_up.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        r"missing: router\.weight \(3, 8\)",
+        r"unexpected: experts\.w_gate \(2, 2\)",
+        r"wrong shape: experts\.w_down is \(3, 5, 8\) in the file, must be \(3, 8, 5\)",
+    ],
+)
+def test_a_mismatch_lists_every_problem(problem, path):
+    tensors = load_file(path)
+    del tensors["router.weight"]
+    save_file({**tensors, "experts.w_gate": torch.zeros(2, 2), "experts.w_down": torch.zeros(3, 5, 8)}, path)
+    refuses(path, problem)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        make_layer().load_safetensors(tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)

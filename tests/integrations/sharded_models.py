@@ -1,6 +1,8 @@
 """Tiny transformers models in float64 for several ranks, and the results of one process on all their tokens."""
 
+import tempfile
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -137,3 +139,24 @@ def assert_close(actual, expected, message=""):
     scale = expected.abs().max().clamp(min=1e-30)
     error = ((actual - expected).abs().max() / scale).item()
     assert error < 1e-10, f"{message}: {error:.1e}"
+
+
+def own(data):
+    """Return this rank's part of the data."""
+    return data[distributed.get_rank()]
+
+
+def shared_folder():
+    """Return a new folder that all ranks know."""
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def saved(model, **options):
+    """Return the folder in which the first rank saves a model that each rank has."""
+    folder = shared_folder()
+    if distributed.get_rank() == 0:
+        model.save_pretrained(folder, **options)
+    distributed.barrier()
+    return folder

@@ -5,7 +5,6 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +22,7 @@ from moe_layers.integrations.transformers.routers.attached import hooked_routers
 from ..processes import make_test
 from ..tiers import slow
 from .models import build, draw_tokens
+from .sharded_models import whole
 
 LOSSES = BalanceLosses(switch=0.2, z=0.1)
 
@@ -49,10 +49,6 @@ def batch(device):
 def replayed_loss(model, tokens, arrays):
     with RoutingReplay.from_rollouts(model, arrays).replay(model):
         return model(input_ids=tokens, use_cache=False).logits.square().mean()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check(device, wrap, prefix=""):

@@ -29,6 +29,7 @@ from .sharded_models import (  # noqa: E402
     gradients_of,
     logits_of,
     loss_of,
+    own,
     sharded,
     whole,
 )
@@ -57,10 +58,6 @@ class Case:
 
 def drawn(sizes, **options):
     return batches(sizes[: distributed.get_world_size()], **options)
-
-
-def own(data):
-    return data[distributed.get_rank()]
 
 
 def summed(tensor):

@@ -15,7 +15,17 @@ from ..tiers import slow
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from .models import config_of, initialise, model_class_of  # noqa: E402
-from .sharded_models import all_in_float64, assert_close, batches, build, gradients_of, whole  # noqa: E402
+from .sharded_models import (  # noqa: E402
+    all_in_float64,
+    assert_close,
+    batches,
+    build,
+    gradients_of,
+    own,
+    saved,
+    shared_folder,
+    whole,
+)
 
 NAME = "moe_layers"
 distributed_transformers = pytest.importorskip("transformers.distributed.expert_parallel")
@@ -44,25 +54,6 @@ class Case:
             warnings.simplefilter("ignore")  # of transformers about tiny models
             transformers.logging.disable_progress_bar()
             self.run()
-
-
-def own(data):
-    return data[distributed.get_rank()]
-
-
-def shared_folder():
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
-    return folder[0]
-
-
-def saved(kind):
-    """Return the folder of a model that one rank wrote."""
-    folder = shared_folder()
-    if distributed.get_rank() == 0:
-        build(kind).save_pretrained(folder)
-    distributed.barrier()
-    return folder
 
 
 def load(folder, model_class=transformers.AutoModelForCausalLM, **sizes):
@@ -99,7 +90,7 @@ def lora():
                 torch.nn.init.normal_(parameter, std=0.2)
         return model
 
-    data, folder = batches((3, 1)), saved("qwen3_moe")
+    data, folder = batches((3, 1)), saved(build("qwen3_moe"))
     _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
     for is_enabled in (False, True):
         model = load(folder)
@@ -122,12 +113,12 @@ def lora():
 def gradients():
     for kind in KINDS:
         for data in (batches((3, 1), pad=4), batches((2, 2))):
-            assert_same_gradients(load(saved(kind)), kind, data)
+            assert_same_gradients(load(saved(build(kind))), kind, data)
 
 
 def saved_again():
     """transformers gathers and writes what the model held."""
-    folder, again = saved("qwen3_moe"), shared_folder()
+    folder, again = saved(build("qwen3_moe")), shared_folder()
     load(folder).save_pretrained(again)
     distributed.barrier()
     expected, actual = (
@@ -164,7 +155,7 @@ def train(model):
 
 def trainer():
     """The Trainer on sharded experts against the Trainer on whole ones, by DDP."""
-    expected, model = build("qwen3_moe"), load(saved("qwen3_moe"))
+    expected, model = build("qwen3_moe"), load(saved(build("qwen3_moe")))
     logs = train(expected)
     actual = train(model)
     assert len(logs) == 3
@@ -178,7 +169,7 @@ def trl():
     pytest.importorskip("trl")
     from .test_trl import train as train_by_trl
 
-    expected, model = build("qwen3_moe"), load(saved("qwen3_moe"))
+    expected, model = build("qwen3_moe"), load(saved(build("qwen3_moe")))
     options = {"optim": "sgd", "max_grad_norm": 0.0, "seed": 7}
     for part in (expected, model):
         train_by_trl(part, tempfile.mkdtemp(), **options)
@@ -188,12 +179,12 @@ def trl():
 
 def tensor_parallelism_is_refused():
     with pytest.raises(ValueError, match=r"each rank must have its own tokens, got tp_size=2"):
-        load(saved("qwen3_moe"), tp_size=2, fsdp_size=1)
+        load(saved(build("qwen3_moe")), tp_size=2, fsdp_size=1)
 
 
 def llama4_is_refused():
     """transformers has no plan for it, and with a plan of the user its blocks would pass their experts no choice."""
-    folder, experts = saved("llama4_text"), "model.layers.*.feed_forward.experts"
+    folder, experts = saved(build("llama4_text")), "model.layers.*.feed_forward.experts"
     with pytest.raises(ValueError, match="`Llama4ForCausalLM` has no `ep_plan`"):
         load(folder)
     plan = dict.fromkeys((f"{experts}.gate_up_proj", f"{experts}.down_proj"), "grouped_gemm")
@@ -218,7 +209,7 @@ def experts_without_the_interface():
 
 
 def two_copies_of_each_expert():
-    assert_same_gradients(load(saved("qwen3_moe"), ep_size=2), "qwen3_moe", batches((3, 1, 2, 2)))
+    assert_same_gradients(load(saved(build("qwen3_moe")), ep_size=2), "qwen3_moe", batches((3, 1, 2, 2)))
 
 
 test_two_processes = make_test(

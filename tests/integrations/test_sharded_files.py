@@ -1,10 +1,8 @@
 """Models whose experts the ranks share: what each rank reads, what the first one writes, and resumed training."""
 
-import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from .sharded_models import batches, build, logits_of, loss_of, sharded, whole  # noqa: E402
+from .sharded_models import batches, build, logits_of, loss_of, saved, sharded, shared_folder, whole  # noqa: E402
 
 sharding_utils = pytest.importorskip("transformers.distributed.sharding_utils")
 pytestmark = [
@@ -32,21 +30,6 @@ pytestmark = [
 ]
 MIB = 2**20
 KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3", "llama4_text")
-
-
-def shared_folder():
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
-    return Path(folder[0])
-
-
-def saved(model, **options):
-    """Return the folder in which the first rank saves a model that each rank has."""
-    folder = shared_folder()
-    if distributed.get_rank() == 0:
-        model.save_pretrained(folder, **options)
-    distributed.barrier()
-    return folder
 
 
 def load(folder, **options):

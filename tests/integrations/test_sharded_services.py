@@ -1,8 +1,6 @@
 """What else works on experts that ranks share: stored and quantised weights, kernels, and services of the routers."""
 
-import tempfile
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,14 +22,12 @@ from .sharded_models import (  # noqa: E402
     gradients_of,
     logits_of,
     loss_of,
+    own,
+    shared_folder,
     whole,
 )
 
 pytestmark = slow  # each process imports transformers
-
-
-def own(data):
-    return data[distributed.get_rank()]
 
 
 def enabled(model, **options):
@@ -79,9 +75,8 @@ def mxfp4_and_adapters(device):
     from .peft_models import adapt, lora
     from .test_mxfp4 import load_stored
 
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
-    expected, actual = Path(folder[0]) / "expected", Path(folder[0]) / "actual"
+    folder = shared_folder()
+    expected, actual = folder / "expected", folder / "actual"
     stored, reference = (load_stored(dtype=torch.float32) for _ in range(2))
     if distributed.get_rank() == 0:
         reference.save_pretrained(expected)

@@ -2,6 +2,8 @@
 
 import torch
 
+from moe_kernels.experts.row_products import Rows
+
 from ..layers import moe_layer
 from .test_layer_options import dense
 
@@ -16,6 +18,18 @@ def make_layer(device, num_experts=6, top_k=2, dtype=torch.float64, d_model=32, 
 
 def make_x(device, shape=(3, 7, 32), dtype=torch.float64):
     return torch.randn(shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(1))
+
+
+def count_rows(monkeypatch):
+    """Return a list that will receive the number of rows of each GEMM of the experts."""
+    rows, gemm = [], Rows.gemm
+
+    def count(self, *args, **options):
+        rows.append(len(self.row_to_token))
+        return gemm(self, *args, **options)
+
+    monkeypatch.setattr(Rows, "gemm", count)
+    return rows
 
 
 def check_equals_dense(device, **options):

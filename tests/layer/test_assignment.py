@@ -8,7 +8,6 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_kernels.experts.row_products import Rows
 from moe_layers import (
     BalanceLosses,
     CapacityFactor,
@@ -27,7 +26,7 @@ from moe_layers import (
 from moe_layers.routing.custom_assignment import slots_of_pairs
 
 from ..tiers import default_tier
-from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
+from .assignment_cases import SIZES, check_equals_dense, count_rows, make_layer, make_x
 from .test_layer_options import dense
 
 
@@ -144,14 +143,7 @@ def test_every_pair_adds_its_term(device):
 
 @pytest.mark.parametrize("num_pairs", [0, 5])
 def test_rows_are_pairs(num_pairs, device, monkeypatch):
-    rows = []
-    gemm = Rows.gemm
-
-    def count(self, *args, **options):
-        rows.append(len(self.row_to_token))
-        return gemm(self, *args, **options)
-
-    monkeypatch.setattr(Rows, "gemm", count)
+    rows = count_rows(monkeypatch)
 
     def route(logits):
         tokens = torch.arange(num_pairs, device=device)

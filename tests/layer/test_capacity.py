@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec, sort_by_expert
-from moe_kernels.experts.row_products import Rows
 from moe_layers import CapacityFactor, MoEFeedForward, RoundRobinAssignment
 
-from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
+from .assignment_cases import SIZES, check_equals_dense, count_rows, make_layer, make_x
 
 
 def expected_slots(experts, weights, length, capacity, by):
@@ -64,11 +63,7 @@ def test_equals_the_dense_formula(by, weight_on_input, bias, device):
 
 
 def test_a_small_factor_computes_fewer_rows(device, monkeypatch):
-    rows = []
-    gemm = Rows.gemm
-    monkeypatch.setattr(
-        Rows, "gemm", lambda self, *args, **more: rows.append(len(self.row_to_token)) or gemm(self, *args, **more)
-    )
+    rows = count_rows(monkeypatch)
     layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), implementation="triton")
     layer(make_x(device, (2, 12, 32), torch.float32)).sum().backward()
     assert set(rows) == {2 * 6 * 2}

@@ -9,7 +9,6 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import RouterSpec
-from moe_kernels.experts.row_products import Rows
 from moe_layers import (
     BalanceLosses,
     ExpertChoice,
@@ -23,7 +22,7 @@ from moe_layers import (
 from moe_layers.memory import saved_bytes
 
 from ..tiers import default_tier, slow
-from .assignment_cases import SIZES, check_equals_dense, make_layer, make_x
+from .assignment_cases import SIZES, check_equals_dense, count_rows, make_layer, make_x
 
 ROUTERS = {
     "normalized": RouterSpec(),
@@ -170,14 +169,7 @@ def test_is_not_causal(name, device):
 
 @slow
 def test_rows_are_what_experts_take(device, monkeypatch):
-    rows = []
-    gemm = Rows.gemm
-
-    def count(self, *args, **options):
-        rows.append(len(self.row_to_token))
-        return gemm(self, *args, **options)
-
-    monkeypatch.setattr(Rows, "gemm", count)
+    rows = count_rows(monkeypatch)
     x = make_x(device, (21, 32), torch.float32)
     bounds = {ExpertChoice(): 6 * 7, TokenRounding(4): 42 + 6 * 2, TokenRounding(2, "down"): 42}
     for assignment, expected in bounds.items():

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels.runtime import replay
-from moe_kernels.runtime.replay import CALLS_BEFORE_RECORD
 from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.grouped import ExpertRows
 
@@ -77,12 +76,19 @@ def test_main_grad_has_more_bits_than_grad(form, device):
             assert torch.equal(other.grad, parameter.grad), name
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_it_accumulates_in_float32(is_transposed, device, monkeypatch, poisoned_memory):
-    """Over passes that run, are recorded and are replayed. The sum in float16 would lose each of them."""
-    monkeypatch.setattr(replay, "CALLS_BEFORE_RECORD", 1)
+@pytest.fixture
+def replays(poisoned_memory, monkeypatch):
+    """Poisoned memory switches replays off. The second call is recorded."""
     torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(replay, "CALLS_BEFORE_RECORD", 1)
     replay.clear_records()
+    yield
+    replay.clear_records()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_it_accumulates_in_float32(is_transposed, device, replays):
+    """Over passes that run, are recorded and are replayed. The sum in float16 would lose each of them."""
     plain, ours = pair(device, dtype=torch.float16)
     for layer in (plain, ours):
         for name in WEIGHTS if is_transposed else ():
@@ -102,7 +108,6 @@ def test_it_accumulates_in_float32(is_transposed, device, monkeypatch, poisoned_
     for name in WEIGHTS:
         added = getattr(ours.experts, name).main_grad.double() - 4096
         torch.testing.assert_close(added, getattr(wide.experts, name).grad, rtol=2e-2, atol=5e-3)
-    replay.clear_records()
 
 
 def test_checkpointed_layers_add_once(device):
@@ -129,9 +134,9 @@ def test_frozen_weights_need_none(device):
     assert torch.equal(ours.experts.w_down.main_grad.half(), plain.experts.w_down.grad)
 
 
-def test_a_backward_for_other_tensors_adds_nothing(device):
+def test_a_backward_for_other_tensors_adds_nothing(device, replays):
     _, ours = pair(device)
-    for _ in range(CALLS_BEFORE_RECORD + 3):  # launched, recorded and replayed
+    for _ in range(3):  # launched, recorded and replayed
         x = torch.ones(3, 16, device=device, dtype=torch.float16, requires_grad=True)
         torch.autograd.grad(ours(x).sum(), x)
         ours(x).sum().backward(inputs=[x, ours.router.weight])

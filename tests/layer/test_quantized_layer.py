@@ -17,6 +17,7 @@ from moe_layers.experts.stored import QuantizedExperts
 
 from ..dtypes import DTYPES
 from ..layers import moe_layer
+from .test_fp8_layer import step
 from .test_saved_bytes import seen_bytes
 
 SMALL_BLOCKS = WeightFormat("fp8", (16, 32))
@@ -52,19 +53,11 @@ def make_x(device, dtype=torch.float32):
     return x.to(dtype).requires_grad_()
 
 
-def step(layer, x):
-    """Return the output and all gradients of one step."""
-    x = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    out = layer(x)
-    out.float().square().sum().backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "x": x.grad, **gradients}
-
-
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("format", FORMATS_HERE)
+@pytest.mark.parametrize(
+    ("format", "implementation"), [*((format, "reference") for format in FORMATS_HERE), ("fp8_small", "triton")]
+)
 def test_a_step_has_the_bits_of_the_dequantised_layer(format, implementation, device, monkeypatch):
+    """tests/unit/experts/test_quantized_experts.py holds the kernels of every format to this."""
     monkeypatch.setattr(row_products, "MAX_ROWS", 0)  # GEMMs that decode weights add in another order
     layer = with_adapter(make_layer(device, format, implementation, DTYPES[-1]))
     plain = dequantized(layer)

@@ -52,13 +52,6 @@ def test_fake_tensors(options):
     assert y.shape == (3, 5, 8) and len(gradients) == 1 + len(list(layer.parameters()))
 
 
-@forms
-def test_export(options):
-    layer, x = make_layer(options).eval(), torch.randn(3, 5, 8)
-    program = torch.export.export(layer, (x,))
-    torch.testing.assert_close(program.module()(x + 1), layer(x + 1))
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_export_for_any_number_of_tokens(name):
     layer = make_layer(FORMS[name]).eval()

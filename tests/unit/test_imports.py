@@ -1,6 +1,7 @@
 """Imports point one way: between the packages, their folders and their files."""
 
 import ast
+from functools import cache
 
 import pytest
 
@@ -90,6 +91,7 @@ def modules(package):
 MODULES = {**modules("moe_kernels"), **modules("moe_layers")}
 
 
+@cache
 def imports_of(name):
     """Return the dotted names of the modules that a module imports, and imported names that are modules."""
     package, names = name.split(".")[:-1], set()

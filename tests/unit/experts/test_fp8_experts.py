@@ -16,12 +16,13 @@ from moe_kernels.experts.steps import Experts
 from moe_kernels.quantization.fp8_weights import quantize_experts
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.specs import as_activation
-from moe_kernels.testing import Case, make_inputs, run_with_grads, to_float64
+from moe_kernels.testing import Case, run_with_grads, to_float64
 from moe_kernels.types import ExpertWeights, ScaledForms
 
 from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
+from .test_experts import assert_frozen_operands_are_skipped, draw_variant
 
 NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
 SIXTEENS = Case(33, 48, 16, 4, 2)
@@ -42,16 +43,7 @@ COMMON_VARIANTS = ("plain", "saved", "gpt_oss")  # of the default tier
 
 def draw(case, variant, dtype, device, seed=0):
     """Return (tokens, weights, experts, w_up, w_down, b_up, b_down), without biases if the variant has none."""
-    inputs = make_inputs(case, dtype, device, seed)
-    routed = reference.topk_routing(inputs.logits, case.top_k)
-    gated = as_activation("draw", VARIANTS[variant].get("activation", "swiglu")).gated
-    w_up = inputs.w_up if gated else inputs.w_up[:, : case.d_ff].contiguous()
-    operands = [inputs.tokens, routed.topk_weights, routed.topk_experts, w_up, inputs.w_down]
-    if VARIANTS[variant].get("bias"):
-        generator = torch.Generator(device).manual_seed(seed + 50)
-        for size in (w_up.shape[1], case.d_model):
-            operands.append(torch.randn(case.num_experts, size, device=device, generator=generator).to(dtype))
-    return tuple(operands)
+    return draw_variant(case, "plain" if variant == "saved" else variant, dtype, device, seed)
 
 
 def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant="plain", op=None, **options):
@@ -172,16 +164,8 @@ def test_given_forms_of_the_weights_give_the_same_bits(turned, recompute, device
 def test_frozen_operands_are_skipped(variant, device):
     operands = draw(Case(5, 16, 16, 2, 2), variant, torch.float32, device)
     indices = [i for i in range(len(operands)) if i != 2]
-
-    def gradients(wanted):
-        leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands)]
-        out = run(*leaves, variant=variant)
-        return dict(zip(wanted, torch.autograd.grad(out.sum(), [leaves[i] for i in wanted]), strict=True))
-
-    every = gradients(indices)
-    for chosen in ([0], [1], [3], [4], indices[1:], indices[:-1]):
-        for i, gradient in gradients(chosen).items():
-            assert torch.equal(gradient, every[i]), i
+    chosen = [0], [1], [3], [4], indices[1:], indices[:-1]
+    assert_frozen_operands_are_skipped(partial(run, variant=variant), operands, chosen)
 
 
 def test_dropped_slots_and_experts_without_rows(device):

@@ -76,12 +76,14 @@ def run_and_check(kernel, args):
         assert written[:end].isfinite().all() and written[end:].isnan().all()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_every_kernel(kernel, case, device):
     run_and_check(kernel, draw(kernel, case, device))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", KERNELS[0].epilogues)
 @pytest.mark.parametrize("kernel", KERNELS[:2], ids=lambda kernel: kernel.metadata.kernel_name)
 def test_every_activation(kernel, name, device):
@@ -91,6 +93,7 @@ def test_every_activation(kernel, name, device):
     run_and_check(kernel, args)
 
 
+@pytest.mark.gpu
 def test_in_place_and_with_few_programs(device):
     """The gradient may overwrite what it is computed from, and does not depend on the number of programs."""
     args = draw(KERNELS[0], "many_uneven_tiles", device)

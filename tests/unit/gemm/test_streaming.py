@@ -15,6 +15,8 @@ from moe_kernels.testing import assert_accurate, to_float64
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.types import QuantizedWeight
 
+from ...tiers import default_tier
+
 KERNELS = get_kernels(metadata_filter=lambda metadata: isinstance(metadata.design, StreamingDesign))
 PLAIN = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
 DECODING = {form: [kernel for kernel in KERNELS if getattr(kernel, "form", None) == form] for form in ("fp8", "mxfp4")}
@@ -48,8 +50,10 @@ def draw_rows(size_k, dtype, device, gather):
     return rows, offsets, tokens, index
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(
+    ("gather", "has_bias"),
+    default_tier([(False, False), (False, True), (True, False), (True, True)], [(False, True), (True, False)]),
+)
 @pytest.mark.parametrize("kernel", PLAIN, ids=name_of)
 def test_plain_weights(kernel, gather, has_bias, device):
     dtype, epilogue = kernel.metadata.operands.A.dtype, kernel.metadata.epilogue

@@ -1,5 +1,7 @@
 """Quantisation to e4m3 with a scale per block: rows, and weights in both orientations."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from moe_kernels.quantization.ops import _quantize_rows_op, pack_rows, quantize_
 from moe_kernels.quantization.quantize import quantize
 
 from ...dtypes import DTYPES
+from ...tiers import default_tier
 
 SHAPES = {"blocks": (37, 256), "many_blocks": (5, 2048), "odd": (19, 200), "narrow": (3, 16), "wide": (2, 2880)}
 
@@ -200,8 +203,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("stored", ["as_is", "transposed"])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    default_tier(
+        product(["as_is", "transposed"], [torch.float16, torch.float32]),
+        [("as_is", torch.float32), ("transposed", torch.float16)],
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_quantised_again_in_place(change, stored, dtype, device):
     weight = draw((3, 200, 144), dtype, device)

@@ -8,25 +8,9 @@ from moe_kernels.runtime.launch import launching
 from moe_kernels.runtime.replay import Replayed
 from moe_kernels.runtime.triton import HAS_TRITON
 
+from .test_replay import assert_same, draw, replays  # noqa: F401  # a fixture of every test
+
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no ops without Triton")
-
-
-@pytest.fixture(autouse=True)
-def replays(poisoned_memory, monkeypatch):
-    """Poisoned memory switches replays off, so these tests run without it. The second call is recorded."""
-    torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(replay, "CALLS_BEFORE_RECORD", 1)
-
-
-def draw(device, num_rows=3):
-    return torch.randn(num_rows, 16, device=device)
-
-
-def assert_same(got, want):
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        assert a.stride() == b.stride()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from torch.utils._pytree import tree_map_only
 
 from moe_kernels.experts.fused import fused_experts
 from moe_kernels.runtime import registered_ops
-from moe_kernels.runtime.packing import places_of
 from moe_kernels.runtime.replay import Replayed
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case, make_inputs, make_permutation
@@ -141,20 +140,3 @@ def test_a_profiler_sees_the_ops_of_backward(device, direct):
         torch.autograd.grad(out.sum(), leaves)
     names = {event.name for event in profiler.events()}
     assert direct == [] and {f"moe_kernels::{name}" for name in BACKWARD_OPS} <= names
-
-
-def test_places_of_tensors():
-    tensor, parameter = torch.ones(1), torch.nn.Parameter(torch.ones(1))
-    values = (None, tensor, 2.0, parameter)
-    found = places_of(values)
-    assert found.places == (1, 3) and found.are_plain and found.read_others(values) == (2.0,)
-    first, second = found.read(values)
-    assert first is tensor and second is parameter
-    assert places_of((1, tensor)).read((1, tensor)) == (tensor,) and places_of(()).read(()) == ()
-    assert not places_of((tensor, [1])).are_plain and not places_of((torch.nn.Buffer(tensor), object())).are_plain
-
-    class Subclass(torch.Tensor):
-        pass
-
-    special = tensor.as_subclass(Subclass)
-    assert places_of((special,)).places == (0,) and not places_of((special,)).are_plain
